@@ -1,0 +1,160 @@
+"""What all replica groups of a run must agree on, checked before any network is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+WEIGHT_BY = ("uniform", "steps", "samples")
+
+
+class SettingsMismatch(ValueError):
+    """Two replica groups of one run were started with different settings or models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoSettings:
+    """The settings of one run, equal in every replica group.
+
+    Used three times and defined once: the arguments of ``DiLoCo`` and ``DiLoCoCallback``, and the
+    fingerprint that groups compare when they join.
+
+    Args:
+        sync_every: Inner steps in a round; every fragment is synchronised once in it.
+        num_fragments: Into how many fragments the model is cut, at block boundaries. 1 is vanilla
+            DiLoCo (arXiv 2311.08105), more is Streaming DiLoCo (arXiv 2501.18512).
+        fragment_patterns: Instead of ``num_fragments``: one entry a fragment, each a shell pattern
+            over parameter names or a list of them, e.g. ``["*blocks.0.*", ["*blocks.1.*", "*"]]``.
+            A parameter belongs to the first fragment that matches it.
+        fragment_sync_delay: Inner steps between forming a fragment's pseudo-gradient and applying
+            the outer step (tau in 2501.18512). 0 waits for the allreduce at once.
+        fragment_update_alpha: How much of the local parameters survives a sync:
+            ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1].
+        outer_lr: Learning rate of the outer SGD.
+        outer_momentum: Momentum of the outer SGD, in [0, 1).
+        outer_nesterov: Whether that momentum is Nesterov's.
+        weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
+            (``steps``) or its samples (``samples``) since the fragment was last synchronised.
+        bucket_cap_mb: Largest message of a sync, in MiB of fp32.
+        max_sync_retries: How often in a row a sync that did not commit is tried again.
+
+    Raises:
+        ValueError: A value is out of range; the message has the value and the fix.
+    """
+
+    sync_every: int = 100
+    num_fragments: int = 1
+    fragment_patterns: Sequence[str | Sequence[str]] | None = None
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    outer_nesterov: bool = True
+    weight_by: str = "uniform"
+    bucket_cap_mb: float = 32.0
+    max_sync_retries: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("sync_every", "num_fragments"):
+            _check_integer(name, getattr(self, name), at_least=1)
+        for name in ("fragment_sync_delay", "max_sync_retries"):
+            _check_integer(name, getattr(self, name), at_least=0)
+        _check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
+        _check_number("outer_lr", self.outer_lr, 0.0, math.inf)
+        _check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
+        _check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
+        if not isinstance(self.outer_nesterov, bool):
+            raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
+        if self.weight_by not in WEIGHT_BY:
+            raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
+        self._check_patterns()
+        check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
+
+    def _check_patterns(self) -> None:
+        patterns = self.fragment_patterns
+        if patterns is None:
+            return
+        if isinstance(patterns, str) or not patterns or not all(patterns):
+            raise ValueError(
+                f"fragment_patterns={patterns!r}: give a list with one entry a fragment, each a "
+                'pattern or a list of patterns, e.g. ["*blocks.0.*", "*"]'
+            )
+        if self.num_fragments not in (1, len(patterns)):
+            raise ValueError(
+                f"num_fragments={self.num_fragments} but fragment_patterns has {len(patterns)} "
+                "entries: leave num_fragments out"
+            )
+
+    @property
+    def fragment_count(self) -> int:
+        """Number of fragments, whichever way they were given."""
+        return self.num_fragments if self.fragment_patterns is None else len(self.fragment_patterns)
+
+    @property
+    def discards_overlapped_steps(self) -> bool:
+        """Whether the inner steps taken while a sync is in flight are thrown away (alpha 0)."""
+        return self.fragment_sync_delay > 0 and self.fragment_update_alpha == 0.0
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that must be equal in all groups, as plain containers.
+
+        ``sync_every`` is left out where ``weight_by`` gives unequal numbers of steps a meaning.
+        """
+        agreed = asdict(self)
+        del agreed["max_sync_retries"]
+        if self.fragment_patterns is not None:
+            agreed["fragment_patterns"] = [
+                [entry] if isinstance(entry, str) else list(entry)
+                for entry in self.fragment_patterns
+            ]
+        if self.weight_by != "uniform":
+            del agreed["sync_every"]
+        return agreed
+
+
+def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
+    """Check that every fragment gets its turn in a round, one at a time.
+
+    torchft's rule (``torchft/local_sgd.py``, ``DiLoCo.__init__``), whose message is inverted there.
+    """
+    if sync_every % num_fragments:
+        below = sync_every - sync_every % num_fragments
+        fits = f"{below} or {below + num_fragments}" if below else f"{num_fragments}"
+        raise ValueError(
+            f"sync_every={sync_every} is not divisible by num_fragments={num_fragments}: use {fits}"
+        )
+    between = sync_every // num_fragments
+    if fragment_sync_delay >= between:
+        raise ValueError(
+            f"fragment_sync_delay={fragment_sync_delay} is not below the {between} inner steps "
+            f"between two syncs (sync_every={sync_every} / num_fragments={num_fragments}): "
+            f"use at most {between - 1}"
+        )
+
+
+def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:
+    """Raise :class:`SettingsMismatch` with every key in which two groups differ."""
+    keys = sorted(mine.keys() | theirs.keys())
+    differing = [key for key in keys if mine.get(key) != theirs.get(key)]
+    if differing:
+        lines = [f"  {key}: {mine.get(key)!r} here, {theirs.get(key)!r} there" for key in differing]
+        raise SettingsMismatch(
+            f"this replica group's settings differ from those of {whose}; make them equal:\n"
+            + "\n".join(lines)
+        )
+
+
+def _check_integer(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name}={value!r}: use an integer of at least {at_least}")
+
+
+def _check_number(
+    name: str, value: object, low: float, high: float, *, below: bool = False
+) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high or (below and value == high):  # pyright: ignore
+        bounds = f"{low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
+        raise ValueError(f"{name}={value!r}: use a number {bounds}{', exclusive' if below else ''}")

@@ -1,0 +1,167 @@
+"""Which text files a run trains on, and which it holds out.
+
+Standard library only and quick (names, sizes and the first bytes of each file), so that a
+launcher can refuse a bad folder before it starts a process.
+"""
+
+import codecs
+import hashlib
+import math
+import os
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Split = Literal["train", "eval"]
+
+# Not source of the library itself, or not written by hand: `encodings` is tables, `pydoc_data` is
+# one file of help text. Together they would be a fifth of the bytes, and say little about code.
+_STDLIB_SKIPPED = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data")
+)
+_HELD_OUT_FRACTION = 0.05
+_SNIFFED_BYTES = 64 * 1024
+_MAX_FOLDER_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class TextFolder:
+    """A checked folder: its text files, split into those to train on and those held out.
+
+    Args:
+        root: the folder.
+        train: paths relative to ``root``, with forward slashes, sorted.
+        eval: the same for the held-out files; none of them is in ``train``.
+    """
+
+    root: Path
+    train: tuple[str, ...]
+    eval: tuple[str, ...]
+
+    def files(self, split: Split) -> tuple[str, ...]:
+        """The relative paths of one split, in the order in which they are read."""
+        if split not in get_args(Split):
+            raise ValueError(f"split={split!r} is unknown. Use 'train' or 'eval'.")
+        return self.train if split == "train" else self.eval
+
+    def num_bytes(self, split: Split) -> int:
+        """The size of one split in bytes, from the files' sizes alone."""
+        return sum((self.root / name).stat().st_size for name in self.files(split))
+
+    def read(self, split: Split) -> bytes:
+        """One split's files, one after the other."""
+        return b"".join((self.root / name).read_bytes() for name in self.files(split))
+
+
+def check_text_folder(path: str | Path | None = None, *, max_seq_len: int = 1) -> TextFolder:
+    """List and split a folder's text files, or say why nobody can train on them.
+
+    Which files are held out (about one in twenty) follows from each file's relative path, so
+    that every replica group holds out the same ones, on whatever machine it runs. Only a folder
+    too small for that gives up the one file whose path hashes lowest.
+
+    Args:
+        path: a folder, searched with its subfolders. Every file counts, whatever its suffix, if
+            its first 64 KiB are UTF-8 without a NUL byte; hidden files and folders (``.git``) and
+            empty files do not, nor are links to folders followed. All of it together may be
+            1 GiB, since every process holds it in memory. None takes the ``*.py`` files of
+            the running Python's standard library.
+        max_seq_len: bytes in one sample; each split must hold at least one.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it holds no text, too little of it, or too much.
+    """
+    if max_seq_len < 1:
+        raise ValueError(f"max_seq_len={max_seq_len} must be at least 1 byte.")
+    root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser()
+    if not root.exists():
+        raise FileNotFoundError(f"path={str(root)!r} does not exist. Pass a folder of text files.")
+    if not root.is_dir():
+        raise ValueError(f"path={str(root)!r} is not a folder. Pass the folder the file is in.")
+    names = _standard_library_files(root) if path is None else _text_files(root)
+    if len(names) < 2:
+        raise ValueError(
+            f"path={str(root)!r} holds {len(names)} text files. At least 2 are needed, since whole "
+            "files are held out: put more text files there, or cut the one into parts."
+        )
+    held_out = _held_out(names)
+    folder = TextFolder(
+        root=root,
+        train=tuple(name for name in names if name not in held_out),
+        eval=tuple(name for name in names if name in held_out),
+    )
+    _check_sizes(folder, max_seq_len)
+    return folder
+
+
+def unigram_bits_per_byte(folder: TextFolder) -> float:
+    """Bits per held-out byte for a model that knows only how often each byte occurs in training.
+
+    The first thing a language model learns is this; one that does not beat it has learned nothing
+    else. Every byte's count has one added, so that a byte never seen in training costs a finite
+    number of bits.
+    """
+    train, held_out = Counter(folder.read("train")), Counter(folder.read("eval"))
+    total = train.total() + 256
+    bits = sum(n * -math.log2((train[byte] + 1) / total) for byte, n in held_out.items())
+    return bits / held_out.total()
+
+
+def _check_sizes(folder: TextFolder, max_seq_len: int) -> None:
+    sizes: dict[Split, int] = {"train": folder.num_bytes("train"), "eval": folder.num_bytes("eval")}
+    if sum(sizes.values()) > _MAX_FOLDER_BYTES:
+        raise ValueError(
+            f"path={str(folder.root)!r} holds {sum(sizes.values())} bytes of text, and every "
+            f"process would hold them in memory; the limit is {_MAX_FOLDER_BYTES}. Use a part of "
+            "it, or a StreamingDataset."
+        )
+    for split, size in sizes.items():
+        if size < max_seq_len + 1:  # the last byte of a window is a target only
+            raise ValueError(
+                f"path={str(folder.root)!r} leaves {size} bytes for split={split!r}; one sample "
+                f"needs max_seq_len + 1 = {max_seq_len + 1}. Add text, or shorten max_seq_len."
+            )
+
+
+def _held_out(names: list[str]) -> frozenset[str]:
+    """About one path in twenty; at least one and never all."""
+
+    def rank(name: str) -> int:
+        return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big")
+
+    by_rank = sorted(names, key=rank)
+    num_low = sum(rank(name) < _HELD_OUT_FRACTION * 2**64 for name in names)
+    return frozenset(by_rank[: min(max(num_low, 1), len(names) - 1)])
+
+
+def _standard_library_files(root: Path) -> list[str]:
+    return [name for name in _walk(root, _STDLIB_SKIPPED) if name.endswith(".py")]
+
+
+def _text_files(root: Path) -> list[str]:
+    return [name for name in _walk(root) if _looks_like_text(root / name)]
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
+    """Relative paths of the non-empty files under ``root``, sorted, without hidden ones."""
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [d for d in subfolders if d not in skipped and not d.startswith(".")]
+        names += [Path(folder, f) for f in files if not f.startswith(".")]
+    # Sorted as text: the order of a directory differs between file systems, and with it would
+    # the bytes of a split between replica groups.
+    return sorted(p.relative_to(root).as_posix() for p in names if p.is_file() and p.stat().st_size)
+
+
+def _looks_like_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(_SNIFFED_BYTES)
+    try:
+        # final=False where the file goes on: a character may be cut in two at the end.
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _SNIFFED_BYTES)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
