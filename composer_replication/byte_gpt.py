@@ -28,7 +28,9 @@ class BitsPerByte(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add a batch: logits (batch, length, vocab_size), labels (batch, length)."""
-        self.nats += F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        self.nats += F.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
+        )
         self.num_bytes += labels.numel()
 
     def compute(self) -> Tensor:

@@ -100,10 +100,12 @@ class DiLoCoSettings:
     def fingerprint(self) -> dict[str, Any]:
         """The settings that must be equal in all groups, as plain containers.
 
+        The outer optimizer is described by whoever built it (it may be the user's own), and
         ``sync_every`` is left out where ``weight_by`` gives unequal numbers of steps a meaning.
         """
         agreed = asdict(self)
-        del agreed["max_sync_retries"]
+        for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
+            del agreed[name]
         if self.fragment_patterns is not None:
             agreed["fragment_patterns"] = [
                 [entry] if isinstance(entry, str) else list(entry)

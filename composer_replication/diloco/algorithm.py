@@ -1,0 +1,396 @@
+"""DiLoCo, exact where torchft's is not, on torchft's schedule, streams and commit votes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torchft.local_sgd
+from torch import Tensor, nn
+from torchft.manager import Manager
+
+from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.fragments import check_trained_by, model_fingerprint, split_model
+from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.joining import (
+    StartBarrier,
+    agree_on_settings,
+    share_initial_parameters,
+)
+from composer_replication.diloco.outer_optimizer import (
+    GlobalParameters,
+    OuterOptimizer,
+    check_sign,
+    describe,
+    nesterov_sgd,
+)
+from composer_replication.diloco.reports import SyncClock, SyncReport
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.torchft_boundary import DiLoCoManager
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+"""How long a cold start waits for ``num_replicas`` groups, in seconds."""
+
+
+class SyncError(RuntimeError):
+    """A sync did not commit, and its retries are used up."""
+
+
+class DiLoCo(torchft.local_sgd.DiLoCo):
+    """Train one model in several replica groups that average every ``sync_every`` inner steps.
+
+    A round, for each fragment with global parameters theta, group i's local parameters phi_i and
+    its contribution c_i:
+
+    1. every group takes inner steps on phi_i                          (its own optimizer)
+    2. delta_i = theta - phi_i, in fp32                                (``pseudo_gradient``)
+    3. delta = sum(c_i delta_i) / sum(c_i) over the quorum             (``WeightedMean``)
+    4. on commit, theta = OuterOptimizer(theta, delta)                 (``GlobalParameters``)
+    5. phi_i = alpha phi_i + (1 - alpha) theta                         (``write_back``)
+
+    DiLoCo: arXiv 2311.08105, alg. 1. Streaming: arXiv 2501.18512, alg. 2, where the fragments take
+    turns within a round and 4-5 come ``fragment_sync_delay`` inner steps after 2-3. When to do
+    which, and on which stream, is torchft's (``torchft/local_sgd.py``, ``_step_post_hook``). What
+    torchft lacks is here: global parameters in fp32 that the outer optimizer owns, weights in the
+    mean, a join before training, a retry that loses no inner step. ADR-005 has the reasons.
+
+    Use it as a context manager around training: entering joins the other groups (blocks until they
+    are there), leaving takes the hooks off the inner optimizer.
+
+    Args:
+        manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
+        model_fragments: The model, or a sequence of modules with one a fragment.
+        inner_optimizer: Trains the local parameters; each of its steps is counted.
+        outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
+            ``torch.optim.Optimizer`` that moves them. None: SGD, lr 0.7, Nesterov momentum 0.9.
+        sync_every: See ``DiLoCoSettings``, as for every argument not listed here.
+        backup_device: Where global parameters and outer state live. None: in host memory.
+        pin_memory: Whether they are pinned there, if there is an accelerator.
+        num_replicas: How many groups a cold start waits for. A group that finds others in training
+            joins these whatever their number.
+        start_timeout_s: How long a cold start waits for them, in seconds.
+
+    Raises:
+        ValueError: An argument is out of range, the fragments and the inner optimizer hold
+            different parameters, or the outer optimizer ascends. Before any network is touched.
+        SettingsMismatch: On entering, if this group's settings differ from the others'.
+        TimeoutError: On entering, if too few groups came.
+        SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries.
+    """
+
+    def __init__(
+        self,
+        manager: DiLoCoManager | Manager,
+        model_fragments: nn.Module | Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: OuterOptimizer | None = None,
+        sync_every: int = DiLoCoSettings.sync_every,
+        *,
+        num_fragments: int = DiLoCoSettings.num_fragments,
+        fragment_patterns: Sequence[str | Sequence[str]] | None = None,
+        fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay,
+        fragment_update_alpha: float = DiLoCoSettings.fragment_update_alpha,
+        weight_by: str = DiLoCoSettings.weight_by,
+        bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
+        max_sync_retries: int = DiLoCoSettings.max_sync_retries,
+        backup_device: torch.device | str | None = None,
+        pin_memory: bool = True,
+        num_replicas: int = 1,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        if not isinstance(model_fragments, nn.Module):
+            model_fragments = list(model_fragments)
+            num_fragments = len(model_fragments) or num_fragments
+        self.settings = settings = DiLoCoSettings(
+            sync_every=sync_every,
+            num_fragments=num_fragments,
+            fragment_patterns=fragment_patterns,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha,
+            weight_by=weight_by,
+            bucket_cap_mb=bucket_cap_mb,
+            max_sync_retries=max_sync_retries,
+        )
+        if settings.discards_overlapped_steps:
+            warnings.warn(
+                f"fragment_sync_delay={fragment_sync_delay} with fragment_update_alpha=0 throws "
+                f"away the {fragment_sync_delay} inner steps taken during every sync: "
+                "use fragment_update_alpha=0.5, as arXiv 2501.18512 does",
+                stacklevel=2,
+            )
+        outer_optimizer = outer_optimizer or nesterov_sgd()
+        check_sign(outer_optimizer)
+        fragments = split_model(model_fragments, num_fragments, fragment_patterns)
+        check_trained_by(fragments, inner_optimizer)
+        owned = [
+            GlobalParameters(
+                parameters, outer_optimizer, torch.device(backup_device or "cpu"), pin_memory
+            )
+            for parameters in fragments
+        ]
+        super().__init__(
+            cast(Manager, manager),
+            [nn.Module() for _ in owned],  # torchft's own fragments stay empty; ours replace them
+            inner_optimizer,
+            [global_parameters.optimizer for global_parameters in owned],
+            settings.sync_every,
+            fragment_sync_delay=settings.fragment_sync_delay,
+            fragment_update_alpha=settings.fragment_update_alpha,
+        )
+        self._clock = SyncClock()
+        self._fragments: list[FragmentSync] = [  # pyright: ignore[reportIncompatibleVariableOverride]
+            FragmentSync(manager, index, global_parameters, inner_optimizer, settings, self._clock)
+            for index, global_parameters in enumerate(owned)
+        ]
+        fingerprint = settings.fingerprint() | {
+            "outer_optimizer": describe(owned[0].optimizer),
+            "model": model_fingerprint(fragments),
+        }
+        self._state = GlobalState(owned, fingerprint)
+        self.counts_steps = True
+        self.inner_steps = 0
+        self._num_replicas = num_replicas
+        self._start_timeout_s = start_timeout_s
+        self._samples = 0
+        self._healed = False
+        self._reports: list[SyncReport] = []
+
+    # ---- the schedule is torchft's; behind it, the retry ------------------------------------
+
+    def count_samples(self, num_samples: int) -> None:
+        """Say how many samples, over all ranks of the group, the next inner step trains on."""
+        self._samples += num_samples
+
+    def _step_pre_hook(self, *step: Any) -> None:
+        if self.counts_steps:
+            super()._step_pre_hook(*step)
+
+    def _step_post_hook(self, *step: Any) -> None:
+        if not self.counts_steps:
+            return
+        self.inner_steps += 1
+        for fragment in self._fragments:
+            fragment.count_inner_step(self._samples)
+        self._samples = 0
+        with self._clock.blocking():
+            super()._step_post_hook(*step)
+            if self._local_step == 0:
+                self._settle()
+
+    def _current_fragment(self) -> int:
+        # Not by the manager's step, as in torchft: a join commits without being an outer step.
+        return self.outer_step % len(self._fragments)
+
+    def _sync(self) -> None:
+        """One sync from quorum to vote, and again until it commits."""
+        with self._clock.blocking():
+            self._manager.start_quorum()
+            self._sync_in_quorum()
+            self._settle()
+
+    def _sync_in_quorum(self) -> None:
+        fragment = self._fragments[self._current_fragment()]
+        fragment.prepare_sync()
+        fragment.perform_sync()
+
+    def _settle(self) -> None:
+        """Account for a sync that committed; keep and retry one that did not.
+
+        Local and global parameters are untouched until the vote, so that the retry forms the same
+        pseudo-gradient again. (torchft resets the model and drops the round.)
+        """
+        retries = 0
+        while not self._fragments[self._current_fragment()].committed:
+            cause = self._why_not_committed()
+            if retries == self.settings.max_sync_retries:
+                raise SyncError(
+                    f"the sync after outer step {self.outer_step} did not commit in {retries + 1} "
+                    f"attempts, the last one because {cause}. Local parameters are kept. Check "
+                    "that the other replica groups and the lighthouse are alive, or raise "
+                    f"max_sync_retries={retries}"
+                )
+            retries += 1
+            log.warning(
+                "The sync after outer step %d did not commit: %s. Nothing is lost; retry %d of %d",
+                self.outer_step,
+                cause,
+                retries,
+                self.settings.max_sync_retries,
+            )
+            self._manager.start_quorum()
+            # If a peer has committed it, that quorum healed us, and the next fragment has its turn.
+            self._sync_in_quorum()
+        self._account(self._fragments[self._current_fragment()], retries)
+
+    def _why_not_committed(self) -> str:
+        error = self._manager.errored()
+        if error is not None:
+            original = getattr(error, "original_exception", error)
+            return f"{type(original).__name__}: {original}".splitlines()[0]
+        return (
+            f"{self._manager.num_participants()} replica groups in the quorum are too few, or "
+            "another rank of this group reported an error"
+        )
+
+    def _account(self, fragment: FragmentSync, retries: int) -> None:
+        moved = fragment.total_contribution > 0
+        self._state.outer_step += moved
+        fragment.settle()
+        if not fragment.mean.is_finite:
+            self._recover()
+        sync_seconds, wait_seconds, compute_fraction = self._clock.read()
+        if not moved and fragment.is_joining:
+            return  # a cold start or a resume of all groups: no outer step to report
+        self._reports.append(
+            SyncReport(
+                outer_step=self.outer_step,
+                fragment=fragment.fragment_id,
+                num_participants=self._manager.num_participants(),
+                contribution=fragment.contribution,
+                total_contribution=fragment.total_contribution,
+                inner_steps=self.inner_steps,
+                sync_seconds=sync_seconds,
+                wait_seconds=wait_seconds,
+                compute_fraction=compute_fraction,
+                bytes_sent=fragment.mean.num_bytes,
+                pseudo_gradient_norm=fragment.mean.norm,
+                outer_momentum_norm=fragment.globals.momentum_norm(),
+                retries=retries,
+                healed=self._healed,
+            )
+        )
+        self._healed = False
+
+    def _recover(self) -> None:
+        """After a pseudo-gradient that was not finite: continue from the global parameters."""
+        log.warning(
+            "This group's pseudo-gradient is not finite at outer step %d: it contributed nothing; "
+            "the group goes on from the global parameters with a fresh inner optimizer state",
+            self.outer_step,
+        )
+        for fragment in self._fragments:
+            fragment.take_global()
+        self._local_optimizer.state.clear()
+
+    # ---- joining and ending -----------------------------------------------------------------
+
+    def __enter__(self) -> DiLoCo:
+        """Join the other groups, then count the inner optimizer's steps."""
+        with self._clock.blocking():
+            self._join()
+        super().__enter__()
+        return self
+
+    def _join(self) -> None:
+        """Take the global state and contribute nothing, before the first inner step.
+
+        At a cold start nobody has one: all wait for each other and take the initial parameters of
+        the first. Later the peers' next sync is this group's join (its heal is torchft's).
+        """
+        barrier = StartBarrier(self._num_replicas, self._start_timeout_s)
+        while True:
+            self._manager.start_quorum()
+            if self._manager.current_step() > 0:
+                return self._join_running()
+            if barrier.is_open(self._manager.num_participants()):
+                agree_on_settings(self._manager, self._state.fingerprint, self._fragments[0].device)
+                if share_initial_parameters(self._manager, self._fragments):
+                    log.info("Started with %d replica groups", self._manager.num_participants())
+                    return
+                barrier.failed(self._why_not_committed())
+
+    def _join_running(self) -> None:
+        for fragment in self._fragments:
+            fragment.is_joining = True
+        self._sync_in_quorum()
+        self._settle()
+        if self._reports:  # others are training: start level with them, as far from the next sync
+            self._local_step = -self.settings.fragment_sync_delay
+        for fragment in self._fragments:
+            fragment.is_joining = False
+
+    def final_sync(self) -> None:
+        """Synchronise what has been trained since the last syncs, and end on the global parameters.
+
+        Call it when training ends, in every group: the model then holds the global parameters,
+        whatever ``fragment_update_alpha`` is.
+        """
+        if any(fragment.is_in_flight for fragment in self._fragments):
+            with self._clock.blocking():
+                self._fragments[self._current_fragment()].perform_sync()
+                self._settle()
+        for _ in self._fragments:
+            if any(fragment.inner_steps for fragment in self._fragments):
+                self._sync()
+        self._local_step = 0
+        for fragment in self._fragments:
+            fragment.take_global()
+
+    # ---- what others read -------------------------------------------------------------------
+
+    def pop_finished_syncs(self) -> list[SyncReport]:
+        """The syncs committed since the last call, oldest first."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    @property
+    def outer_step(self) -> int:
+        """Outer steps committed so far; equal in all groups."""
+        return self._state.outer_step
+
+    def global_parameters(self) -> dict[str, Tensor]:
+        """The global parameters by name: fp32, on ``backup_device``, not to be written to.
+
+        The names are the model's own when one module was given, else ``<fragment>.<name>``. Under
+        FSDP2 a tensor is this rank's shard.
+        """
+        return self._state.parameters()
+
+    def global_digest(self) -> str:
+        """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
+        return self._state.digest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs beside the model and the inner optimizer.
+
+        Tensors and plain containers only. A sync in flight is not in it: after a resume that
+        fragment is formed again.
+        """
+        before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
+        in_flight = any(fragment.is_in_flight for fragment in self._fragments)
+        return self._state.state_dict() | {
+            "manager": self._manager.state_dict(),
+            "inner_steps": self.inner_steps,
+            "local_step": before_prepare if in_flight else self._local_step,
+            "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave. The model's parameters are loaded elsewhere.
+
+        Raises:
+            SettingsMismatch: It was saved under other settings or for another model.
+        """
+        self._state.load_state_dict(state_dict, "the checkpoint")
+        self._manager.load_state_dict(state_dict["manager"])
+        self.inner_steps = state_dict["inner_steps"]
+        self._local_step = state_dict["local_step"]
+        for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
+            fragment.inner_steps, fragment.samples = counted
+
+    # ---- healing: torchft calls these, saving on its quorum thread ---------------------------
+
+    def _register_state_dict_fn(self) -> None:
+        self._manager.register_state_dict_fn("diloco", self._heal, lambda: self._state.state_dict())
+
+    def _heal(self, state: dict[str, Any]) -> None:
+        self._state.load_state_dict(state, "the replica groups in training")
+        for fragment in self._fragments:
+            fragment.take_global()
+        self._healed = True
+        log.info("Took over the global state after outer step %d", self.outer_step)

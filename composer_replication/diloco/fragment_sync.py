@@ -1,0 +1,173 @@
+"""One fragment's sync: torchft's sequence and streams, over global parameters of our own."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torchft.manager import Manager
+
+from composer_replication.diloco.averaging import Piece, WeightedMean
+from composer_replication.diloco.outer_optimizer import (
+    GlobalParameters,
+    local_tensor,
+    pseudo_gradient,
+)
+from composer_replication.diloco.reports import SyncClock
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.torchft_boundary import DiLoCoManager, _StreamingDiLoCoFragment
+
+
+class FragmentSync(_StreamingDiLoCoFragment):
+    """Synchronises one fragment (torchft ``local_sgd.py``, ``_StreamingDiLoCoFragment``).
+
+    torchft's ``prepare_sync`` and ``perform_sync`` run unchanged: streams, events, the order of
+    allreduce, vote and outer step are theirs. They are given an empty module, so that torchft
+    backs up and restores nothing, and call these instead:
+
+    * ``_save_grads``: form the pseudo-gradient as messages, weighted by the contribution;
+    * ``_average_grads``: start the allreduces;
+    * ``_set_grads``, after the commit vote: hand the mean to the outer optimizer;
+    * ``_merge_parameters``: write the global parameters back into the model.
+
+    Nothing is applied before the vote, so a sync that did not commit leaves no trace and can be
+    tried again.
+
+    Args:
+        manager: The torchft manager, or its simulated double.
+        fragment_id: Its place in the order of syncs, from 0.
+        global_parameters: Its parameters, local and global, and their outer optimizer.
+        inner_optimizer: Passed on to torchft.
+        settings: The run's settings.
+        clock: Told when a quorum has formed and when a vote is over.
+    """
+
+    def __init__(
+        self,
+        manager: DiLoCoManager | Manager,
+        fragment_id: int,
+        global_parameters: GlobalParameters,
+        inner_optimizer: torch.optim.Optimizer,
+        settings: DiLoCoSettings,
+        clock: SyncClock,
+    ) -> None:
+        super().__init__(
+            cast(Manager, manager),
+            nn.Module(),
+            fragment_id,
+            settings.sync_every // settings.fragment_count * (fragment_id + 1),
+            inner_optimizer,
+            global_parameters.optimizer,
+            settings.sync_every,
+            fragment_sync_delay=settings.fragment_sync_delay,
+            fragment_update_alpha=settings.fragment_update_alpha,
+        )
+        self.fragment_id = fragment_id
+        self.globals = global_parameters
+        self._clock = clock
+        self._alpha = settings.fragment_update_alpha
+        self._weight_by = settings.weight_by
+        self._local = list(global_parameters.local.values())
+        self._theta = list(global_parameters.theta.values())
+        self.device = local_tensor(self._local[0]).device
+        self.mean = WeightedMean([theta.numel() for theta in self._theta], settings.bucket_cap_mb)
+        self.inner_steps = 0
+        self.samples = 0
+        self._formed = (0, 0)
+        self.contribution = 0.0
+        self.total_contribution = 0.0
+        self.is_joining = False
+        self.committed = False
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether its allreduce has been started and its outer step not taken."""
+        return bool(self._allreduce_work)
+
+    def prepare_sync(self) -> None:
+        """In a quorum: form the pseudo-gradient and start its allreduce, without waiting for it."""
+        self._clock.quorum_formed()
+        self.committed = False
+        super().prepare_sync()
+
+    def perform_sync(self) -> bool:
+        """Wait for the mean, vote, and on commit take the outer step. True if it committed."""
+        self.committed = super().perform_sync()
+        self._clock.vote_over()
+        return self.committed
+
+    def count_inner_step(self, samples: int) -> None:
+        """Count a completed inner step of ``samples`` samples since the last sync."""
+        self.inner_steps += 1
+        self.samples += samples
+
+    def settle(self) -> None:
+        """Forget the steps that the committed sync has used up.
+
+        With a delay, those taken while it was in flight are still to be sent, unless alpha = 0
+        has thrown them away. A join in which nobody moved leaves all as it was.
+        """
+        if self.is_joining and self.total_contribution == 0.0:
+            return
+        kept = self._alpha and not self.is_joining
+        steps, samples = self._formed if kept else (self.inner_steps, self.samples)
+        self.inner_steps -= steps
+        self.samples -= samples
+
+    def take_global(self) -> None:
+        """Continue from the global parameters: nothing trained here since the last sync stays."""
+        self.globals.write_back()
+        self.inner_steps = self.samples = 0
+
+    def _save_grads(self) -> None:
+        self.contribution = self._own_contribution()
+        self._formed = (self.inner_steps, self.samples)
+        self.mean.form(self._pseudo_gradient, self.contribution, self.device)
+        if not self.mean.is_finite:
+            self.contribution = 0.0
+
+    def _own_contribution(self) -> float:
+        if self.is_joining or not self.inner_steps:
+            return 0.0
+        if self._weight_by == "samples" and not self.samples:
+            raise ValueError(
+                "weight_by='samples' but no samples were counted: call count_samples(n) before "
+                "each optimizer step, or use weight_by='steps'"
+            )
+        by = {"uniform": 1, "steps": self.inner_steps, "samples": self.samples}
+        return float(by[self._weight_by])
+
+    def _pseudo_gradient(self, piece: Piece) -> torch.Tensor:
+        theta = self._theta[piece.tensor].detach().view(-1)[piece.start : piece.stop]
+        local = local_tensor(self._local[piece.tensor]).reshape(-1)[piece.start : piece.stop]
+        return pseudo_gradient(theta.to(self.device, non_blocking=True), local)
+
+    def initial_values(self, piece: Piece) -> torch.Tensor:
+        """The local parameters in fp32, for the cold start."""
+        local = local_tensor(self._local[piece.tensor]).reshape(-1)
+        return local[piece.start : piece.stop].float()
+
+    def adopt_mean(self) -> None:
+        """Take the mean of ``initial_values`` as global and local parameters."""
+        self.mean.receive([theta.detach() for theta in self._theta])
+        self.take_global()
+
+    def _average_grads(self) -> None:
+        for message in self.mean.messages:
+            work = self._manager.allreduce(message, reduce_op=ReduceOp.SUM)  # pyright: ignore
+            self._allreduce_work.append(work)
+
+    def _set_grads(self) -> None:
+        gradients = [torch.empty_like(theta) for theta in self._theta]
+        self.total_contribution = self.mean.receive(gradients)
+        if self.total_contribution == 0.0:
+            return  # the gradients stay None, and the outer optimizer steps over them
+        for theta, gradient in zip(self._theta, gradients, strict=True):
+            theta.grad = gradient
+
+    def _merge_parameters(self) -> None:
+        if self.is_joining and self.total_contribution == 0.0:
+            return  # all groups were resuming: each continues in mid-round where it stopped
+        self.globals.write_back(0.0 if self.is_joining else self._alpha)

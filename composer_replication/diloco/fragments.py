@@ -1,0 +1,235 @@
+"""Splitting a model into fragments: every trainable parameter in exactly one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+Parameters = dict[str, nn.Parameter]
+"""A fragment: its trainable parameters by name, in the model's order."""
+
+
+def split_model(
+    model_fragments: nn.Module | Sequence[nn.Module],
+    num_fragments: int = 1,
+    fragment_patterns: Sequence[str | Sequence[str]] | None = None,
+) -> list[Parameters]:
+    """Split a model into fragments.
+
+    Args:
+        model_fragments: One module, to be cut here, or one module a fragment (as torchft takes
+            them), whose parameters are then called ``<fragment>.<name>``.
+        num_fragments: How many fragments to cut a single module into, at block boundaries.
+        fragment_patterns: Or the shell patterns over parameter names that make each fragment.
+
+    Returns:
+        The fragments in the order of their syncs. Frozen parameters are in none, tied ones once.
+
+    Raises:
+        ValueError: A parameter is in no fragment or in two, or a fragment is empty; by name.
+    """
+    if not isinstance(model_fragments, nn.Module):
+        return _from_modules(list(model_fragments), num_fragments, fragment_patterns)
+    parameters = dict(_trainable(model_fragments))
+    if not parameters:
+        raise ValueError(
+            "the model has no trainable parameter: set requires_grad=True on those to train"
+        )
+    if fragment_patterns is not None:
+        return _by_patterns(parameters, fragment_patterns)
+    if num_fragments == 1:
+        return [parameters]
+    return _by_blocks(model_fragments, parameters, num_fragments)
+
+
+def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Optimizer) -> None:
+    """Check that the inner optimizer trains exactly what the fragments synchronise.
+
+    A parameter outside all fragments would differ between the groups for ever; a fragment over
+    copies of the parameters would synchronise something nobody trains. torchft accepts both.
+    """
+    trained = {
+        id(parameter): f"param_groups[{group}]['params'][{index}], shape {tuple(parameter.shape)}"
+        for group, contents in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(contents["params"])
+        if parameter.requires_grad
+    }
+    synced = {id(p): name for fragment in fragments for name, p in fragment.items()}
+    foreign = [name for identity, name in synced.items() if identity not in trained]
+    if foreign:
+        raise ValueError(
+            f"in a fragment but not in the inner optimizer: {_listed(foreign)}. Build the "
+            "optimizer over the same model, or freeze these (requires_grad=False)"
+        )
+    uncovered = [where for identity, where in trained.items() if identity not in synced]
+    if uncovered:
+        raise ValueError(
+            f"in the inner optimizer but in no fragment: {_listed(uncovered)}. Add the module that "
+            "holds them to model_fragments, or pass the whole model"
+        )
+
+
+def model_fingerprint(fragments: Sequence[Parameters]) -> str:
+    """SHA-256 over the sorted names, shapes and dtypes of the trainable parameters."""
+    rows = sorted(
+        f"{name} {tuple(p.shape)} {p.dtype}"
+        for fragment in fragments
+        for name, p in fragment.items()
+    )
+    return f"{len(rows)} tensors, sha256 {hashlib.sha256(chr(10).join(rows).encode()).hexdigest()}"
+
+
+def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters():  # tied parameters come once
+        if not parameter.requires_grad:
+            continue
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"parameter {name} has dtype {parameter.dtype}, which has no mean over groups: "
+                "freeze it (requires_grad=False)"
+            )
+        yield name, parameter
+
+
+def _from_modules(
+    modules: list[nn.Module], num_fragments: int, patterns: object
+) -> list[Parameters]:
+    if not modules:
+        raise ValueError("model_fragments=[]: pass the model, or one module a fragment")
+    if patterns is not None or num_fragments not in (1, len(modules)):
+        raise ValueError(
+            f"model_fragments has {len(modules)} modules and is a split already: "
+            "leave num_fragments and fragment_patterns out"
+        )
+    fragments: list[Parameters] = []
+    home: dict[int, tuple[int, set[int]]] = {}
+    for index, module in enumerate(modules):
+        owners = _owners(module)
+        fragment: Parameters = {}
+        for name, parameter in _trainable(module):
+            identity = id(parameter)
+            if identity not in home:
+                home[identity] = (index, owners[identity])
+                fragment[f"{index}.{name}"] = parameter
+            elif home[identity][1] & owners[identity]:
+                # The same submodule twice is an overlap; one weight under two submodules is tied,
+                # and stays with the fragment that has it first.
+                raise ValueError(
+                    f"parameter {name} is in model_fragments[{home[identity][0]}] and "
+                    f"[{index}]: every parameter belongs to one fragment"
+                )
+        if not fragment:
+            raise ValueError(
+                f"model_fragments[{index}] ({type(module).__name__}) has no trainable parameter "
+                "of its own: leave it out"
+            )
+        fragments.append(fragment)
+    return fragments
+
+
+def _owners(module: nn.Module) -> dict[int, set[int]]:
+    """Per parameter, the modules that hold it directly."""
+    owners: dict[int, set[int]] = {}
+    for submodule in module.modules():
+        for parameter in submodule.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(submodule))
+    return owners
+
+
+def _by_patterns(
+    parameters: Parameters, patterns: Sequence[str | Sequence[str]]
+) -> list[Parameters]:
+    entries = [[entry] if isinstance(entry, str) else list(entry) for entry in patterns]
+    fragments: list[Parameters] = [{} for _ in entries]
+    missing = []
+    for name, parameter in parameters.items():
+        fits = (i for i, entry in enumerate(entries) if any(fnmatchcase(name, p) for p in entry))
+        index = next(fits, None)
+        if index is None:
+            missing.append(name)
+        else:
+            fragments[index][name] = parameter
+    if missing:
+        raise ValueError(
+            f"fragment_patterns leave out {_listed(missing)}: add a pattern, or '*' to the last"
+        )
+    for entry, fragment in zip(entries, fragments, strict=True):
+        if not fragment:
+            raise ValueError(
+                f"fragment_patterns entry {entry} matches no parameter that an earlier entry left. "
+                f"The model has {_listed(list(parameters))}"
+            )
+    return fragments
+
+
+def _by_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) -> list[Parameters]:
+    names = {id(p): name for name, p in parameters.items()}
+    taken: set[int] = set()
+    units: list[list[str]] = []
+    for unit in _units(model):
+        own = [id(p) for p in unit if id(p) in names and id(p) not in taken]
+        taken.update(own)
+        if own:
+            units.append([names[identity] for identity in own])
+    if len(units) < num_fragments:
+        raise ValueError(
+            f"num_fragments={num_fragments} but the model has {len(units)} blocks with trainable "
+            f"parameters: use at most {len(units)}, or give fragment_patterns"
+        )
+    sizes = [sum(parameters[name].numel() for name in unit) for unit in units]
+    bounds = [0, *_balanced_cuts(sizes, num_fragments), len(units)]
+    return [
+        {name: parameters[name] for unit in units[start:stop] for name in unit}
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def _units(module: nn.Module) -> Iterator[Iterable[nn.Parameter]]:
+    """What is never cut apart: a block (an entry of a ModuleList or Sequential), or a module
+    beside the blocks (an embedding, a head), in the model's order."""
+    direct = list(module.parameters(recurse=False))
+    if direct:
+        yield direct
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not _is_container(child):
+            yield child.parameters()
+        elif any(_is_container(submodule) for submodule in child.modules()):
+            yield from _units(child)
+        else:
+            yield child.parameters()
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where to cut ``sizes`` into ``parts`` runs so that the largest run is as small as can be."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    # best[j]: (largest run, cuts) for the first j units in the number of parts so far.
+    best: list[tuple[int, list[int]] | None] = [
+        (end, []) if j else None for j, end in enumerate(ends)
+    ]
+    for _ in range(parts - 1):
+        following: list[tuple[int, list[int]] | None] = [None] * len(ends)
+        for stop in range(1, len(ends)):
+            options = [
+                (max(previous[0], ends[stop] - ends[cut]), [*previous[1], cut])
+                for cut in range(1, stop)
+                if (previous := best[cut]) is not None
+            ]
+            following[stop] = min(options) if options else None
+        best = following
+    chosen = best[-1]
+    assert chosen is not None, "fewer units than parts, which the caller refuses"
+    return chosen[1]
+
+
+def _listed(names: Sequence[str], limit: int = 6) -> str:
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

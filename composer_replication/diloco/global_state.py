@@ -1,0 +1,63 @@
+"""What is bitwise equal in all groups: global parameters, outer state, outer step, settings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_replication.diloco.outer_optimizer import GlobalParameters
+from composer_replication.diloco.settings import compare_fingerprints
+
+
+class GlobalState:
+    """The state a group hands to a joiner and writes into a checkpoint.
+
+    Nothing local is in it: torchft picks a donor for each *rank*, so whatever differs between
+    donors would make the ranks of the healed group differ from each other for ever.
+
+    Args:
+        fragments: The global parameters of each fragment.
+        fingerprint: The settings and the model, as plain containers.
+    """
+
+    def __init__(self, fragments: Sequence[GlobalParameters], fingerprint: dict[str, Any]) -> None:
+        self._fragments = fragments
+        self.fingerprint = fingerprint
+        self.outer_step = 0
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The global parameters by name, fp32; the tensors themselves, not copies."""
+        return {
+            name: t.detach() for fragment in self._fragments for name, t in fragment.theta.items()
+        }
+
+    def digest(self) -> str:
+        """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
+        digest = hashlib.sha256()
+        for _, theta in sorted(self.parameters().items()):
+            digest.update(theta.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy, in tensors and plain containers. Runs on torchft's quorum thread at a heal, so
+        it calls no collective."""
+        return {
+            "outer_step": self.outer_step,
+            "settings": self.fingerprint,
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], whose: str) -> None:
+        """Take over what ``state_dict`` gave, here or in another group.
+
+        Raises:
+            SettingsMismatch: It was saved under other settings or for another model.
+        """
+        compare_fingerprints(self.fingerprint, state_dict["settings"], whose)
+        for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self.outer_step = state_dict["outer_step"]

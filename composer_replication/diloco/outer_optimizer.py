@@ -1,0 +1,159 @@
+"""The outer optimizer owns the global parameters; the sign convention lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from composer_replication.diloco.fragments import Parameters
+from composer_replication.diloco.settings import DiLoCoSettings
+
+OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+"""Takes a fragment's global parameters, returns the optimizer that moves them."""
+
+
+def nesterov_sgd(
+    lr: float = DiLoCoSettings.outer_lr,
+    momentum: float = DiLoCoSettings.outer_momentum,
+    nesterov: bool = DiLoCoSettings.outer_nesterov,
+) -> OuterOptimizer:
+    """The outer optimizer of DiLoCo (arXiv 2311.08105, section 3.1): SGD with Nesterov momentum.
+
+    Without momentum Nesterov's rule is plain SGD, so ``nesterov`` then has no effect.
+    """
+    return lambda parameters: torch.optim.SGD(
+        parameters, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0
+    )
+
+
+def pseudo_gradient(global_parameter: Tensor, local_parameter: Tensor) -> Tensor:
+    """Global minus local, in the dtype of ``global_parameter``. The only place that knows the sign.
+
+    Inner training took the parameters from ``global`` to ``local`` because that lowers the loss.
+    A torch optimizer *descends*: it moves its parameter along minus the gradient it is given. So
+    that one plain outer step with learning rate 1 lands where training went,
+
+        global - 1.0 * pseudo_gradient  ==  local      =>      pseudo_gradient = global - local
+
+    The reverse, local minus global, is what one would write down as "the update"; fed to the same
+    optimizer it walks back uphill with a learning rate of 0.7, loses more each round the more the
+    groups have learnt, and still commits every sync with equal digests everywhere: nothing but the
+    loss tells. torchft had it reversed (its pull request 233), and code written then compensates
+    with ``SGD(maximize=True)``. Both together ascend, so ``check_sign`` refuses the latter.
+    """
+    return global_parameter - local_parameter.to(global_parameter.dtype)
+
+
+def check_sign(outer_optimizer: OuterOptimizer) -> None:
+    """Check on a one-parameter problem that an outer step goes where training went.
+
+    The parameter starts at 0, where weight decay cannot hide a wrong sign.
+
+    Raises:
+        ValueError: The outer step moved away from the local parameter.
+    """
+    theta = nn.Parameter(torch.zeros(1))
+    local = torch.full((1,), -0.5)
+    optimizer = outer_optimizer([theta])
+    theta.grad = pseudo_gradient(theta.detach(), local)
+    optimizer.step()
+    if theta.item() > 0:
+        raise ValueError(
+            f"the outer optimizer {describe(optimizer)} moved the global parameter from 0 to "
+            f"{theta.item():g} although training moved it to -0.5. The pseudo-gradient is global "
+            "minus local and is to be descended: use maximize=False and a learning rate >= 0"
+        )
+
+
+def describe(optimizer: torch.optim.Optimizer) -> str:
+    """Name and settings of an optimizer, equal for equal ones: part of the fingerprint."""
+    settings = ", ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()))
+    return f"{type(optimizer).__name__}({settings})"
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The storage of a parameter on this rank: its shard where FSDP2 made it a DTensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class GlobalParameters:
+    """The global parameters of one fragment (theta, fp32) and the outer optimizer that owns them.
+
+    The optimizer is built over *these* tensors and never over the model's, so it cannot step
+    another fragment, decay a frozen weight, round to bf16, or clear the model's ``p.grad``.
+
+    Args:
+        parameters: The fragment's parameters in the model, of any floating dtype and device.
+        outer_optimizer: Builds the optimizer over the global parameters.
+        backup_device: Where they and the optimizer's state live.
+        pin_memory: Whether to pin them for copies to an accelerator, if there is one.
+
+    Raises:
+        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        outer_optimizer: OuterOptimizer,
+        backup_device: torch.device,
+        pin_memory: bool,
+    ) -> None:
+        self.local = parameters
+        pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
+        self.theta: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            shard = local_tensor(parameter)
+            theta = torch.empty(shard.shape, dtype=torch.float32, device=backup_device)
+            theta.copy_(shard)
+            self.theta[name] = nn.Parameter(theta.pin_memory() if pin else theta)
+        owned = list(self.theta.values())
+        self.optimizer = outer_optimizer(owned)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"outer_optimizer returned {type(self.optimizer).__name__}: return a "
+                "torch.optim.Optimizer over the parameters it is given"
+            )
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if {id(p) for p in stepped} != {id(p) for p in owned}:
+            raise ValueError(
+                "outer_optimizer built an optimizer over other parameters than the global ones it "
+                "was given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
+            )
+
+    @torch.no_grad()
+    def write_back(self, alpha: float = 0.0) -> None:
+        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12)."""
+        for parameter, theta in zip(self.local.values(), self.theta.values(), strict=True):
+            target = local_tensor(parameter)
+            if alpha == 0.0:  # not lerp: 0 * nan is nan, and a sick replica would never recover
+                target.copy_(theta)
+            else:
+                kept = theta.to(target.device).lerp(target.float(), alpha)
+                target.copy_(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the global parameters by name and of the outer optimizer's state."""
+        state = {"theta": dict(self.theta), "optimizer": self.optimizer.state_dict()}
+        return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, here or in another group."""
+        for name, theta in self.theta.items():
+            theta.copy_(state_dict["theta"][name])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+
+    def momentum_norm(self) -> float:
+        """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step."""
+        buffers = [
+            state["momentum_buffer"]
+            for state in self.optimizer.state.values()
+            if state.get("momentum_buffer") is not None
+        ]
+        return float(torch.stack([b.norm() for b in buffers]).norm()) if buffers else 0.0

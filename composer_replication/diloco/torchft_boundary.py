@@ -1,0 +1,60 @@
+"""What we use of torchft, private names included; ``tests/test_torchft_contract.py`` pins it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torchft.local_sgd import _StreamingDiLoCoFragment
+
+__all__ = ["PRIVATE_NAMES", "DiLoCoManager", "_StreamingDiLoCoFragment"]
+
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    # Attributes we set or read, methods we override: all on instances of these classes.
+    "torchft.local_sgd.DiLoCo": (
+        "_manager",
+        "_fragments",
+        "_local_step",
+        "_sync_every",
+        "_register_state_dict_fn",
+        "_current_fragment",
+        "_step_pre_hook",
+        "_step_post_hook",
+    ),
+    "torchft.local_sgd._StreamingDiLoCoFragment": (
+        "_manager",
+        "_allreduce_work",
+        "_save_grads",
+        "_average_grads",
+        "_set_grads",
+        "_merge_parameters",
+        "_outer_optimizer",
+    ),
+    "torchft.manager.Manager": ("_use_async_quorum",),
+}
+"""Every private torchft name this package touches, by the class that has it."""
+
+
+class DiLoCoManager(Protocol):
+    """The part of ``torchft.manager.Manager`` that DiLoCo needs."""
+
+    _use_async_quorum: bool
+
+    def start_quorum(self) -> None: ...
+    def current_step(self) -> int: ...
+    def num_participants(self) -> int: ...
+    def participating_rank(self) -> int | None: ...
+    def allreduce(
+        self, tensor: Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ...
+    ) -> Any: ...
+    def should_commit(self) -> bool: ...
+    def errored(self) -> Any: ...
+    def allow_state_dict_read(self) -> None: ...
+    def disallow_state_dict_read(self) -> None: ...
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None: ...
+    def state_dict(self) -> dict[str, int]: ...
+    def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
