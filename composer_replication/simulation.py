@@ -71,7 +71,7 @@ def simulate(
     *,
     num_replicas: int,
     faults: Sequence[Fault] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float | None = 60.0,
 ) -> list[Any]:
     """Run ``replica_fn`` once for each replica group, at the same time, in this process.
 
@@ -82,7 +82,8 @@ def simulate(
         replica_fn: The training of one replica group; builds ``DiLoCo`` over ``sim.manager``.
         num_replicas: How many to run.
         faults: What goes wrong, and when.
-        timeout_s: How long a replica waits for its peers before all are stopped, in seconds.
+        timeout_s: How long a replica waits for its peers before all are stopped, in seconds; None
+            for ever.
 
     Returns:
         What each call returned, in the order of the replicas; None for a killed one.
@@ -151,7 +152,7 @@ class SharedBuffer:
     heals from one that is not; if a member dies, the allreduces of that quorum fail in the others.
     """
 
-    def __init__(self, num_replicas: int, faults: Sequence[Fault], timeout_s: float) -> None:
+    def __init__(self, num_replicas: int, faults: Sequence[Fault], timeout_s: float | None) -> None:
         self._changed = threading.Condition()
         self._timeout_s = timeout_s
         self._faults = list(faults)
@@ -170,7 +171,7 @@ class SharedBuffer:
         if self._is_stopped:
             raise Stopped
         if not in_time:
-            raise TimeoutError(f"no {what} within timeout_s={self._timeout_s:g}")
+            raise TimeoutError(f"no {what} within timeout_s={self._timeout_s}")
 
     def strike(self, kind: str, replica_id: int, step: int) -> bool:
         """Whether this fault is due here; it then is used up."""

@@ -28,13 +28,10 @@ from composer_replication.diloco.outer_optimizer import (
     nesterov_sgd,
 )
 from composer_replication.diloco.reports import SyncClock, SyncReport
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.settings import START_TIMEOUT_S, DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 600.0
-"""How long a cold start waits for ``num_replicas`` groups, in seconds."""
 
 
 class SyncError(RuntimeError):
@@ -74,6 +71,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         num_replicas: How many groups a cold start waits for. A group that finds others in training
             joins these whatever their number.
         start_timeout_s: How long a cold start waits for them, in seconds.
+        digest_every: Every how many outer steps a report has the ``global_digest``; 0 for never.
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
@@ -102,6 +100,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         pin_memory: bool = True,
         num_replicas: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
+        digest_every: int = 0,
     ) -> None:
         if not isinstance(model_fragments, nn.Module):
             model_fragments = list(model_fragments)
@@ -156,6 +155,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self.inner_steps = 0
         self._num_replicas = num_replicas
         self._start_timeout_s = start_timeout_s
+        self._digest_every = digest_every
         self._samples = 0
         self._healed = False
         self._reports: list[SyncReport] = []
@@ -246,6 +246,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         sync_seconds, wait_seconds, compute_fraction = self._clock.read()
         if not moved and fragment.is_joining:
             return  # a cold start or a resume of all groups: no outer step to report
+        has_digest = self._digest_every and self.outer_step % self._digest_every == 0
         self._reports.append(
             SyncReport(
                 outer_step=self.outer_step,
@@ -262,6 +263,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer_momentum_norm=fragment.globals.momentum_norm(),
                 retries=retries,
                 healed=self._healed,
+                global_digest=self.global_digest() if has_digest else None,
             )
         )
         self._healed = False

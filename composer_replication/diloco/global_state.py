@@ -39,7 +39,7 @@ class GlobalState:
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
         digest = hashlib.sha256()
         for _, theta in sorted(self.parameters().items()):
-            digest.update(theta.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(theta.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:

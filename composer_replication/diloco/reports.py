@@ -27,6 +27,7 @@ class SyncReport:
         outer_momentum_norm: L2 norm of the fragment's momentum after the outer step.
         retries: Attempts that did not commit before this one did.
         healed: Whether this group took the global state from a peer in it.
+        global_digest: SHA-256 of the global parameters after it, as often as asked for.
     """
 
     outer_step: int
@@ -43,6 +44,7 @@ class SyncReport:
     outer_momentum_norm: float
     retries: int
     healed: bool
+    global_digest: str | None
 
 
 class SyncClock:

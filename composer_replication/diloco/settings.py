@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+START_TIMEOUT_S = 600.0
+"""How long a cold start waits for the other replica groups, in seconds."""
+
 WEIGHT_BY = ("uniform", "steps", "samples")
 
 

@@ -1,0 +1,411 @@
+"""Run a Composer training job as one DiLoCo replica group."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+import torch
+from composer import Callback, Logger, State, Timestamp, TimeUnit
+from composer.core import ensure_data_spec
+from composer.utils import dist
+from torch import nn
+from torchft.manager import Manager
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.reports import SyncReport
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.options import ReplicaOptions
+from composer_replication.replica import (
+    ReplicaEnv,
+    ReplicaManager,
+    backend_for,
+    host_store,
+    make_manager,
+)
+from composer_replication.run_folder import ReplicaFolder
+
+log = logging.getLogger(__name__)
+
+
+class DiLoCoCallback(Callback):
+    """Make a Composer ``Trainer`` one replica group of a DiLoCo run.
+
+    Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
+    ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, equal in all groups, and of
+    :class:`ReplicaOptions`, which may differ; both document them. ``replica_id``,
+    ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` come from the environment if not given.
+
+    Example:
+        .. code-block:: yaml
+
+            callbacks:
+              diloco:
+                sync_every: 100
+                num_fragments: 2
+                fragment_sync_delay: 5
+                fragment_update_alpha: 0.5
+
+    Logs at every committed sync:
+
+    +-----------------------------------+-----------------------------------------------------+
+    | Key                               | Value                                               |
+    +===================================+=====================================================+
+    | ``diloco/outer_step``             | outer steps committed so far                        |
+    | ``diloco/fragment``               | which fragment was synchronised, from 0             |
+    | ``diloco/num_participants``       | groups in the quorum                                |
+    | ``diloco/contribution``           | this group's weight in the mean                     |
+    | ``diloco/total_contribution``     | the sum of all weights                              |
+    | ``diloco/sync_seconds``           | how long training stood still for it                |
+    | ``diloco/wait_seconds``           | of that, the wait for the quorum                    |
+    | ``diloco/compute_fraction``       | of the time since the last sync, the part training  |
+    | ``diloco/bytes_sent``             | size of this rank's messages                        |
+    | ``diloco/pseudo_gradient_norm``   | L2 norm of this group's pseudo-gradient             |
+    | ``diloco/outer_momentum_norm``    | L2 norm of the fragment's outer momentum            |
+    | ``diloco/retries``                | attempts that did not commit                        |
+    | ``diloco/healed``                 | 1 if the group took over the global state in it     |
+    | ``diloco/global_digest``          | SHA-256 of the global parameters (run folder only)  |
+    +-----------------------------------+-----------------------------------------------------+
+
+    Args:
+        manager: Use this manager instead of building one: for simulations. Not for YAML.
+    """
+
+    def __init__(
+        self,
+        *,
+        sync_every: int = DiLoCoSettings.sync_every,
+        num_fragments: int = DiLoCoSettings.num_fragments,
+        fragment_patterns: Sequence[str | Sequence[str]] | None = None,
+        fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay,
+        fragment_update_alpha: float = DiLoCoSettings.fragment_update_alpha,
+        outer_lr: float = DiLoCoSettings.outer_lr,
+        outer_momentum: float = DiLoCoSettings.outer_momentum,
+        outer_nesterov: bool = DiLoCoSettings.outer_nesterov,
+        weight_by: str = DiLoCoSettings.weight_by,
+        bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
+        max_sync_retries: int = DiLoCoSettings.max_sync_retries,
+        replica_id: str | int | None = None,
+        num_replicas: int | None = None,
+        lighthouse_addr: str | None = None,
+        min_replica_size: int = ReplicaOptions.min_replica_size,
+        start_timeout_s: float = ReplicaOptions.start_timeout_s,
+        timeout: float = ReplicaOptions.timeout,
+        quorum_timeout: float = ReplicaOptions.quorum_timeout,
+        connect_timeout: float = ReplicaOptions.connect_timeout,
+        quorum_retries: int = ReplicaOptions.quorum_retries,
+        hostname: str | None = None,
+        backup_device: str | None = None,
+        pin_memory: bool = ReplicaOptions.pin_memory,
+        final_sync: bool = ReplicaOptions.final_sync,
+        digest_every: int = ReplicaOptions.digest_every,
+        run_dir: str | None = None,
+        manager: Any = None,
+    ) -> None:
+        self.settings = DiLoCoSettings(
+            sync_every=sync_every,
+            num_fragments=num_fragments,
+            fragment_patterns=fragment_patterns,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_nesterov=outer_nesterov,
+            weight_by=weight_by,
+            bucket_cap_mb=bucket_cap_mb,
+            max_sync_retries=max_sync_retries,
+        )
+        self.options = with_environment(
+            ReplicaOptions(
+                replica_id=replica_id,
+                num_replicas=num_replicas,
+                lighthouse_addr=lighthouse_addr,
+                min_replica_size=min_replica_size,
+                start_timeout_s=start_timeout_s,
+                timeout=timeout,
+                quorum_timeout=quorum_timeout,
+                connect_timeout=connect_timeout,
+                quorum_retries=quorum_retries,
+                hostname=hostname,
+                backup_device=backup_device,
+                pin_memory=pin_memory,
+                final_sync=final_sync,
+                digest_every=digest_every,
+                run_dir=run_dir,
+            ),
+            ReplicaEnv.from_env(),
+        )
+        self.diloco: DiLoCo | None = None
+        self.result: dict[str, Any] = {}
+        self._given_manager = manager
+        self._manager: Any = None
+        self._kept: dict[str, Any] | None = None
+        self._folder: ReplicaFolder | None = None
+        self._losses: list[float] = []
+        self._final_loss: float | None = None
+        self._batch_began: tuple[int, float] = (0, 0.0)
+
+    # ---- Composer's events, in the order in which they come ---------------------------------
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Composer loads checkpoints before fit_start: keep it until there is something to load.
+        self._kept = state or None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.diloco is not None:
+            return
+        self._folder = ReplicaFolder(
+            self.options.run_dir if dist.get_global_rank() == 0 else None, self._replica_id
+        )
+        self._manager = self._given_manager or self._build_manager(state)
+        try:
+            self.diloco = self._build_diloco(state)
+            if self._kept is not None:  # from a checkpoint, or from the fit() before
+                self.diloco.load_state_dict(self._kept)
+            self.diloco.counts_steps = False
+            self._report_progress("joining", state)
+            self.diloco.__enter__()
+        except BaseException:
+            self._shut_down()  # no heartbeat of ours may hold the others up
+            raise
+        self._log_syncs(state, logger)
+        self._batch_began = (state.timestamp.batch.value, time.monotonic())
+        self._report_progress("training", state)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if self.diloco is None:
+            return
+        # Only steps inside a batch count: torch's get_optimizer_state_dict and
+        # set_optimizer_state_dict make hidden ones, at a load and, for SGD, at every save.
+        self.diloco.counts_steps = True
+        if self.settings.weight_by == "samples":
+            self.diloco.count_samples(_samples_in_batch(state))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.diloco is None:
+            return
+        self.diloco.counts_steps = False
+        loss = state.total_loss_dict.get("loss/train/total")
+        if loss is not None:
+            self._losses.append(float(loss))
+        self._log_syncs(state, logger)
+        self._report_progress("training", state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self.diloco is None:
+            return
+        if self.options.final_sync:
+            self.diloco.final_sync()
+        self._log_syncs(state, logger)
+        self.result = {
+            "replica_id": self._replica_id,
+            "inner_steps": self.diloco.inner_steps,
+            "outer_steps": self.diloco.outer_step,
+            "global_digest": self.diloco.global_digest(),
+            "final_loss": self._final_loss,
+            "eval": {},
+        }
+        if self._folder is not None:
+            self._folder.write_result(self.result)
+        self._report_progress("evaluating", state)
+        self._kept = self.diloco.state_dict()
+        self._leave()
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._leave()  # after an exception fit_end does not come
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.diloco is not None:
+            return self.diloco.state_dict()
+        return self._kept or {}
+
+    # ---- building ---------------------------------------------------------------------------
+
+    @property
+    def _replica_id(self) -> str:
+        if self.options.replica_id is None:
+            raise ValueError(
+                "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
+                "of each group, or callbacks.diloco.replica_id"
+            )
+        return str(self.options.replica_id)
+
+    def _build_manager(self, state: State) -> ReplicaManager:
+        options = self.options
+        if options.lighthouse_addr is None:
+            raise ValueError(
+                "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
+                "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
+            )
+        store = host_store(options.hostname) if dist.get_global_rank() == 0 else None
+        address = [(store.host, store.port) if store else None]
+        dist.broadcast_object_list(address, src=0)
+        assert address[0] is not None, "rank 0 hosts the store"
+        manager = make_manager(
+            replica_id=self._replica_id,
+            lighthouse_addr=options.lighthouse_addr,
+            min_replica_size=options.min_replica_size,
+            timeout=options.timeout,
+            quorum_timeout=options.quorum_timeout,
+            connect_timeout=options.connect_timeout,
+            quorum_retries=options.quorum_retries,
+            rank=dist.get_global_rank(),
+            world_size=dist.get_world_size(),
+            store_addr=address[0][0],
+            store_port=address[0][1],
+            hostname=options.hostname,
+            backend=backend_for(next(state.model.parameters()).device),
+        )
+        manager.store = store
+        return manager
+
+    def _build_diloco(self, state: State) -> DiLoCo:
+        if len(state.optimizers) != 1:
+            raise ValueError(f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one")
+        settings = self.settings
+        self._manager.register_state_dict_fn(
+            "composer_timestamp",
+            lambda saved: self._take_timestamp(state, saved),
+            lambda: {"timestamp": state.timestamp.state_dict()},
+        )
+        return DiLoCo(
+            cast(Manager, self._manager),
+            cast(nn.Module, state.model.module if state.is_model_ddp else state.model),
+            state.optimizers[0],
+            nesterov_sgd(settings.outer_lr, settings.outer_momentum, settings.outer_nesterov),
+            settings.sync_every,
+            num_fragments=settings.num_fragments,
+            fragment_patterns=settings.fragment_patterns,
+            fragment_sync_delay=settings.fragment_sync_delay,
+            fragment_update_alpha=settings.fragment_update_alpha,
+            weight_by=settings.weight_by,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            max_sync_retries=settings.max_sync_retries,
+            backup_device=self.options.backup_device,
+            pin_memory=self.options.pin_memory,
+            num_replicas=self.options.num_replicas or 1,
+            start_timeout_s=self.options.start_timeout_s,
+            digest_every=self.options.digest_every,
+        )
+
+    def _take_timestamp(self, state: State, saved: dict[str, Any]) -> None:
+        """At a heal: stand where the donor stands, so that both end at the same batch.
+
+        The position within the epoch stays: Composer would otherwise fetch every skipped batch.
+        """
+        own = state.timestamp
+        donor = Timestamp()
+        donor.load_state_dict(saved["timestamp"])
+        if self.diloco is None or not self.diloco.counts_steps:
+            # We join before our first batch, the donor is inside one that it has not counted yet.
+            samples = donor.sample.value // max(1, donor.batch.value)
+            tokens = donor.token.value // max(1, donor.batch.value)
+            donor = donor.to_next_batch(samples=samples, tokens=tokens)
+        # A new object: savers keep references to the old one.
+        state.timestamp = donor.copy(
+            epoch=own.epoch,
+            batch_in_epoch=own.batch_in_epoch,
+            sample_in_epoch=own.sample_in_epoch,
+            token_in_epoch=own.token_in_epoch,
+        )
+        log.info("Continuing at batch %d, where the other replica groups are", donor.batch.value)
+
+    def _leave(self) -> None:
+        if self.diloco is not None:
+            self.diloco.__exit__(None, None, None)
+            self.diloco = None
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Stop the heartbeats before the last evaluation: the others would wait for this group."""
+        if self._manager is not None:
+            self._manager.shutdown()
+            self._manager = None
+
+    # ---- telling ----------------------------------------------------------------------------
+
+    def _log_syncs(self, state: State, logger: Logger) -> None:
+        assert self.diloco is not None and self._folder is not None
+        for report in self.diloco.pop_finished_syncs():
+            metrics = _metrics(report)
+            logger.log_metrics(metrics)
+            loss = sum(self._losses) / len(self._losses) if self._losses else None
+            self._losses.clear()
+            self._final_loss = loss if loss is not None else self._final_loss
+            digest = report.global_digest
+            self._folder.append_sync(
+                metrics
+                | ({} if digest is None else {"diloco/global_digest": digest})
+                | {
+                    "batch": state.timestamp.batch.value,
+                    "inner_steps": report.inner_steps,
+                    "loss": loss,
+                    "time": time.time(),
+                }
+            )
+            log.info(
+                "outer step %d, fragment %d: %d replica groups, loss %s, stood still %.2f s%s",
+                report.outer_step,
+                report.fragment,
+                report.num_participants,
+                "-" if loss is None else f"{loss:.4f}",
+                report.sync_seconds,
+                f", {report.retries} retries" if report.retries else "",
+            )
+
+    def _report_progress(self, phase: str, state: State) -> None:
+        assert self.diloco is not None and self._folder is not None
+        batch = state.timestamp.batch.value
+        max_batches = _max_batches(state)
+        began_at, began = self._batch_began
+        seconds_left = None
+        if max_batches is not None and batch > began_at and phase == "training":
+            per_batch = (time.monotonic() - began) / (batch - began_at)
+            seconds_left = per_batch * max(0, max_batches - batch)
+        self._folder.write_status(
+            phase,
+            batch=batch,
+            max_batches=max_batches,
+            inner_steps=self.diloco.inner_steps,
+            outer_step=self.diloco.outer_step,
+            round=self.diloco.inner_steps / self.settings.sync_every,
+            loss=self._losses[-1] if self._losses else self._final_loss,
+            seconds_left=seconds_left,
+        )
+
+
+def with_environment(options: ReplicaOptions, env: ReplicaEnv) -> ReplicaOptions:
+    """Fill what was not given from the environment; an argument beats a variable."""
+    unset = {name: value for name, value in vars(env).items() if getattr(options, name) is None}
+    return replace(options, **unset)
+
+
+def _metrics(report: SyncReport) -> dict[str, float]:
+    """A report as Composer metrics: numbers only, as some of its loggers demand."""
+    values = asdict(report)
+    del values["inner_steps"], values["global_digest"]
+    return {f"diloco/{name}": +value for name, value in values.items()}
+
+
+def _samples_in_batch(state: State) -> int:
+    """Samples of the current batch, over all ranks of the group."""
+    own = ensure_data_spec(state.dataloader).get_num_samples_in_batch(state.batch)  # pyright: ignore
+    total = torch.tensor([own], dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def _max_batches(state: State) -> int | None:
+    """The batch at which training ends, if that can be known."""
+    end = state.max_duration
+    if end is None:
+        return None
+    if end.unit == TimeUnit.BATCH:
+        return end.value
+    if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
+        return end.value * state.dataloader_len.value
+    return None

@@ -1,0 +1,169 @@
+"""A YAML file -> a checked, plain config. Imports neither torch nor Composer: it answers at once.
+
+OmegaConf lives here only; plain dicts leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.options import ReplicaOptions
+from composer_replication.text_files import check_text_folder
+
+REQUIRED = ("model", "train_loader", "optimizer", "max_duration", "global_train_batch_size")
+
+TOP_LEVEL = (
+    *REQUIRED,
+    "autoresume",
+    "callbacks",
+    "device",
+    "device_eval_batch_size",
+    "device_train_microbatch_size",
+    "dist_timeout",
+    "eval_interval",
+    "eval_loader",
+    "eval_subset_num_batches",
+    "load_path",
+    "load_weights_only",
+    "log_to_console",
+    "loggers",
+    "precision",
+    "progress_bar",
+    "run_dir",
+    "run_name",
+    "save_folder",
+    "save_interval",
+    "save_num_checkpoints_to_keep",
+    "save_overwrite",
+    "scheduler",
+    "seed",
+    "train_subset_num_batches",
+    "variables",
+)
+"""The keys of a config, by llm-foundry's names; ``variables`` is the reader's own corner."""
+
+COMPONENTS: dict[str, dict[str, str]] = {
+    "model": {"byte_gpt": "composer_replication.byte_gpt:ByteGPT"},
+    "train_loader": {"text": "composer_replication.data:build_text_loader"},
+    "eval_loader": {"text": "composer_replication.data:build_text_loader"},
+    "optimizer": {
+        "decoupled_adamw": "composer.optim:DecoupledAdamW",
+        "decoupled_sgdw": "composer.optim:DecoupledSGDW",
+        "adamw": "torch.optim:AdamW",
+        "sgd": "torch.optim:SGD",
+    },
+    "scheduler": {
+        "constant_with_warmup": "composer.optim:ConstantWithWarmupScheduler",
+        "cosine_with_warmup": "composer.optim:CosineAnnealingWithWarmupScheduler",
+        "linear_decay_with_warmup": "composer.optim:LinearWithWarmupScheduler",
+    },
+    "callbacks": {
+        "diloco": "composer_replication.callback:DiLoCoCallback",
+        "lr_monitor": "composer.callbacks:LRMonitor",
+        "memory_monitor": "composer.callbacks:MemoryMonitor",
+        "optimizer_monitor": "composer.callbacks:OptimizerMonitor",
+        "speed_monitor": "composer.callbacks:SpeedMonitor",
+    },
+    "loggers": {
+        "file_logger": "composer.loggers:FileLogger",
+        "tensorboard": "composer.loggers:TensorboardLogger",
+        "wandb": "composer.loggers:WandBLogger",
+    },
+}
+"""What a section can name, and the constructor behind it."""
+
+NAMED_BY_FIELD = ("model", "train_loader", "eval_loader", "optimizer", "scheduler")
+"""Sections with a ``name`` field; in the others every key is a name."""
+
+
+class ConfigError(ValueError):
+    """Something in a config is wrong; the message says what and the fix."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file, apply ``key=value`` overrides and check all that can be checked at once.
+
+    Raises:
+        ConfigError: The file is missing, or a key or value is wrong.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no config at {path}: give the path of a YAML file")
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r}: write key=value, e.g. max_duration=100ba")
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        config = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is a list: write key: value pairs")
+    return check_config({str(key): value for key, value in config.items()})
+
+
+def save_config(config: Mapping[str, Any], path: str | Path) -> None:
+    """Write a config as YAML."""
+    OmegaConf.save(OmegaConf.create(dict(config)), path)
+
+
+def check_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Check keys, names, the DiLoCo settings and the text folders; return the config."""
+    check_keys(config, TOP_LEVEL, "the config")
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    if missing:
+        raise ConfigError(f"the config lacks {', '.join(missing)}: see configs/quickstart.yaml")
+    for section, names in COMPONENTS.items():
+        contents = config.get(section) or {}
+        if not isinstance(contents, dict):
+            raise ConfigError(f"{section}: {contents!r} is no section: write key: value pairs")
+        if section not in NAMED_BY_FIELD:
+            check_keys(contents, names, section)
+        elif contents:
+            if "name" not in contents:
+                raise ConfigError(f"{section} lacks name: use one of {', '.join(names)}")
+            check_keys([contents["name"]], names, f"{section}.name")
+    if "diloco" in (config.get("callbacks") or {}):
+        check_diloco(config["callbacks"]["diloco"] or {})
+    for section in ("train_loader", "eval_loader"):
+        loader = config.get(section)
+        if loader and loader["name"] == "text":
+            try:
+                check_text_folder(loader.get("path"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{section}.path: {error}") from error
+    return config
+
+
+def check_diloco(section: Mapping[str, Any]) -> None:
+    """Check ``callbacks.diloco`` without building the callback."""
+    agreed = {field.name for field in dataclasses.fields(DiLoCoSettings)}
+    own = {field.name for field in dataclasses.fields(ReplicaOptions)}
+    check_keys(section, agreed | own, "callbacks.diloco")
+    try:
+        DiLoCoSettings(**{key: value for key, value in section.items() if key in agreed})
+        ReplicaOptions(**{key: value for key, value in section.items() if key in own})
+    except ValueError as error:
+        raise ConfigError(f"callbacks.diloco: {error}") from error
+
+
+def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Refuse a key that nobody knows, with the closest one that somebody does."""
+    allowed = sorted(allowed)
+    for key in given:
+        if key not in allowed:
+            close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else "use"
+            raise ConfigError(
+                f"{where} has no {key!r}: {hint} Allowed: {', '.join(allowed)}"
+                if close
+                else f"{where} has no {key!r}: use one of {', '.join(allowed)}"
+            )

@@ -1,0 +1,71 @@
+"""The torchft lighthouse: is there one at the address, and one of our own inside a process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from torchft.coordination import LighthouseServer
+
+
+def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
+    """Check that something listens at a lighthouse's address. Imports neither torch nor torchft.
+
+    Args:
+        lighthouse_addr: ``http://host:port``.
+        connect_timeout: How long to try, in seconds: it may be starting at the same time.
+
+    Raises:
+        ValueError: This is no such address.
+        ConnectionError: Nothing answers there.
+    """
+    parts = urlsplit(lighthouse_addr)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme not in ("http", "https") or not host or not port:
+        raise ValueError(
+            f"lighthouse_addr={lighthouse_addr!r}: use http://host:port, as the lighthouse says"
+        )
+    deadline = time.monotonic() + connect_timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.5, connect_timeout)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"no lighthouse answers at {lighthouse_addr} ({error}). Start one with "
+                    "`torchft_lighthouse --min_replicas 1`, or run all groups with "
+                    "`composer-replication launch`, which brings its own"
+                ) from error
+            time.sleep(0.2)
+
+
+def start_lighthouse(
+    *, min_replicas: int = 1, join_timeout_ms: int = 60_000, heartbeat_timeout_ms: int = 5_000
+) -> LighthouseServer:
+    """Start a lighthouse in this process, on a free port of every interface.
+
+    Args:
+        min_replicas: Fewest groups in a quorum. How many a cold start waits for is the groups'
+            own ``num_replicas``, so that the survivors of a death can go on with fewer.
+        join_timeout_ms: How long a quorum waits for a live group that has not asked for it yet.
+        heartbeat_timeout_ms: After how long without a heartbeat a group is counted as gone.
+
+    Returns:
+        The server; ``address()`` is what groups need, ``shutdown()`` ends it.
+    """
+    from torchft.coordination import LighthouseServer
+
+    return LighthouseServer(
+        bind="[::]:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=join_timeout_ms,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
+    )

@@ -1,0 +1,73 @@
+"""What may differ between replica groups. Imports neither torch nor Composer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from composer_replication.diloco.settings import START_TIMEOUT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """One replica group's own options; the defaults of ``DiLoCoCallback`` and ``make_manager``.
+
+    Args:
+        replica_id: Name of this replica group, different in each. None: ``REPLICA_GROUP_ID``.
+        num_replicas: Groups that a cold start waits for. None: ``NUM_REPLICA_GROUPS``, else 1.
+        lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``.
+        min_replica_size: Fewest groups in a quorum that may commit.
+        start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
+        timeout: Limit of a collective, a vote and a heal's download, in seconds.
+        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
+            which groups differ between two syncs.
+        connect_timeout: Limit of connecting to the lighthouse, in seconds.
+        quorum_retries: How often a quorum is asked for again when the lighthouse is away.
+        hostname: How peers reach this machine. None: its host name.
+        backup_device: Where global parameters and outer state live. None: in host memory.
+        pin_memory: Whether they are pinned there, if there is an accelerator.
+        final_sync: Whether training ends with a sync of what has been trained since the last one,
+            after which the model holds the global parameters.
+        digest_every: Every how many outer steps the digest of the global parameters is logged; 0
+            for never.
+        run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+
+    Raises:
+        ValueError: A value is out of range; the message has the value and the fix.
+    """
+
+    replica_id: str | int | None = None
+    num_replicas: int | None = None
+    lighthouse_addr: str | None = None
+    min_replica_size: int = 1
+    start_timeout_s: float = START_TIMEOUT_S
+    timeout: float = 60.0
+    quorum_timeout: float = 3600.0
+    connect_timeout: float = 5.0
+    quorum_retries: int = 10
+    hostname: str | None = None
+    backup_device: str | None = None
+    pin_memory: bool = True
+    final_sync: bool = True
+    digest_every: int = 0
+    run_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout_s", "timeout", "quorum_timeout", "connect_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
+        for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
+            _check_count(name, getattr(self, name), least)
+        if self.num_replicas is not None:
+            _check_count("num_replicas", self.num_replicas, 1)
+            if self.min_replica_size > self.num_replicas:
+                raise ValueError(
+                    f"min_replica_size={self.min_replica_size} is above num_replicas="
+                    f"{self.num_replicas}: no sync could ever commit. Use at most that"
+                )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: use an integer of at least {least}")

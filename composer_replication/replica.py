@@ -1,0 +1,226 @@
+"""This process's place in the run: environment -> store, process group, torchft Manager."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroupGloo as TorchGloo
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from composer_replication.lighthouse import check_lighthouse
+from composer_replication.options import ReplicaOptions
+
+log = logging.getLogger(__name__)
+
+_OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
+
+
+@dataclass(frozen=True)
+class ReplicaEnv:
+    """What the environment says of this process. The only place that reads it.
+
+    | variable | meaning |
+    |---|---|
+    | ``REPLICA_GROUP_ID`` | which replica group this is, from 0 (torchft's name) |
+    | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
+    | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
+    | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
+    """
+
+    replica_id: str | None
+    num_replicas: int | None
+    lighthouse_addr: str | None
+    run_dir: str | None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
+        """Read it.
+
+        Raises:
+            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer.
+        """
+        environ = os.environ if environ is None else environ
+        count = environ.get("NUM_REPLICA_GROUPS")
+        if count is not None and (not count.isdecimal() or int(count) < 1):
+            raise ValueError(f"NUM_REPLICA_GROUPS={count!r}: use the number of replica groups")
+        return cls(
+            replica_id=environ.get("REPLICA_GROUP_ID"),
+            num_replicas=None if count is None else int(count),
+            lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
+            run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
+        )
+
+
+class GlooOnTorch27(ProcessGroupGloo):
+    """torchft's gloo group for torch before 2.8.
+
+    torchft sets ``options.global_ranks_in_group`` (``process_group.py``, ``_create_pg``), which
+    gloo's options lack there: every configuration fails, the Manager swallows the error, and no
+    sync ever commits. Without rank info torchft leaves the options alone. They only label traces.
+    Remove it when the lowest supported torch is 2.8.
+    """
+
+    def set_rank_info(
+        self,
+        replica_id: str,
+        group_rank: int,
+        group_world_size: int,
+        global_rank: int | None = None,
+    ) -> None:
+        del group_rank, group_world_size, global_rank
+        super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
+
+
+def make_process_group(backend: str, timeout: float) -> ProcessGroup:
+    """The group over which replicas average, one that works on this torch.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        timeout: How long a collective may take, in seconds.
+    """
+    if backend == "nccl":
+        return ProcessGroupNCCL(timeout=timedelta(seconds=timeout))
+    if backend != "gloo":
+        raise ValueError(f"backend={backend!r}: use 'gloo' or 'nccl'")
+    has_option = hasattr(TorchGloo._Options, "global_ranks_in_group")  # type: ignore[attr-defined]
+    kind = ProcessGroupGloo if has_option else GlooOnTorch27
+    return kind(timeout=timedelta(seconds=timeout))
+
+
+def host_store(hostname: str | None = None) -> TCPStore:
+    """Host the TCPStore of a replica group; its rank 0 does that, on a free port.
+
+    A Composer job of one process has none, and torchrun's outlives a restart with stale keys.
+
+    Args:
+        hostname: How the group's other ranks and the peers reach this machine.
+    """
+    return TCPStore(hostname or socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+
+
+class ReplicaManager(Manager):
+    """A torchft Manager that owns its store and process group, and can be shut down twice."""
+
+    store: TCPStore | None = None
+    _is_shut_down = False
+
+    def shutdown(self, wait: bool = False) -> None:
+        """Leave: heartbeats stop, so that the peers go on without this group."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            super().shutdown(wait=wait)
+            self._pg.shutdown()
+            self.store = None
+
+
+def make_manager(
+    *,
+    replica_id: str | int,
+    lighthouse_addr: str,
+    min_replica_size: int = ReplicaOptions.min_replica_size,
+    timeout: float = ReplicaOptions.timeout,
+    quorum_timeout: float = ReplicaOptions.quorum_timeout,
+    connect_timeout: float = ReplicaOptions.connect_timeout,
+    quorum_retries: int = ReplicaOptions.quorum_retries,
+    rank: int = 0,
+    world_size: int = 1,
+    store_addr: str | None = None,
+    store_port: int | None = None,
+    hostname: str | None = None,
+    backend: str = "gloo",
+) -> ReplicaManager:
+    """A torchft Manager that is ready for DiLoCo.
+
+    Args:
+        replica_id: Name of the replica group, different in each.
+        lighthouse_addr: ``http://host:port`` of the lighthouse.
+        min_replica_size: Fewest groups in a quorum that may commit.
+        timeout: Limit of a collective, a vote and a heal's download, in seconds.
+        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
+            which groups differ between two syncs.
+        connect_timeout: Limit of connecting to the lighthouse, in seconds.
+        quorum_retries: How often a quorum is asked for again when the lighthouse is away.
+        rank: This process's rank in the group.
+        world_size: Processes in the group.
+        store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
+        store_port: Its port.
+        hostname: How peers reach this machine. None: its host name.
+        backend: ``gloo`` or ``nccl``, for the averages between groups.
+
+    Returns:
+        The manager; call ``shutdown()`` at the end.
+
+    Raises:
+        ValueError: An argument is missing or out of range.
+        ConnectionError: No lighthouse answers.
+    """
+    if isinstance(replica_id, bool) or str(replica_id).strip() == "":
+        raise ValueError(f"replica_id={replica_id!r}: give each replica group a name of its own")
+    if (store_addr is None) != (store_port is None):
+        raise ValueError(f"store_addr={store_addr!r} and store_port={store_port!r}: give both")
+    if world_size > 1 and store_addr is None:
+        raise ValueError(
+            f"world_size={world_size} needs store_addr and store_port: let rank 0 call "
+            "host_store() and send its address to the others"
+        )
+    for name in _OVERRIDES:
+        if name in os.environ:
+            log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
+    tame_torchft_logs()
+    check_lighthouse(lighthouse_addr, connect_timeout)
+    store = None
+    if store_addr is None:
+        store = host_store(hostname)
+        store_addr, store_port = store.host, store.port
+    manager = ReplicaManager(
+        pg=make_process_group(backend, timeout),
+        load_state_dict=None,  # DiLoCo and the callback register theirs
+        state_dict=None,
+        min_replica_size=min_replica_size,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=timeout),
+        quorum_timeout=timedelta(seconds=quorum_timeout),
+        connect_timeout=timedelta(seconds=connect_timeout),
+        rank=rank,
+        world_size=world_size,
+        store_addr=store_addr,
+        store_port=store_port,
+        lighthouse_addr=lighthouse_addr,
+        replica_id=str(replica_id),
+        hostname=hostname or socket.gethostname(),
+        init_sync=False,  # the cold start is DiLoCo's, ADR-006
+        quorum_retries=quorum_retries,
+    )
+    manager.store = store
+    return manager
+
+
+class _WithoutTraceback(logging.Filter):
+    """torchft logs each swallowed error with its traceback; one line says as much here."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = record.exc_text = None
+        return True
+
+
+def tame_torchft_logs() -> None:
+    """Keep torchft's warnings and errors, one line each; drop its line for every step."""
+    logging.getLogger("torchft").setLevel(logging.WARNING)
+    for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    torchft_manager = logging.getLogger("torchft.manager")
+    if not any(isinstance(f, _WithoutTraceback) for f in torchft_manager.filters):
+        torchft_manager.addFilter(_WithoutTraceback())
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend that averages tensors of a device between groups."""
+    return "nccl" if device.type == "cuda" else "gloo"

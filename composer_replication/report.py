@@ -1,0 +1,281 @@
+"""What a run wrote into its folder -> ``summary.json``, a closing text and ``loss.png``.
+
+Reads the run folder only, so it works on a run that is over, still going or was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.run_folder import METRICS, RESULT
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+PICTURE = "loss.png"
+
+# Okabe and Ito's colours, told apart by colour-blind people; the yellow is too pale for a line.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is in a run folder.
+
+    Attributes:
+        run_dir: The folder.
+        sync_every: Inner steps in a round.
+        metrics: The committed syncs of each replica group, by its id.
+        results: How each group ended, by its id; those that did are in it.
+    """
+
+    run_dir: Path
+    sync_every: int
+    metrics: dict[str, list[dict[str, Any]]]
+    results: dict[str, dict[str, Any]]
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps of the group that has made most."""
+        steps = [line["diloco/outer_step"] for lines in self.metrics.values() for line in lines]
+        return int(max(steps, default=0))
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """What the first group evaluated: all hold the same global parameters."""
+        return next((result.get("eval") or {} for result in self.results.values()), {})
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each group's global parameters at its end."""
+        return {id: result["global_digest"] for id, result in self.results.items()}
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no replica group has written into it.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(
+            f"{run_dir} is not a folder: give the run folder that `composer-replication launch` "
+            "printed, e.g. runs/<config>-<time>"
+        )
+    folders = {path.name.removeprefix("replica_"): path for path in run_dir.glob("replica_*/")}
+    if not folders:
+        raise FileNotFoundError(
+            f"{run_dir} holds no replica_<id> folder, so no run was made in it: give a run folder, "
+            "or start one with `composer-replication launch CONFIG --replicas 2`"
+        )
+    ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
+    return Run(
+        run_dir=run_dir,
+        sync_every=_sync_every(run_dir / CONFIG),
+        metrics={id: read_lines(folders[id] / METRICS)[0] for id in ids},
+        results={
+            id: json.loads((folders[id] / RESULT).read_text())
+            for id in ids
+            if (folders[id] / RESULT).exists()
+        },
+    )
+
+
+def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The JSON lines of a file from a byte on, and the byte after them.
+
+    A last line without its end is left for the next time: its writer is at it, or was killed.
+    """
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        whole, end, _ = file.read().rpartition(b"\n")
+    lines = [json.loads(line) for line in whole.splitlines() if line.strip()]
+    return lines, offset + len(whole) + len(end)
+
+
+def _sync_every(path: Path) -> int:
+    config = yaml.safe_load(path.read_text()) if path.exists() else {}
+    return sync_every_of(config or {})
+
+
+def sync_every_of(config: dict[str, Any]) -> int:
+    """Inner steps in a round, by a run's config."""
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    return section.get("sync_every", DiLoCoSettings.sync_every)
+
+
+def write_summary(run: Run, restarts: dict[str, int]) -> dict[str, Any]:
+    """Write ``summary.json``, and return what is in it."""
+    fields = ("inner_steps", "outer_steps", "global_digest", "final_loss")
+    summary = {
+        "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
+        "replicas": [
+            {"replica_id": id, **{name: result.get(name) for name in fields}}
+            | {"restarts": restarts.get(id, 0)}
+            for id, result in run.results.items()
+        ],
+        "eval": run.evaluation,
+    }
+    (run.run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def describe(run: Run) -> list[tuple[str, str]]:
+    """The closing text: what came out of a run, as names and values."""
+    rows = []
+    if "bits_per_byte" in run.evaluation:
+        beside = [
+            f"{name} {run.evaluation[key]:.3f}"
+            for name, key in (
+                ("unigram", "unigram_bits_per_byte"),
+                ("uniform", "uniform_bits_per_byte"),
+            )
+            if key in run.evaluation
+        ]
+        rows.append(
+            (
+                "held-out bits per byte",
+                f"{run.evaluation['bits_per_byte']:.3f}   ({', '.join(beside)})",
+            )
+        )
+    if run.digests:
+        rows.append(("global parameters", describe_digests(run)))
+    rows += _describe_traffic(run)
+    return rows
+
+
+def describe_digests(run: Run) -> str:
+    """Whether all groups ended with the same global parameters, bit for bit."""
+    digests = run.digests
+    if len(set(digests.values())) == 1:
+        groups = "in 1 group" if len(digests) == 1 else f"equal in {len(digests)} groups"
+        return f"{groups} after {run.outer_steps} outer steps: {next(iter(digests.values()))[:8]}"
+    each = ", ".join(
+        f"group {id} {digest[:8]} ({run.results[id]['outer_steps']} outer steps)"
+        for id, digest in digests.items()
+    )
+    return f"DIFFERENT: {each}"
+
+
+def _describe_traffic(run: Run) -> list[tuple[str, str]]:
+    lines = max(run.metrics.values(), key=len)
+    sent = sum(line["diloco/bytes_sent"] for line in lines)
+    if not sent:
+        return []
+    # Data parallel averages every parameter in every inner step: each fragment once.
+    per_fragment = {line["diloco/fragment"]: line["diloco/bytes_sent"] for line in lines}
+    inner_steps = max(line["inner_steps"] for line in lines)
+    data_parallel = inner_steps * sum(per_fragment.values())
+    text = (
+        f"{_size(sent)} in {len(lines)} syncs; data parallel: {_size(data_parallel)} in "
+        f"{inner_steps} inner steps ({data_parallel / sent:.0f} times as much)"
+    )
+    return [("sent by each group", text)]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Draw ``loss.png``: training loss by round for every group, and what its syncs cost.
+
+    Raises:
+        FileNotFoundError: There is no run in this folder.
+        ValueError: The run has committed no sync yet.
+    """
+    run = read_run(run_dir)
+    if not any(run.metrics.values()):
+        raise ValueError(
+            f"{run.run_dir} has no committed sync in replica_<id>/{METRICS}, so there is nothing "
+            f"to draw. The first comes after sync_every={run.sync_every} inner steps; if the run "
+            "failed before, replica_<id>/log.txt says why"
+        )
+    # Here, because importing it takes a second; Agg, because a display may be missing.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (losses, costs) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(2.2, 1), layout="constrained"
+    )
+    groups = f"{len(run.metrics)} replica group" + "s" * (len(run.metrics) > 1)
+    figure.suptitle(f"{run.run_dir.resolve().name}: {groups}, {run.outer_steps} outer steps")
+    _draw_losses(losses, run)
+    _draw_costs(costs, run)
+    costs.set_xlabel(f"round (1 round = {run.sync_every} inner steps)")
+    costs.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (losses, costs):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path = run.run_dir / PICTURE
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _draw_losses(axes: Any, run: Run) -> None:
+    # A byte-level model's loss is in nats per byte; its evaluation is in bits.
+    evaluation = run.evaluation
+    scale = 1 / math.log(2) if "bits_per_byte" in evaluation else 1.0
+    axes.set_ylabel("training loss (bits per byte)" if scale > 1 else "training loss (nats)")
+    _draw_groups(axes, run, "loss", scale)
+    for key, style, name in (
+        ("unigram_bits_per_byte", (0, (1, 2)), "byte frequencies alone"),
+        ("bits_per_byte", (0, (6, 2)), "held-out at the end"),
+    ):
+        if key in evaluation:
+            label = f"{name}: {evaluation[key]:.2f}"
+            axes.axhline(evaluation[key], color="0.45", linestyle=style, linewidth=1.2, label=label)
+    axes.legend(frameon=False, ncols=2 if len(run.metrics) > 4 else 1)
+
+
+def _draw_costs(axes: Any, run: Run) -> None:
+    _draw_groups(axes, run, "diloco/sync_seconds", 1.0)
+    lines = [line for lines in run.metrics.values() for line in lines]
+    seconds = sorted(line["diloco/sync_seconds"] for line in lines)
+    # One slow sync, such as the first, would press all others onto the axis.
+    if seconds[0] > 0 and seconds[-1] > 20 * seconds[len(seconds) // 2]:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    computing = sum(line["diloco/compute_fraction"] for line in lines) / len(lines)
+    axes.set_ylabel("blocked per sync\n(seconds)")
+    axes.set_title(f"training {computing:.0%} of the time", fontsize="medium", loc="right")
+
+
+def _draw_groups(axes: Any, run: Run, key: str, scale: float) -> None:
+    for i, (replica_id, lines) in enumerate(run.metrics.items()):
+        points = [(x["inner_steps"] / run.sync_every, x[key] * scale) for x in lines if _has(x, key)]
+        axes.plot(
+            *zip(*points, strict=True) if points else ((), ()),
+            color=_COLOURS[i % len(_COLOURS)],
+            linestyle=_DASHES[i // len(_COLOURS) % len(_DASHES)],
+            marker=_MARKERS[i % len(_MARKERS)],
+            markersize=4,
+            # So that many rounds stay a line and few stay points.
+            markevery=max(1, len(points) // 20),
+            linewidth=1.5,
+            label=f"group {replica_id}",
+        )
+
+
+def _has(line: dict[str, Any], key: str) -> bool:
+    return line.get(key) is not None and math.isfinite(line[key])
