@@ -1,23 +1,394 @@
-"""Run n replica groups and a lighthouse on this machine, and end all of them or none."""
+"""Run n replica groups and their lighthouse on this machine: all of them, or none."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+
+from composer_replication.config import ConfigError, save_config
+from composer_replication.lighthouse import start_lighthouse
+from composer_replication.report import (
+    CONFIG,
+    SUMMARY,
+    Display,
+    describe,
+    duration,
+    last_lines,
+    read_run,
+    write_report,
+    write_summary,
+)
+from composer_replication.run_folder import METRICS, RESULT, STATUS
+
+FAILED = 1
+INTERRUPTED = 130
+GRACE_S = 5.0
+"""How long processes may take to end after SIGTERM before they are killed, in seconds."""
+
+POLL_S = 0.1
+
+Command = Callable[[int], list[str]]
+"""The command line of a replica group, by its id."""
+
+# What torchrun or Composer's launcher sets; a group must not take its place in theirs for its own.
+_PLACE_IN_A_JOB = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK BASE_RANK MASTER_ADDR MASTER_PORT"
+).split()
+
+# Reads the pid of each group; when the launcher is gone, however it died, ends what is left.
+_WATCHDOG = """
+while read -r pid; do groups="$groups -$pid"; done
+kill -TERM -- $groups; sleep 5; kill -KILL -- $groups
+"""
+
+
+def launch(
+    config: dict[str, Any],
+    config_path: str | Path,
+    *,
+    replicas: int,
+    nproc: int = 1,
+    command: Command | None = None,
+) -> int:
+    """Train a config in several replica groups on this machine, and say what came of it.
+
+    Args:
+        config: From ``load_config``.
+        config_path: Where it was read: it names the run's folder unless ``run_dir`` does.
+        replicas: Replica groups.
+        nproc: Processes in each, one a GPU.
+        command: What a group runs, by its id. None: ``composer-replication train``.
+
+    Returns:
+        An exit status: 0, 1 if the run failed, 130 if it was interrupted.
+
+    Raises:
+        ConfigError: The config cannot be run like this. Nothing has been started or written.
+    """
+    check_launch(config, replicas, nproc)
+    run_dir = make_run_folder(config, config_path)
+    config = config | {"run_dir": str(run_dir)}
+    save_config(config, run_dir / CONFIG)
+    command = command or partial(train_command, run_dir, nproc)
+    console = Console(highlight=False)
+    console.print(f"{replicas} replica groups start in {run_dir}", soft_wrap=True)
+    began = time.monotonic()
+    with Interrupts() as interrupts:
+        lighthouse = start_lighthouse()
+        try:
+            with ReplicaGroups(run_dir, interrupts) as groups:
+                for replica_id in range(replicas):
+                    environ = environment(
+                        replica_id, replicas, nproc, lighthouse.address(), run_dir
+                    )
+                    groups.start(replica_id, command(replica_id), environ)
+                failed = watch(groups, Display(console, run_dir, config, replicas), interrupts)
+                for replica_id, status in failed.items():
+                    _explain_failure(run_dir, replica_id, status)
+                if interrupts.count:
+                    console.print("Stopping the groups; Ctrl-C again kills them at once")
+        finally:
+            lighthouse.shutdown()
+    if failed or interrupts.count:
+        return FAILED if failed else INTERRUPTED
+    return finish(run_dir, replicas, time.monotonic() - began)
+
+
+def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
+    """Refuse what cannot run as several groups on one machine."""
+    if replicas < 1 or nproc < 1:
+        raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    for key, fix in (
+        ("replica_id", "launch numbers the groups"),
+        ("lighthouse_addr", "launch brings its own lighthouse; `train` joins another"),
+        ("run_dir", "set run_dir at the top of the config"),
+    ):
+        if section.get(key) is not None:
+            raise ConfigError(f"callbacks.diloco.{key}={section[key]!r}: leave it out, {fix}")
+    if section.get("num_replicas") not in (None, replicas):
+        raise ConfigError(
+            f"callbacks.diloco.num_replicas={section['num_replicas']} but --replicas {replicas}: "
+            "leave num_replicas out"
+        )
+    if section.get("min_replica_size", 1) > replicas:
+        raise ConfigError(
+            f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
+            f"{replicas}: no sync could ever commit. Use at most {replicas}"
+        )
+
+
+def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
+    """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
+
+    Raises:
+        ConfigError: There is a run in it, or it is no folder.
+    """
+    default = Path("runs") / f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = Path(config.get("run_dir") or default).absolute()
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
+    written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
+    if any(path for pattern in written for path in run_dir.glob(pattern)):
+        raise ConfigError(
+            f"run_dir={str(run_dir)!r} holds a run already: give another run_dir=..., leave it out "
+            "for a new folder below runs/, or remove that one"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for path in run_dir.glob(f"replica_*/{STATUS}"):
+        path.unlink()  # of a start that failed: it would pass for the new one's
+    return run_dir
+
+
+def train_command(run_dir: Path, nproc: int, replica_id: int) -> list[str]:
+    """The command of a replica group: of one process, or of several under Composer's launcher."""
+    train = ["composer_replication", "train", str(run_dir / CONFIG)]
+    if nproc == 1:
+        return [sys.executable, "-m", *train]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    # Composer's launcher passes rank 0's output on; without a file the others' would be dropped.
+    folder = str(log_path(run_dir, replica_id).parent).replace("{", "{{").replace("}", "}}")
+    other_ranks = folder + "/log_rank{rank}.txt"
+    return [
+        *(sys.executable, "-m", "composer.cli.launcher"),
+        *("--nproc", str(nproc), "--master_port", str(port)),
+        *("--stdout", other_ranks, "--stderr", other_ranks),
+        *("--module_mode", *train),
+    ]
+
+
+def environment(
+    replica_id: int, replicas: int, nproc: int, lighthouse_addr: str, run_dir: Path
+) -> dict[str, str]:
+    """The environment of a replica group, with its place in the run."""
+    environ = {name: value for name, value in os.environ.items() if name not in _PLACE_IN_A_JOB}
+    environ |= {
+        "REPLICA_GROUP_ID": str(replica_id),
+        "NUM_REPLICA_GROUPS": str(replicas),
+        "TORCHFT_LIGHTHOUSE": lighthouse_addr,
+        "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
+        "PYTHONUNBUFFERED": "1",
+    }
+    processes = replicas * nproc
+    if processes > 1:
+        # Torch takes every core in each process, and they slow each other down several times.
+        cores = len(os.sched_getaffinity(0))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    gpus = visible_gpus()
+    if len(gpus) >= processes:
+        own = gpus[replica_id * nproc : (replica_id + 1) * nproc]
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    return environ
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+class Interrupts:
+    """Counts Ctrl-C and SIGTERM while it is open.
+
+    They raise nothing: an exception in the middle of a start or a stop would leave processes.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *signal_and_frame: object) -> None:
+        self.count += 1
+
+
+class ReplicaGroups:
+    """The processes of the replica groups; leaving the context ends every one of them.
+
+    Each group is a session of its own: the terminal's Ctrl-C reaches the launcher alone, and a
+    group's ranks and loader workers can be found when the process that started them is dead.
+
+    Args:
+        run_dir: The run's folder; a group's output goes to ``replica_<id>/log.txt`` in it.
+        interrupts: One that comes while processes are being stopped kills them at once.
+    """
+
+    def __init__(self, run_dir: Path, interrupts: Interrupts) -> None:
+        self._run_dir = run_dir
+        self._interrupts = interrupts
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        # A process of its own, since no handler runs in a launcher that is killed; a pipe, since
+        # PR_SET_PDEATHSIG reaches children only, and not the ranks below Composer's launcher.
+        self._watchdog = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHDOG],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> ReplicaGroups:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+        self._watchdog.kill()
+        self._watchdog.communicate()
+
+    def start(self, replica_id: int, command: list[str], environ: dict[str, str]) -> None:
+        """Start a replica group."""
+        path = log_path(self._run_dir, replica_id)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes[replica_id] = process
+        assert self._watchdog.stdin is not None, "opened as a pipe"
+        self._watchdog.stdin.write(f"{process.pid}\n".encode())
+        self._watchdog.stdin.flush()
+
+    def exit_statuses(self) -> dict[int, int | None]:
+        """The exit status of each group; None while it runs, negative if a signal ended it."""
+        return {replica_id: process.poll() for replica_id, process in self._processes.items()}
+
+    def stop(self) -> None:
+        """End every process of every group: SIGTERM, and SIGKILL after ``GRACE_S``."""
+        members = self._members()
+        _send(members, psutil.Process.terminate)
+        deadline = time.monotonic() + GRACE_S
+        patience = min(self._interrupts.count, 1)  # the one that made us stop
+        while self._any_alive(members) and time.monotonic() < deadline:
+            if self._interrupts.count > patience:
+                break
+            time.sleep(0.05)
+        members |= self._members()  # what was started in the meantime
+        _send(members, psutil.Process.kill)
+        while self._any_alive(members) and time.monotonic() < deadline + 2:
+            time.sleep(0.02)
+
+    def _members(self) -> set[psutil.Process]:
+        """Every process of a group: of its session, or below one that is."""
+        leaders = {process.pid for process in self._processes.values()}
+        members = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(process.pid) in leaders:
+                    members |= {process, *process.children(recursive=True)}
+        return members
+
+    def _any_alive(self, members: set[psutil.Process]) -> bool:
+        self.exit_statuses()  # reaps our children, which would stay as zombies
+        return any(_is_alive(process) for process in members)
+
+
+def _send(members: set[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
+    for process in members:
+        with contextlib.suppress(psutil.Error):
+            send(process)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        # An orphan whose new parent does not reap it stays a zombie, which is as good as gone.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def watch(groups: ReplicaGroups, display: Display, interrupts: Interrupts) -> dict[int, int]:
+    """Show the groups until all have ended, one has failed, or we are interrupted.
+
+    Returns:
+        The exit statuses of those that failed.
+    """
+    with display:
+        while True:
+            statuses = groups.exit_statuses()
+            failed = {replica_id: status for replica_id, status in statuses.items() if status}
+            # A failed group could be started again here.
+            if failed or interrupts.count or None not in statuses.values():
+                display.refresh(statuses, is_last=True)
+                return failed
+            display.refresh(statuses)
+            time.sleep(POLL_S)
+
+
+def finish(run_dir: Path, replicas: int, seconds: float) -> int:
+    """Write the summary and the picture, and say what came out.
+
+    Returns:
+        An exit status: 1 if a result is missing, or the groups ended with different parameters.
+    """
+    run = read_run(run_dir)
+    silent = [id for id in range(replicas) if str(id) not in run.results]
+    if silent:
+        _print_error(f"{log_path(run_dir, silent[0]).parent}/{RESULT} is missing")
+        _explain_failure(run_dir, silent[0], 0)
+        return FAILED
+    write_summary(run, restarts={})
+    try:
+        picture = write_report(run_dir)
+    except ValueError as error:
+        _print_error(str(error))
+        return FAILED
+    rows = [*describe(run), ("time", duration(seconds)), ("picture", str(picture))]
+    for name, value in [*rows, ("all files", str(run_dir))]:
+        print(f"{name:<24}{value}")
+    if len(set(run.digests.values())) > 1:
+        _print_error(
+            "The groups ended with different global parameters, so their last syncs were not the "
+            f"same ones: compare diloco/num_participants at the end of replica_<id>/{METRICS}"
+        )
+        return FAILED
+    return 0
+
+
+def log_path(run_dir: Path, replica_id: int) -> Path:
+    """Where a group's output goes."""
+    return run_dir / f"replica_{replica_id}" / "log.txt"
+
+
+def _explain_failure(run_dir: Path, replica_id: int, status: int) -> None:
+    how = f"ended with exit status {status}"
+    if status < 0:
+        how = f"was ended by {signal.Signals(-status).name}"
+    path = log_path(run_dir, replica_id)
+    _print_error(f"Replica group {replica_id} {how}; the others are stopped. {path} ends with:")
+    _print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a run wrote into its folder -> ``summary.json``, a closing text and ``loss.png``.
+"""What a run wrote into its folder -> a live table, ``summary.json``, a closing text, ``loss.png``.
 
 Reads the run folder only, so it works on a run that is over, still going or was killed.
 """
@@ -7,18 +7,32 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.run_folder import METRICS, RESULT
+from composer_replication.run_folder import METRICS, RESULT, STATUS
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 PICTURE = "loss.png"
+
+TABLE_EVERY_S = 0.3
+LINE_EVERY_S = 10.0
+
+# Colours, and the rank that torch writes before every line of a traceback.
+_DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
 
 # Okabe and Ito's colours, told apart by colour-blind people; the yellow is too pale for a line.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -109,10 +123,169 @@ def _sync_every(path: Path) -> int:
     return sync_every_of(config or {})
 
 
-def sync_every_of(config: dict[str, Any]) -> int:
+def sync_every_of(config: Mapping[str, Any]) -> int:
     """Inner steps in a round, by a run's config."""
     section = (config.get("callbacks") or {}).get("diloco") or {}
     return section.get("sync_every", DiLoCoSettings.sync_every)
+
+
+def last_lines(path: Path, count: int = 12) -> list[str]:
+    """The last lines of a log that say something: without tracebacks' frames and colours."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        text = _DECORATION.sub("", file.read().decode(errors="replace"))
+    lines: list[str] = []
+    in_traceback = False
+    for line in text.splitlines():
+        in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
+        if line.strip() and not in_traceback:
+            lines.append(line.rstrip())
+    return lines[-count:]
+
+
+# ---- while it runs --------------------------------------------------------------------------
+
+
+class Progress:
+    """Where one replica group is, by its ``status.json`` and ``metrics.jsonl``."""
+
+    def __init__(self, folder: Path, sync_every: int) -> None:
+        self._folder = folder
+        self._sync_every = sync_every
+        self._offset = 0
+        self.status: dict[str, Any] = {}
+        self.participants: int | None = None
+        self.digests: dict[int, str] = {}
+
+    def read(self, exit_status: int | None) -> None:
+        """Read what is new; a group that has ended has its exit status for a phase."""
+        path = self._folder / STATUS
+        if path.exists():
+            self.status = json.loads(path.read_text())
+        if exit_status is not None:
+            self.status["phase"] = "failed" if exit_status else "finished"
+        # From where we stopped: a long run's file has thousands of lines.
+        lines, self._offset = read_lines(self._folder / METRICS, self._offset)
+        for line in lines:
+            self.participants = int(line["diloco/num_participants"])
+            if line.get("diloco/global_digest"):
+                self.digests[line["diloco/outer_step"]] = line["diloco/global_digest"]
+
+    @property
+    def phase(self) -> str:
+        return self.status.get("phase", "starting")
+
+    @property
+    def round(self) -> str:
+        if "round" not in self.status:
+            return "-"
+        batches = self.status.get("max_batches")
+        of = f" / {math.ceil(batches / self._sync_every)}" if batches else ""
+        return f"{int(self.status['round'])}{of}"
+
+    @property
+    def loss(self) -> str:
+        loss = self.status.get("loss")
+        return "-" if loss is None else f"{loss:.3f}"
+
+    @property
+    def time_left(self) -> str:
+        seconds = self.status.get("seconds_left")
+        return "-" if seconds is None or self.phase != "training" else duration(seconds)
+
+
+class Display:
+    """The groups' progress: a table on a terminal, else a line every ``LINE_EVERY_S``.
+
+    Args:
+        console: Where to.
+        run_dir: The run's folder.
+        config: The run's config.
+        replicas: Number of groups.
+    """
+
+    def __init__(
+        self, console: Console, run_dir: Path, config: Mapping[str, Any], replicas: int
+    ) -> None:
+        self._console = console
+        # Drawn when we say, by this thread: nothing flickers, and nothing is drawn after the end.
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        sync_every = sync_every_of(config)
+        self._groups = [Progress(run_dir / f"replica_{i}", sync_every) for i in range(replicas)]
+        self._began = self._shown = time.monotonic()
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def refresh(self, exit_statuses: Mapping[int, int | None], *, is_last: bool = False) -> None:
+        """Show where the groups are, if it is time to."""
+        every = TABLE_EVERY_S if self._live else LINE_EVERY_S
+        if time.monotonic() < self._shown + every and not is_last:
+            return
+        self._shown = time.monotonic()
+        for replica_id, group in enumerate(self._groups):
+            group.read(exit_statuses.get(replica_id))
+        if self._live:
+            self._live.update(Group(self._table(), Text(self._agreement())), refresh=True)
+        else:
+            self._console.print(self._line(), markup=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name, justify in (("group", "left"), ("phase", "left"), ("round", "right")):
+            table.add_column(name, justify=justify, no_wrap=True)  # pyright: ignore
+        table.add_column("")
+        table.add_column("loss", justify="right", no_wrap=True)
+        table.add_column("time left", justify="right", no_wrap=True)
+        for replica_id, group in enumerate(self._groups):
+            batches = group.status.get("max_batches")
+            done = group.status.get("batch", 0)
+            bar = ProgressBar(total=batches, completed=done, width=30) if batches else ""
+            table.add_row(
+                str(replica_id), group.phase, group.round, bar, group.loss, group.time_left
+            )
+        return table
+
+    def _line(self) -> str:
+        groups = [
+            f"group {replica_id} {group.phase}, round {group.round}, loss {group.loss}"
+            for replica_id, group in enumerate(self._groups)
+        ]
+        left = [group.time_left for group in self._groups if group.time_left != "-"]
+        parts = [*groups, self._agreement(), *(f"{left[0]} left" for _ in left[:1])]
+        return f"{duration(time.monotonic() - self._began):>12}  {'; '.join(filter(None, parts))}"
+
+    def _agreement(self) -> str:
+        """The outer step, who took part in it, and whether the groups hold the same."""
+        outer_step = max(group.status.get("outer_step", 0) for group in self._groups)
+        counts = [group.participants for group in self._groups if group.participants is not None]
+        if not counts:
+            return ""
+        text = f"outer step {outer_step}, {min(counts)} participants"
+        common = set.intersection(*(set(group.digests) for group in self._groups))
+        if common and len(self._groups) > 1:
+            digests = {group.digests[max(common)] for group in self._groups}
+            equal = f": {digests.pop()[:8]}" if len(digests) == 1 else ""
+            text += f", {'equal' if equal else 'DIFFERENT'} at outer step {max(common)}{equal}"
+        return text
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+# ---- when it is over ------------------------------------------------------------------------
 
 
 def write_summary(run: Run, restarts: dict[str, int]) -> dict[str, Any]:
@@ -263,7 +436,9 @@ def _draw_costs(axes: Any, run: Run) -> None:
 
 def _draw_groups(axes: Any, run: Run, key: str, scale: float) -> None:
     for i, (replica_id, lines) in enumerate(run.metrics.items()):
-        points = [(x["inner_steps"] / run.sync_every, x[key] * scale) for x in lines if _has(x, key)]
+        points = [
+            (x["inner_steps"] / run.sync_every, x[key] * scale) for x in lines if _has(x, key)
+        ]
         axes.plot(
             *zip(*points, strict=True) if points else ((), ()),
             color=_COLOURS[i % len(_COLOURS)],

@@ -156,11 +156,10 @@ class SharedBuffer:
         self._changed = threading.Condition()
         self._timeout_s = timeout_s
         self._faults = list(faults)
-        late = {fault.replica_id for fault in faults if fault.kind == "late"}
-        self._alive = set(range(num_replicas)) - late
+        self._late = {fault.replica_id: fault.step for fault in faults if fault.kind == "late"}
+        self._alive = set(range(num_replicas)) - self._late.keys()
         self._asking: dict[int, tuple[int, Callable[[], dict[str, Any]]]] = {}
         self._quorum: _Quorum | None = None
-        self._reached = 0
         self._is_stopped = False
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -185,12 +184,11 @@ class SharedBuffer:
     def wait_for_start(self, replica_id: int) -> None:
         """Hold a late replica until its peers have got far enough, or have all left."""
         with self._changed:
-            due = [f.step for f in self._faults if (f.kind, f.replica_id) == ("late", replica_id)]
-            if due:
-                self._wait_until(
-                    lambda: self._reached >= due[0] or not self._alive, f"peer at step {due[0]}"
-                )
-                self._alive.add(replica_id)
+            self._wait_until(
+                lambda: replica_id in self._alive or not self._alive,
+                f"peer at step {self._late.get(replica_id)}",
+            )
+            self._alive.add(replica_id)
 
     def leave(self, replica_id: int) -> None:
         """The replica is gone: finished, killed or failed."""
@@ -214,7 +212,9 @@ class SharedBuffer:
         with self._changed:
             before = self._quorum
             self._asking[replica_id] = (step, save)
-            self._reached = max(self._reached, step)
+            # From here on the quorum waits for those whose time has come.
+            self._alive |= {late for late, due in self._late.items() if due <= step}
+            self._late = {late: due for late, due in self._late.items() if due > step}
             self._form_quorum()
             self._changed.notify_all()
             self._wait_until(
@@ -242,7 +242,7 @@ class SharedBuffer:
         with self._changed:
             buffer = quorum.buffers.setdefault(number, {})
             buffer[replica_id] = tensor.detach().clone()
-            if len(buffer) == len(quorum.members):
+            if len(buffer) == len(quorum.members) and not quorum.is_broken:
                 shapes = {tuple(part.shape) for part in buffer.values()}
                 if len(shapes) > 1:
                     quorum.is_broken = True
@@ -258,7 +258,7 @@ class SharedBuffer:
             self._wait_until(
                 lambda: number in quorum.sums or quorum.is_broken, f"allreduce {number}"
             )
-            return quorum.sums.get(number) if not quorum.is_broken else None
+            return quorum.sums.get(number)  # a member that leaves later breaks no finished sum
 
     def break_quorum(self, quorum: _Quorum) -> None:
         """Make what is under way in this quorum fail in every member."""

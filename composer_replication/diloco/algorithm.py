@@ -177,9 +177,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         for fragment in self._fragments:
             fragment.count_inner_step(self._samples)
         self._samples = 0
+        counted = self._local_step
         with self._clock.blocking():
             super()._step_post_hook(*step)
-            if self._local_step == 0:
+            if self._local_step <= counted:  # back at 0: torchft has performed a sync
                 self._settle()
 
     def _current_fragment(self) -> int:

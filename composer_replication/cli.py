@@ -1,0 +1,187 @@
+"""The command ``composer-replication``. What is heavy is imported once the input is known good."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from composer_replication import __version__
+from composer_replication.config import ConfigError, load_config, save_config
+from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.lighthouse import check_lighthouse
+from composer_replication.options import ReplicaOptions
+
+BAD_INPUT = 2
+FAILED = 1
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="DiLoCo for MosaicML Composer: several replica groups train one model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="key=value",
+        help="Replace values of it, e.g. max_duration=100ba callbacks.diloco.sync_every=50.",
+        show_default=False,
+    ),
+]
+Replicas = Annotated[int, typer.Option(help="Replica groups.", min=1)]
+
+
+def main() -> NoReturn:
+    """Run the command; errors of which we know the cause are one paragraph, not a traceback."""
+    quiet_others()
+    status = 0
+    try:
+        app()
+    except SystemExit as error:  # typer's ends, and Composer's for SIGTERM and Ctrl-C
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except Exception as error:
+        status = report_error(error)
+    if status == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: Python would wait for torchft's threads, and those for a quorum, for up to an
+    # hour. A Trainer has closed itself by now; its atexit handlers have nothing left to do.
+    os._exit(status)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"composer-replication {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None) -> None:
+    """Train one replica group; also under `composer -n N` or torchrun."""
+    checked = load_config(config, overrides or [])
+    check_reachable(checked, os.environ)
+    # Here: importing Composer takes seconds, and what is wrong should be said before.
+    from composer_replication.training import train as run
+
+    run(checked)
+
+
+@app.command()
+def launch(
+    config: Config,
+    overrides: Overrides = None,
+    replicas: Replicas = 2,
+    nproc: Annotated[int, typer.Option(help="Processes in each group.", min=1)] = 1,
+) -> None:
+    """Train in several replica groups on this machine, with a lighthouse of its own."""
+    from composer_replication.launch import launch as run
+
+    checked = load_config(config, overrides or [])
+    raise typer.Exit(run(checked, config, replicas=replicas, nproc=nproc))
+
+
+@app.command()
+def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
+    """Train the same groups in one process, to try DiLoCo before renting anything."""
+    from composer_replication.launch import finish, make_run_folder
+    from composer_replication.report import CONFIG
+
+    checked = load_config(config, overrides or [])
+    run_dir = make_run_folder(checked, config)
+    checked["run_dir"] = str(run_dir)
+    save_config(checked, run_dir / CONFIG)
+    began = time.monotonic()
+    from composer_replication.training import simulate_replicas
+
+    simulate_replicas(checked, replicas)
+    raise typer.Exit(finish(run_dir, replicas, time.monotonic() - began))
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+) -> None:
+    """Draw loss.png from what a run wrote, and say what came out."""
+    from composer_replication.report import describe, read_run, write_report
+
+    picture = write_report(run_dir)
+    for name, value in [*describe(read_run(run_dir)), ("picture", str(picture))]:
+        print(f"{name:<24}{value}")
+
+
+def quiet_others() -> None:
+    """Our log lines from INFO on, everybody else's from WARNING on; no warnings but ours."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    ours = logging.getLogger("composer_replication")
+    ours.setLevel(logging.INFO if is_first else logging.WARNING)
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module=r"composer_replication(\.|$)")
+
+
+def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Check that the lighthouse of a group answers, if one is named.
+
+    ``ReplicaEnv`` reads the environment once training starts; that needs torch, and seconds.
+    """
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    address = section.get("lighthouse_addr") or environ.get("TORCHFT_LIGHTHOUSE")
+    if address:
+        timeout = section.get("connect_timeout", ReplicaOptions.connect_timeout)
+        check_lighthouse(address, timeout)
+
+
+def report_error(error: Exception) -> int:
+    """Print an error on stderr, and return the exit status: 2 for bad input, 1 for a failed run."""
+    if not is_known(error):
+        traceback.print_exception(error)
+        return FAILED
+    Console(stderr=True).print(
+        f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+    return BAD_INPUT if isinstance(error, ValueError | FileNotFoundError) else FAILED
+
+
+def is_known(error: BaseException | None) -> bool:
+    """Whether an error's message says all there is to say."""
+    if error is None or not str(error):
+        return False
+    if isinstance(error, ConfigError | SettingsMismatch | FileNotFoundError):
+        return True
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, ValueError):
+        # A library's, from deep inside a training step, says little without its traceback.
+        return raised_by_us(error)
+    name = type(error).__name__  # by name: importing these would import torch
+    return name == "SyncError" or (name == "SimulationError" and is_known(error.__cause__))
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether the ``raise`` stands in this package."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].partition(".")[0] == "composer_replication"

@@ -1,0 +1,76 @@
+"""Small models and replicas for the tests. Inner steps are scripted, so that traces can be read."""
+
+import torch
+from torch import nn
+
+from composer_replication import DiLoCo
+from composer_replication.simulation import SimulatedReplica
+
+
+class Constant(nn.Module):
+    """Parameters of the given shapes and dtypes, all filled with one value."""
+
+    def __init__(self, value=10.0, dtype=torch.float32, **shapes):
+        super().__init__()
+        for name, shape in (shapes or {"weight": (1,)}).items():
+            self.register_parameter(name, nn.Parameter(torch.full(shape, value, dtype=dtype)))
+
+
+def take_step(optimizer, move):
+    """One inner step of SGD with lr 1 that adds ``move`` to every trainable parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, -move)
+    optimizer.step()
+
+
+def plain_sgd(lr=1.0):
+    """An outer optimizer without momentum: global - lr * pseudo-gradient."""
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
+def run_scripted(
+    sim: SimulatedReplica, move, steps, *, value=10.0, outer_optimizer=None, final=False, **settings
+):
+    """Train a scalar by ``move`` a step; the (local, global) values after every step."""
+    model = Constant(value)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    trace = []
+    with DiLoCo(sim.manager, model, inner, outer_optimizer or plain_sgd(), **settings) as diloco:
+        for _ in range(steps):
+            take_step(inner, move)
+            theta = diloco.global_parameters()["weight"]
+            trace.append((round(model.weight.item(), 5), round(theta.item(), 5)))
+        if final:
+            diloco.final_sync()
+            trace.append((round(model.weight.item(), 5), round(theta.item(), 5)))
+    return trace
+
+
+class TinyMLP(nn.Module):
+    """Three linear layers, so three blocks; inputs of 8 features, outputs of 4."""
+
+    def __init__(self, seed=0, width=16):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.Sequential(
+            nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
+        )
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def batch(replica_id, step, size=8):
+    """A batch of the replica's own data, the same whenever it is asked for."""
+    generator = torch.Generator().manual_seed(1000 * replica_id + step)
+    x = torch.randn(size, 8, generator=generator)
+    return x, x[:, :4].sin() + 0.1 * torch.randn(size, 4, generator=generator)
+
+
+def mse(model, x, y):
+    return nn.functional.mse_loss(model(x), y)
