@@ -1,0 +1,163 @@
+"""Fragments: every trainable parameter in exactly one, or an error that names it."""
+
+import copy
+
+import pytest
+import torch
+from common import TinyMLP
+from torch import nn
+
+from composer_replication.diloco.fragments import (
+    check_trained_by,
+    model_fingerprint,
+    split_model,
+)
+
+
+class Transformer(nn.Module):
+    """Embedding, four blocks, a norm and a head tied to the embedding: a GPT's outline."""
+
+    def __init__(self, width=8, vocabulary=12, tied=True):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+            for _ in range(4)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+
+def names(fragments):
+    return [list(fragment) for fragment in fragments]
+
+
+def test_a_whole_model_is_one_fragment_with_tied_weights_once():
+    (fragment,) = split_model(Transformer())
+    assert "wte.weight" in fragment and "head.weight" not in fragment
+    assert len(fragment) == len(list(Transformer().parameters()))
+
+
+@pytest.mark.parametrize("num_fragments", [2, 3, 4, 6])
+def test_every_parameter_is_in_exactly_one_fragment(num_fragments):
+    model = Transformer()
+    fragments = split_model(model, num_fragments)
+    assert len(fragments) == num_fragments
+    held = [name for fragment in fragments for name in fragment]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_cuts_fall_between_blocks_and_balance_the_sizes():
+    fragments = split_model(Transformer(tied=False), 4)
+    for block in range(4):
+        holders = [i for i, f in enumerate(fragments) if any(f"blocks.{block}." in n for n in f)]
+        assert len(holders) == 1, f"block {block} is cut apart"
+    sizes = [sum(p.numel() for p in fragment.values()) for fragment in fragments]
+    assert max(sizes) == 552 + 96 + 16, "a block, with the smaller of what lies beside the blocks"
+
+
+def test_a_plain_stack_of_layers_is_cut_between_layers():
+    assert names(split_model(TinyMLP(), 3)) == [
+        ["layers.0.weight", "layers.0.bias"],
+        ["layers.2.weight", "layers.2.bias"],
+        ["layers.4.weight", "layers.4.bias"],
+    ]
+
+
+def test_more_fragments_than_blocks_are_refused():
+    with pytest.raises(ValueError, match="num_fragments=4 but the model has 3 blocks"):
+        split_model(TinyMLP(), 4)
+
+
+def test_frozen_parameters_are_in_no_fragment():
+    model = TinyMLP()
+    model.layers[0].requires_grad_(False)
+    assert names(split_model(model)) == [
+        ["layers.2.weight", "layers.2.bias", "layers.4.weight", "layers.4.bias"]
+    ]
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        split_model(nn.ReLU())
+
+
+def test_patterns_make_the_fragments_and_the_first_match_counts():
+    fragments = split_model(
+        TinyMLP(), fragment_patterns=["*.bias", ["layers.0.*", "layers.2.*"], "*"]
+    )
+    assert names(fragments) == [
+        ["layers.0.bias", "layers.2.bias", "layers.4.bias"],
+        ["layers.0.weight", "layers.2.weight"],
+        ["layers.4.weight"],
+    ]
+
+
+def test_patterns_that_leave_parameters_out_are_refused_by_name():
+    with pytest.raises(ValueError, match="leave out layers.4.weight, layers.4.bias"):
+        split_model(TinyMLP(), fragment_patterns=["layers.0.*", "layers.2.*"])
+
+
+def test_a_pattern_without_a_parameter_is_refused():
+    with pytest.raises(ValueError, match=r"\['lm_head.\*'\] matches no parameter"):
+        split_model(TinyMLP(), fragment_patterns=["*layers*", "lm_head.*"])
+
+
+def test_a_sequence_of_modules_is_one_fragment_each():
+    model = TinyMLP()
+    assert names(split_model([model.layers[0], model.layers[2], model.layers[4]])) == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias"],
+        ["2.weight", "2.bias"],
+    ]
+
+
+def test_a_sequence_keeps_a_tied_weight_in_the_fragment_that_has_it_first():
+    model = Transformer()
+    first, second = split_model([model.wte, nn.ModuleList([model.norm, model.head])])
+    assert list(first) == ["0.weight"]
+    assert list(second) == ["1.0.weight", "1.0.bias"]
+
+
+@pytest.mark.parametrize("again", ["the same module", "a part of it"])
+def test_overlapping_modules_are_refused_by_name(again):
+    model = TinyMLP()
+    other = model if again == "the same module" else model.layers[0]
+    with pytest.raises(ValueError, match=r"weight is in model_fragments\[0\] and \[1\]"):
+        split_model([model, other])
+
+
+def test_a_module_without_parameters_is_refused_before_its_first_turn():
+    with pytest.raises(ValueError, match=r"model_fragments\[1\] \(ReLU\) has no trainable"):
+        split_model([nn.Linear(2, 2), nn.ReLU()])
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(ValueError, match="model_fragments=\\[\\]"):
+        split_model([])
+
+
+def test_a_parameter_of_the_optimizer_in_no_fragment_is_refused():
+    model = TinyMLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="in the inner optimizer but in no fragment"):
+        check_trained_by(split_model([model.layers[0], model.layers[2]]), optimizer)
+
+
+def test_fragments_of_a_copy_of_the_model_are_refused():
+    model = TinyMLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="not in the inner optimizer: layers.0.weight"):
+        check_trained_by(split_model(copy.deepcopy(model)), optimizer)
+
+
+def test_the_fingerprint_knows_names_shapes_and_dtypes():
+    prints = {
+        model_fingerprint(split_model(model))
+        for model in (TinyMLP(), TinyMLP(width=17), TinyMLP().bfloat16(), nn.Linear(8, 4))
+    }
+    assert len(prints) == 4
+    assert model_fingerprint(split_model(TinyMLP(seed=3))) in prints
+    assert model_fingerprint(split_model(TinyMLP(), 3)) in prints

@@ -1,0 +1,62 @@
+"""Settings: every bad value is an error that has the value and the fix."""
+
+import pytest
+
+from composer_replication import DiLoCoSettings
+from composer_replication.diloco.settings import SettingsMismatch, compare_fingerprints
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"sync_every": 100, "num_fragments": 3},
+     "sync_every=100 is not divisible by num_fragments=3: use 99 or 102"),
+    ({"sync_every": 2, "num_fragments": 3},
+     "sync_every=2 is not divisible by num_fragments=3: use 3"),
+    ({"sync_every": 0}, "sync_every=0: use an integer of at least 1"),
+    ({"sync_every": 2.5}, "sync_every=2.5: use an integer of at least 1"),
+    ({"sync_every": True}, "sync_every=True: use an integer of at least 1"),
+    ({"sync_every": 10, "num_fragments": 2, "fragment_sync_delay": 5},
+     "fragment_sync_delay=5 is not below the 5 inner steps between two syncs"),
+    ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1: use an integer of at least 0"),
+    ({"fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5: use a number between 0 and 1"),
+    ({"outer_lr": -0.7}, "outer_lr=-0.7: use a number 0 or more"),
+    ({"outer_lr": float("nan")}, "outer_lr=nan: use a number 0 or more"),
+    ({"outer_lr": "0.7"}, "outer_lr='0.7': use a number 0 or more"),
+    ({"outer_momentum": 1.0}, "outer_momentum=1.0: use a number between 0 and 1, exclusive"),
+    ({"outer_nesterov": "yes"}, "outer_nesterov='yes': use true or false"),
+    ({"weight_by": "tokens"}, "weight_by='tokens': use one of uniform, steps, samples"),
+    ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: use a number"),
+    ({"max_sync_retries": -1}, "max_sync_retries=-1: use an integer of at least 0"),
+    ({"fragment_patterns": []}, "fragment_patterns=[]: give a list"),
+    ({"fragment_patterns": "*"}, "fragment_patterns='*': give a list"),
+    ({"fragment_patterns": ["a", "b"], "num_fragments": 3}, "leave num_fragments out"),
+    ({"fragment_patterns": ["a", "b", "*"], "sync_every": 100}, "use 99 or 102"),
+])  # fmt: skip
+def test_a_bad_value_is_refused_with_value_and_fix(arguments, message):
+    with pytest.raises(ValueError) as caught:
+        DiLoCoSettings(**arguments)
+    assert message in str(caught.value)
+
+
+def test_the_defaults_are_those_of_the_papers():
+    settings = DiLoCoSettings()
+    assert (settings.outer_lr, settings.outer_momentum, settings.outer_nesterov) == (0.7, 0.9, True)
+    assert settings.fragment_count == 1
+    assert not settings.discards_overlapped_steps
+
+
+def test_the_fingerprint_leaves_out_what_may_differ():
+    assert "sync_every" in DiLoCoSettings().fingerprint()
+    assert "sync_every" not in DiLoCoSettings(weight_by="steps").fingerprint()
+    assert "max_sync_retries" not in DiLoCoSettings().fingerprint()
+    one = DiLoCoSettings(sync_every=2, fragment_patterns=["a*", ["*"]])
+    other = DiLoCoSettings(sync_every=2, fragment_patterns=(("a*",), "*"))
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_a_mismatch_lists_every_differing_key_with_both_values():
+    mine, theirs = DiLoCoSettings(sync_every=50), DiLoCoSettings(fragment_update_alpha=0.5)
+    with pytest.raises(SettingsMismatch) as caught:
+        compare_fingerprints(mine.fingerprint(), theirs.fingerprint(), "group 0")
+    assert "fragment_update_alpha: 0.0 here, 0.5 there" in str(caught.value)
+    assert "sync_every: 50 here, 100 there" in str(caught.value)
+    assert str(caught.value).count(" here, ") == 2
