@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # omegaconf's own parser
 
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaOptions
@@ -101,12 +102,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         if "=" not in override:
             raise ConfigError(f"override {override!r}: write key=value, e.g. max_duration=100ba")
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ConfigError(f"{path} is a list: write key: value pairs")
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         config = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is a list: write key: value pairs")
+    assert isinstance(config, dict)
     return check_config({str(key): value for key, value in config.items()})
 
 
@@ -161,9 +164,5 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
     for key in given:
         if key not in allowed:
             close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else "use"
-            raise ConfigError(
-                f"{where} has no {key!r}: {hint} Allowed: {', '.join(allowed)}"
-                if close
-                else f"{where} has no {key!r}: use one of {', '.join(allowed)}"
-            )
+            hint = f"did you mean {close[0]!r}? Allowed:" if close else "use one of"
+            raise ConfigError(f"{where} has no {key!r}: {hint} {', '.join(allowed)}")

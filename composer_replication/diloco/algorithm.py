@@ -54,7 +54,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     turns within a round and 4-5 come ``fragment_sync_delay`` inner steps after 2-3. When to do
     which, and on which stream, is torchft's (``torchft/local_sgd.py``, ``_step_post_hook``). What
     torchft lacks is here: global parameters in fp32 that the outer optimizer owns, weights in the
-    mean, a join before training, a retry that loses no inner step. ADR-005 has the reasons.
+    mean, a join before training, a retry that loses no inner step (ADR-005, ADR-006, ADR-008).
 
     Use it as a context manager around training: entering joins the other groups (blocks until they
     are there), leaving takes the hooks off the inner optimizer.

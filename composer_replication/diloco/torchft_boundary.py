@@ -16,6 +16,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "torchft.local_sgd.DiLoCo": (
         "_manager",
         "_fragments",
+        "_local_optimizer",
         "_local_step",
         "_sync_every",
         "_register_state_dict_fn",
@@ -32,7 +33,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_merge_parameters",
         "_outer_optimizer",
     ),
-    "torchft.manager.Manager": ("_use_async_quorum",),
+    "torchft.manager.Manager": ("_use_async_quorum", "_pg"),
 }
 """Every private torchft name this package touches, by the class that has it."""
 

@@ -1,0 +1,40 @@
+# make train: install, then train two replica groups on this machine. make test: install, then test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LLMFOUNDRY := .venv-llmfoundry
+
+.PHONY: train test lint test-llmfoundry clean
+
+train: $(VENV)/.installed
+	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# llm-foundry pins much of its own: an environment of its own, minutes to install.
+test-llmfoundry: $(LLMFOUNDRY)/.installed
+	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry -m llmfoundry
+
+$(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
+	$(PYTHON) -m venv $(LLMFOUNDRY)
+	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/llmfoundry/requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(LLMFOUNDRY) dist build
