@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,6 @@ from composer_replication.diloco.reports import SyncReport
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaOptions
 from composer_replication.replica import (
-    ReplicaEnv,
     ReplicaManager,
     backend_for,
     host_store,
@@ -119,26 +118,23 @@ class DiLoCoCallback(Callback):
             bucket_cap_mb=bucket_cap_mb,
             max_sync_retries=max_sync_retries,
         )
-        self.options = with_environment(
-            ReplicaOptions(
-                replica_id=replica_id,
-                num_replicas=num_replicas,
-                lighthouse_addr=lighthouse_addr,
-                min_replica_size=min_replica_size,
-                start_timeout_s=start_timeout_s,
-                timeout=timeout,
-                quorum_timeout=quorum_timeout,
-                connect_timeout=connect_timeout,
-                quorum_retries=quorum_retries,
-                hostname=hostname,
-                backup_device=backup_device,
-                pin_memory=pin_memory,
-                final_sync=final_sync,
-                digest_every=digest_every,
-                run_dir=run_dir,
-            ),
-            ReplicaEnv.from_env(),
-        )
+        self.options = ReplicaOptions(
+            replica_id=replica_id,
+            num_replicas=num_replicas,
+            lighthouse_addr=lighthouse_addr,
+            min_replica_size=min_replica_size,
+            start_timeout_s=start_timeout_s,
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            connect_timeout=connect_timeout,
+            quorum_retries=quorum_retries,
+            hostname=hostname,
+            backup_device=backup_device,
+            pin_memory=pin_memory,
+            final_sync=final_sync,
+            digest_every=digest_every,
+            run_dir=run_dir,
+        ).with_environment()
         self.diloco: DiLoCo | None = None
         self.result: dict[str, Any] = {}
         self._given_manager = manager
@@ -376,12 +372,6 @@ class DiLoCoCallback(Callback):
             loss=self._losses[-1] if self._losses else self._final_loss,
             seconds_left=seconds_left,
         )
-
-
-def with_environment(options: ReplicaOptions, env: ReplicaEnv) -> ReplicaOptions:
-    """Fill what was not given from the environment; an argument beats a variable."""
-    unset = {name: value for name, value in vars(env).items() if getattr(options, name) is None}
-    return replace(options, **unset)
 
 
 def _metrics(report: SyncReport) -> dict[str, float]:

@@ -134,8 +134,9 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
             if "name" not in contents:
                 raise ConfigError(f"{section} lacks name: use one of {', '.join(names)}")
             check_keys([contents["name"]], names, f"{section}.name")
-    if "diloco" in (config.get("callbacks") or {}):
-        check_diloco(config["callbacks"]["diloco"] or {})
+    if "diloco" not in (config.get("callbacks") or {}):
+        raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
+    check_diloco(config["callbacks"]["diloco"] or {})
     for section in ("train_loader", "eval_loader"):
         loader = config.get(section)
         if loader and loader["name"] == "text":

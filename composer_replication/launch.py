@@ -51,7 +51,7 @@ _PLACE_IN_A_JOB = (
 # Reads the pid of each group; when the launcher is gone, however it died, ends what is left.
 _WATCHDOG = """
 while read -r pid; do groups="$groups -$pid"; done
-kill -TERM -- $groups; sleep 5; kill -KILL -- $groups
+kill -s TERM -- $groups; sleep 5; kill -s KILL -- $groups
 """
 
 
@@ -84,7 +84,7 @@ def launch(
     save_config(config, run_dir / CONFIG)
     command = command or partial(train_command, run_dir, nproc)
     console = Console(highlight=False)
-    console.print(f"{replicas} replica groups start in {run_dir}", soft_wrap=True)
+    console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     began = time.monotonic()
     with Interrupts() as interrupts:
         lighthouse = start_lighthouse()
@@ -386,7 +386,7 @@ def _explain_failure(run_dir: Path, replica_id: int, status: int) -> None:
     if status < 0:
         how = f"was ended by {signal.Signals(-status).name}"
     path = log_path(run_dir, replica_id)
-    _print_error(f"Replica group {replica_id} {how}; the others are stopped. {path} ends with:")
+    _print_error(f"Replica group {replica_id} {how}, so the run is stopped. {path} ends with:")
     _print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
 
 

@@ -1,9 +1,14 @@
-"""What may differ between replica groups. Imports neither torch nor Composer."""
+"""What may differ between replica groups, from arguments and environment.
+
+Imports neither torch nor Composer.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from composer_replication.diloco.settings import START_TIMEOUT_S
 
@@ -66,6 +71,48 @@ class ReplicaOptions:
                     f"min_replica_size={self.min_replica_size} is above num_replicas="
                     f"{self.num_replicas}: no sync could ever commit. Use at most that"
                 )
+
+    def with_environment(self, environ: Mapping[str, str] | None = None) -> ReplicaOptions:
+        """Fill what was not given from the environment; an argument beats a variable."""
+        env = ReplicaEnv.from_env(environ)
+        unset = {name: value for name, value in vars(env).items() if getattr(self, name) is None}
+        return replace(self, **unset)
+
+
+@dataclass(frozen=True)
+class ReplicaEnv:
+    """What the environment says of this process. The only place that reads it.
+
+    | variable | meaning |
+    |---|---|
+    | ``REPLICA_GROUP_ID`` | which replica group this is, from 0 (torchft's name) |
+    | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
+    | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
+    | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
+    """
+
+    replica_id: str | None
+    num_replicas: int | None
+    lighthouse_addr: str | None
+    run_dir: str | None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
+        """Read it.
+
+        Raises:
+            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer.
+        """
+        environ = os.environ if environ is None else environ
+        count = environ.get("NUM_REPLICA_GROUPS")
+        if count is not None and (not count.isdecimal() or int(count) < 1):
+            raise ValueError(f"NUM_REPLICA_GROUPS={count!r}: use the number of replica groups")
+        return cls(
+            replica_id=environ.get("REPLICA_GROUP_ID"),
+            num_replicas=None if count is None else int(count),
+            lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
+            run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
+        )
 
 
 def _check_count(name: str, value: object, least: int) -> None:

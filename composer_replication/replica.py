@@ -1,12 +1,10 @@
-"""This process's place in the run: environment -> store, process group, torchft Manager."""
+"""A replica group's connection to the others: store, process group, torchft Manager."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,42 +19,6 @@ from composer_replication.options import ReplicaOptions
 log = logging.getLogger(__name__)
 
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
-
-
-@dataclass(frozen=True)
-class ReplicaEnv:
-    """What the environment says of this process. The only place that reads it.
-
-    | variable | meaning |
-    |---|---|
-    | ``REPLICA_GROUP_ID`` | which replica group this is, from 0 (torchft's name) |
-    | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
-    | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
-    | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
-    """
-
-    replica_id: str | None
-    num_replicas: int | None
-    lighthouse_addr: str | None
-    run_dir: str | None
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
-        """Read it.
-
-        Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer.
-        """
-        environ = os.environ if environ is None else environ
-        count = environ.get("NUM_REPLICA_GROUPS")
-        if count is not None and (not count.isdecimal() or int(count) < 1):
-            raise ValueError(f"NUM_REPLICA_GROUPS={count!r}: use the number of replica groups")
-        return cls(
-            replica_id=environ.get("REPLICA_GROUP_ID"),
-            num_replicas=None if count is None else int(count),
-            lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
-            run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
-        )
 
 
 class GlooOnTorch27(ProcessGroupGloo):

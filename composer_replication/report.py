@@ -34,6 +34,9 @@ LINE_EVERY_S = 10.0
 # Colours, and the rank that torch writes before every line of a traceback.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
 
+# What Composer's launcher adds below the error of a rank that it quotes.
+_LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
+
 # Okabe and Ito's colours, told apart by colour-blind people; the yellow is too pale for a line.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
@@ -130,17 +133,17 @@ def sync_every_of(config: Mapping[str, Any]) -> int:
 
 
 def last_lines(path: Path, count: int = 12) -> list[str]:
-    """The last lines of a log that say something: without tracebacks' frames and colours."""
+    """The last lines of a log that say something: no frames of tracebacks, nothing twice."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2**16))
         text = _DECORATION.sub("", file.read().decode(errors="replace"))
-    lines: list[str] = []
+    lines: dict[str, None] = {}  # a set that keeps the order
     in_traceback = False
     for line in text.splitlines():
         in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
-        if line.strip() and not in_traceback:
-            lines.append(line.rstrip())
-    return lines[-count:]
+        if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
+            lines[line.rstrip()] = None
+    return list(lines)[-count:]
 
 
 # ---- while it runs --------------------------------------------------------------------------
@@ -239,14 +242,18 @@ class Display:
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0))
         for name, justify in (("group", "left"), ("phase", "left"), ("round", "right")):
-            table.add_column(name, justify=justify, no_wrap=True)  # pyright: ignore
+            table.add_column(name, justify=justify, no_wrap=True, min_width=7)  # pyright: ignore
         table.add_column("")
         table.add_column("loss", justify="right", no_wrap=True)
         table.add_column("time left", justify="right", no_wrap=True)
         for replica_id, group in enumerate(self._groups):
             batches = group.status.get("max_batches")
             done = group.status.get("batch", 0)
-            bar = ProgressBar(total=batches, completed=done, width=30) if batches else ""
+            bar = (
+                ProgressBar(batches, done, width=30, complete_style="cyan", finished_style="green")
+                if batches
+                else ""
+            )
             table.add_row(
                 str(replica_id), group.phase, group.round, bar, group.loss, group.time_left
             )
@@ -333,9 +340,10 @@ def describe_digests(run: Run) -> str:
     digests = run.digests
     if len(set(digests.values())) == 1:
         groups = "in 1 group" if len(digests) == 1 else f"equal in {len(digests)} groups"
-        return f"{groups} after {run.outer_steps} outer steps: {next(iter(digests.values()))[:8]}"
+        steps = _count(run.outer_steps, "outer step")
+        return f"{groups} after {steps}: {next(iter(digests.values()))[:8]}"
     each = ", ".join(
-        f"group {id} {digest[:8]} ({run.results[id]['outer_steps']} outer steps)"
+        f"group {id} {digest[:8]} ({_count(run.results[id]['outer_steps'], 'outer step')})"
         for id, digest in digests.items()
     )
     return f"DIFFERENT: {each}"
@@ -351,10 +359,14 @@ def _describe_traffic(run: Run) -> list[tuple[str, str]]:
     inner_steps = max(line["inner_steps"] for line in lines)
     data_parallel = inner_steps * sum(per_fragment.values())
     text = (
-        f"{_size(sent)} in {len(lines)} syncs; data parallel: {_size(data_parallel)} in "
+        f"{_size(sent)} in {_count(len(lines), 'sync')}; data parallel: {_size(data_parallel)} in "
         f"{inner_steps} inner steps ({data_parallel / sent:.0f} times as much)"
     )
     return [("sent by each group", text)]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + "s" * (number != 1)
 
 
 def _size(num_bytes: float) -> str:
@@ -389,12 +401,16 @@ def write_report(run_dir: str | Path) -> Path:
     figure, (losses, costs) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), height_ratios=(2.2, 1), layout="constrained"
     )
-    groups = f"{len(run.metrics)} replica group" + "s" * (len(run.metrics) > 1)
-    figure.suptitle(f"{run.run_dir.resolve().name}: {groups}, {run.outer_steps} outer steps")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06)  # pyright: ignore
+    figure.suptitle(
+        f"{run.run_dir.resolve().name}: {_count(len(run.metrics), 'replica group')}, "
+        f"{_count(run.outer_steps, 'outer step')}"
+    )
     _draw_losses(losses, run)
     _draw_costs(costs, run)
     costs.set_xlabel(f"round (1 round = {run.sync_every} inner steps)")
-    costs.xaxis.set_major_locator(MaxNLocator(integer=True))
+    costs.set_xlim(left=0)
+    costs.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in (losses, costs):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -417,7 +433,7 @@ def _draw_losses(axes: Any, run: Run) -> None:
         if key in evaluation:
             label = f"{name}: {evaluation[key]:.2f}"
             axes.axhline(evaluation[key], color="0.45", linestyle=style, linewidth=1.2, label=label)
-    axes.legend(frameon=False, ncols=2 if len(run.metrics) > 4 else 1)
+    axes.legend(frameon=False, loc="upper right", ncols=2 if len(run.metrics) > 4 else 1)
 
 
 def _draw_costs(axes: Any, run: Run) -> None:

@@ -17,7 +17,7 @@ from composer.utils import dist, reproducibility
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.config import COMPONENTS, ConfigError, check_keys
-from composer_replication.replica import ReplicaEnv
+from composer_replication.options import ReplicaEnv
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.simulation import SimulatedReplica, simulate
 from composer_replication.text_files import check_text_folder, unigram_bits_per_byte
@@ -52,8 +52,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     Returns:
         What ``result.json`` holds: inner and outer steps, digest, final loss, evaluation.
     """
-    env = ReplicaEnv.from_env()
-    run_dir = env.run_dir or config.get("run_dir")
+    run_dir = ReplicaEnv.from_env().run_dir or config.get("run_dir")
     section = {"run_dir": run_dir} | (config["callbacks"].get("diloco") or {})
     callback = build("callbacks", "diloco", section)
     replica_id = callback.options.replica_id

@@ -286,6 +286,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Join the other groups, then count the inner optimizer's steps."""
         with self._clock.blocking():
             self._join()
+        self._clock.read()  # the wait for the start is no sync's
         super().__enter__()
         return self
 

@@ -1,0 +1,174 @@
+"""What the command answers, and how fast. Run: pytest tests/test_cli.py.
+
+Training itself is stood in for where the test is about what happens around it.
+"""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+from typer.testing import CliRunner
+
+from composer_replication import __version__
+from composer_replication.cli import app, check_reachable, report_error
+from composer_replication.diloco.algorithm import SyncError
+from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.simulation import SimulationError
+
+CONFIG = """
+max_duration: 20ba
+global_train_batch_size: 4
+model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 1, max_seq_len: 32}
+train_loader: {name: text, path: null, max_seq_len: 32}
+optimizer: {name: adamw, lr: 1.0e-3}
+callbacks: {diloco: {sync_every: 10}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def run(*arguments, seconds=10):
+    """Run the command in a process of its own, within a time."""
+    command = [sys.executable, "-m", "composer_replication", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+
+
+def test_the_version_is_printed():
+    assert run("--version").stdout == f"composer-replication {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "message"),
+    [
+        ("train", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
+        ("train", "callbacks.diloco.sync_every=0", "sync_every=0: use an integer of at least 1"),
+        ("train", "train_loader.path=/no/such/folder", "/no/such/folder' does not exist"),
+        ("launch", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
+        ("simulate", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
+    ],
+)
+def test_bad_input_is_answered_at_once_in_one_paragraph(config, command, override, message):
+    answer = run(command, config, override)
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert answer.stderr.startswith("Error: ") and answer.stderr.count("\n") == 1
+    assert answer.stdout == ""
+
+
+def test_a_lighthouse_that_does_not_answer_is_noticed_before_composer_is_imported(config):
+    answer = run(
+        "train",
+        config,
+        "callbacks.diloco.lighthouse_addr=http://localhost:1",
+        "callbacks.diloco.connect_timeout=0.1",
+    )
+    assert answer.returncode == 1
+    assert "no lighthouse answers at http://localhost:1" in answer.stderr
+
+
+def test_the_lighthouse_is_the_configs_before_the_environments():
+    section = {"lighthouse_addr": "http://config", "connect_timeout": 0.1}
+    environ = {"TORCHFT_LIGHTHOUSE": "http://environment"}
+    with pytest.raises(ValueError, match="lighthouse_addr='http://config'"):
+        check_reachable({"callbacks": {"diloco": section}}, environ)
+    with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
+        check_reachable({"callbacks": {"diloco": None}}, environ)
+    check_reachable({}, {})  # none is named: the callback says so
+
+
+def test_nothing_heavy_is_imported_before_the_input_is_known_good(config):
+    check = (
+        "import sys\n"
+        "from composer_replication.cli import app\n"
+        "import composer_replication.launch\n"
+        "try: app(['train', sys.argv[1], 'model.name=x'], standalone_mode=False)\n"
+        "except ValueError: pass\n"
+        "sys.exit(bool({'torch', 'composer', 'matplotlib'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", check, config]).returncode == 0
+
+
+def test_the_process_ends_after_an_error_though_a_thread_still_waits(config):
+    # As torchft's do, for a quorum of up to an hour.
+    code = (
+        "import sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=[60]).start()\n"
+        f"sys.argv = ['composer-replication', 'train', {str(config)!r}, 'seeed=1']\n"
+        "from composer_replication.cli import main\n"
+        "main()"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=10
+    )
+    assert answer.returncode == 2 and "did you mean 'seed'" in answer.stderr
+
+
+def reported(error, capsys):
+    try:
+        raise error
+    except Exception as raised:
+        status = report_error(raised)
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (SettingsMismatch("sync_every: 5 here, 10 there"), 2),
+        (FileNotFoundError("no such checkpoint"), 2),
+        (SyncError("did not commit in 4 attempts"), 1),
+        (TimeoutError("1 of 2 replica groups came"), 1),
+    ],
+)
+def test_an_error_whose_cause_is_known_is_its_message(error, status, capsys):
+    assert reported(error, capsys) == (status, f"Error: {error}\n")
+
+
+def test_a_simulation_ends_with_the_message_of_the_replica_that_failed(capsys):
+    known, unknown = SimulationError("replica 1 raised SyncError: x"), SimulationError("y")
+    known.__cause__ = SyncError("x")
+    assert reported(known, capsys) == (1, "Error: replica 1 raised SyncError: x\n")
+    unknown.__cause__ = ZeroDivisionError("y")
+    assert "Traceback" in reported(unknown, capsys)[1]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("0"), ValueError("shapes"), TimeoutError()])
+def test_an_error_that_says_little_keeps_its_traceback(error, capsys):
+    # A ValueError that was not raised by this package, a TimeoutError without a message.
+    status, said = reported(error, capsys)
+    assert status == 1 and said.startswith("Traceback (most recent call last)")
+
+
+def test_a_simulation_leaves_the_same_files_as_a_launch(config, tmp_path, monkeypatch):
+    def simulate_replicas(config, num_replicas):
+        for replica_id in range(num_replicas):
+            folder = tmp_path / "run" / f"replica_{replica_id}"
+            folder.mkdir()
+            sync = {"outer_step": 1, "fragment": 0, "bytes_sent": 8, "compute_fraction": 0.9}
+            line = {f"diloco/{key}": value for key, value in (sync | {"sync_seconds": 1}).items()}
+            line |= {"inner_steps": 10, "loss": 5.0}
+            (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+            result = {"inner_steps": 10, "outer_steps": 1, "global_digest": "ab" * 32}
+            (folder / "result.json").write_text(json.dumps(result))
+
+    training = types.SimpleNamespace(simulate_replicas=simulate_replicas)
+    monkeypatch.setitem(sys.modules, "composer_replication.training", training)
+    answer = CliRunner().invoke(
+        app, ["simulate", str(config), f"run_dir={tmp_path / 'run'}", "--replicas", "3"]
+    )
+    assert answer.exit_code == 0, answer.output
+    assert "equal in 3 groups after 1 outer step: abababab" in answer.output
+    for name in ("config.yaml", "summary.json", "loss.png"):
+        assert (tmp_path / "run" / name).exists()
+
+
+def test_a_report_of_no_run_says_what_to_give(tmp_path):
+    answer = run("report", tmp_path / "nowhere")
+    assert answer.returncode == 2 and "give the run folder" in answer.stderr

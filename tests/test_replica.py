@@ -1,0 +1,198 @@
+"""This process's place in the run. Run: pytest tests/test_replica.py
+
+Real: logging, process group objects, a store; in the last test the lighthouse and the Manager.
+The environment is a dict that is handed in.
+"""
+
+import logging
+import re
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica import (
+    GlooOnTorch27,
+    ReplicaEnv,
+    backend_for,
+    host_store,
+    make_manager,
+    make_process_group,
+    tame_torchft_logs,
+)
+
+NOBODY = "http://no-such-host.invalid:29510"
+
+
+# ---- the environment ------------------------------------------------------------------------
+
+
+def test_the_environment_says_which_group_this_is_and_where_the_others_are():
+    env = ReplicaEnv.from_env(
+        {
+            "REPLICA_GROUP_ID": "1",
+            "NUM_REPLICA_GROUPS": "2",
+            "TORCHFT_LIGHTHOUSE": "http://head:29510",
+            "COMPOSER_REPLICATION_RUN_DIR": "/runs/1",
+            "WORLD_SIZE": "8",
+        }
+    )
+    assert env == ReplicaEnv(
+        replica_id="1", num_replicas=2, lighthouse_addr="http://head:29510", run_dir="/runs/1"
+    )
+
+
+def test_an_empty_environment_says_nothing():
+    assert ReplicaEnv.from_env({}) == ReplicaEnv(None, None, None, None)
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "2.0", ""])
+def test_a_number_of_groups_that_is_none_is_refused_with_the_variable(count):
+    with pytest.raises(ValueError, match=re.escape(f"NUM_REPLICA_GROUPS={count!r}: use the ")):
+        ReplicaEnv.from_env({"NUM_REPLICA_GROUPS": count})
+
+
+def test_without_a_mapping_it_is_this_process_s_own(monkeypatch):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
+    assert ReplicaEnv.from_env().replica_id == "berlin"
+
+
+class ReadLog(dict):
+    """An environment that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return default
+
+
+def test_the_docstring_s_table_lists_what_is_read():
+    environ = ReadLog()
+    ReplicaEnv.from_env(environ)
+    assert environ.asked == set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
+
+
+# ---- arguments of make_manager, before any network ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"replica_id": ""}, "replica_id='': give each replica group a name of its own"),
+        ({"replica_id": "  "}, "replica_id='  ': give each replica group a name"),
+        ({"replica_id": True}, "replica_id=True: give each replica group a name"),
+        ({"store_addr": "here"}, "store_addr='here' and store_port=None: give both"),
+        ({"store_port": 1234}, "store_addr=None and store_port=1234: give both"),
+        ({"world_size": 2}, "world_size=2 needs store_addr and store_port: let rank 0 call host_s"),
+        ({"lighthouse_addr": "head:29510"}, "lighthouse_addr='head:29510': use http://host:port"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_network(arguments, message):
+    # Nobody is at this address, and nobody has to be: that error would be a ConnectionError.
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_manager(**{"replica_id": 0, "lighthouse_addr": NOBODY} | arguments)
+
+
+def test_a_variable_with_which_torchft_overrides_an_argument_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "7")
+    with pytest.raises(ConnectionError):
+        make_manager(replica_id=0, lighthouse_addr=NOBODY, connect_timeout=0.1)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "TORCHFT_QUORUM_TIMEOUT_SEC=7 overrides the argument (torchft's rule)"
+    ]
+
+
+# ---- process groups and the store -----------------------------------------------------------
+
+
+def test_gloo_is_replaced_on_torch_2_7_only():
+    kind = type(make_process_group("gloo", timeout=10.0))
+    is_old = torch.__version__.startswith("2.7.")
+    assert kind is (GlooOnTorch27 if is_old else ProcessGroupGloo)
+
+
+def test_nccl_is_torchft_s_own():
+    assert type(make_process_group("nccl", timeout=10.0)) is ProcessGroupNCCL
+
+
+def test_another_backend_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="backend='mpi': use 'gloo' or 'nccl'"):
+        make_process_group("mpi", timeout=10.0)
+
+
+def test_the_backend_follows_the_device():
+    assert backend_for(torch.device("cpu")) == "gloo"
+    assert backend_for(torch.device("cuda", 1)) == "nccl"
+
+
+def test_a_group_hosts_its_store_on_a_free_port_of_this_machine():
+    one, other = host_store(), host_store("localhost")
+    assert (one.host, other.host) == (socket.gethostname(), "localhost")
+    assert one.port != other.port
+    one.set("key", "value")
+    with pytest.raises(torch.distributed.DistStoreError):
+        other.wait(["key"], timedelta(seconds=0.1))  # it is another group's
+
+
+# ---- logs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torchft_loggers():
+    """torchft's loggers, as they were before the test again after it."""
+    names = ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors")
+    loggers = {name: logging.getLogger(name) for name in names}
+    before = {name: (log.level, list(log.filters)) for name, log in loggers.items()}
+    for logger in loggers.values():
+        logger.setLevel(logging.NOTSET)
+        logger.filters = []
+    yield loggers
+    for name, (level, filters) in before.items():
+        loggers[name].setLevel(level)
+        loggers[name].filters = filters
+
+
+def test_torchft_s_errors_are_one_line_and_its_steps_none(torchft_loggers, caplog):
+    caplog.set_level(logging.DEBUG)
+    tame_torchft_logs()
+    manager_log = torchft_loggers["torchft.manager"]
+    manager_log.info("should_commit=True")
+    torchft_loggers["torchft_quorums"].info("{}")
+    try:
+        raise RuntimeError("a peer is gone")
+    except RuntimeError:
+        manager_log.exception("got exception in all reduce")
+    assert [record.getMessage() for record in caplog.records] == ["got exception in all reduce"]
+    assert "Traceback" not in caplog.text
+
+
+def test_torchft_s_logs_are_tamed_once(torchft_loggers):
+    tame_torchft_logs()
+    tame_torchft_logs()
+    assert len(torchft_loggers["torchft.manager"].filters) == 1
+
+
+# ---- the manager ----------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice():
+    lighthouse = start_lighthouse()
+    try:
+        manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address())
+        assert isinstance(manager, Manager)
+        assert manager._use_async_quorum is False
+        assert manager.store is not None
+        manager.start_quorum()
+        assert manager.num_participants() == 1
+        manager.shutdown()
+        manager.shutdown()
+        assert manager.store is None
+    finally:
+        lighthouse.shutdown()

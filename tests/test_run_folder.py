@@ -1,0 +1,95 @@
+"""What a group leaves in the run's folder. Run: pytest tests/test_run_folder.py
+
+Real: files in ``tmp_path``. Faked: the clock.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from composer_replication import run_folder
+from composer_replication.run_folder import STATUS_EVERY_S, ReplicaFolder
+
+
+class Clock:
+    """Stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(run_folder, "time", clock)
+    return clock
+
+
+def status(tmp_path):
+    return json.loads((tmp_path / "replica_a" / "status.json").read_text())
+
+
+def test_every_sync_is_one_more_line_also_after_a_restart(tmp_path):
+    folder = ReplicaFolder(tmp_path, 0)
+    folder.append_sync({"outer_step": 1, "loss": None})
+    folder.append_sync({"outer_step": 2, "loss": 0.5})
+    ReplicaFolder(tmp_path, 0).append_sync({"outer_step": 3})
+    lines = (tmp_path / "replica_0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["outer_step"] for line in lines] == [1, 2, 3]
+    assert json.loads(lines[0])["loss"] is None
+
+
+def test_status_is_replaced_at_most_every_half_second_within_a_phase(tmp_path, clock):
+    folder = ReplicaFolder(tmp_path, "a")
+    folder.write_status("training", batch=1)
+    clock.now += STATUS_EVERY_S - 0.01
+    folder.write_status("training", batch=2)
+    assert status(tmp_path) == {"phase": "training", "batch": 1}
+    clock.now += 0.01
+    folder.write_status("training", batch=3)
+    assert status(tmp_path) == {"phase": "training", "batch": 3}
+
+
+def test_a_new_phase_is_written_at_once(tmp_path, clock):
+    folder = ReplicaFolder(tmp_path, "a")
+    for phase in ("joining", "training", "evaluating"):
+        folder.write_status(phase, batch=4, loss=None)
+        assert status(tmp_path) == {"phase": phase, "batch": 4, "loss": None}
+
+
+def test_the_result_is_replaced_whole_and_no_draft_stays(tmp_path):
+    folder = ReplicaFolder(tmp_path, "a")
+    folder.write_result({"eval": {}, "inner_steps": 4})
+    folder.write_result({"inner_steps": 5})
+    path = tmp_path / "replica_a" / "result.json"
+    assert json.loads(path.read_text()) == {"inner_steps": 5}
+    assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
+
+
+def test_two_groups_keep_apart(tmp_path):
+    ReplicaFolder(tmp_path, 0).write_result({"replica": 0})
+    ReplicaFolder(tmp_path, "berlin").write_result({"replica": "berlin"})
+    assert {entry.name for entry in tmp_path.iterdir()} == {"replica_0", "replica_berlin"}
+
+
+def test_without_a_run_dir_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = ReplicaFolder(None, 0)
+    folder.append_sync({"outer_step": 1})
+    folder.write_status("training")
+    folder.write_result({})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_a_run_needs_neither_torch_nor_composer():
+    code = (
+        "import sys, composer_replication.run_folder; "
+        "print(sorted({'torch', 'torchft', 'composer'} & set(sys.modules)))"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == "[]"
