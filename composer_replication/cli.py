@@ -19,7 +19,7 @@ from composer_replication import __version__
 from composer_replication.config import ConfigError, load_config, save_config
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.lighthouse import check_lighthouse
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import ReplicaEnv, ReplicaOptions
 
 BAD_INPUT = 2
 FAILED = 1
@@ -79,7 +79,7 @@ def root(
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train one replica group; also under `composer -n N` or torchrun."""
     checked = load_config(config, overrides or [])
-    check_reachable(checked, os.environ)
+    check_reachable(checked)
     # Here: importing Composer takes seconds, and what is wrong should be said before.
     from composer_replication.training import train as run
 
@@ -143,16 +143,16 @@ def quiet_others() -> None:
     warnings.filterwarnings("default", module=r"composer_replication(\.|$)")
 
 
-def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Check that the lighthouse of a group answers, if one is named.
-
-    ``ReplicaEnv`` reads the environment once training starts; that needs torch, and seconds.
-    """
+def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
+    """Check that a group's lighthouse is named and answers."""
     section = (config.get("callbacks") or {}).get("diloco") or {}
-    address = section.get("lighthouse_addr") or environ.get("TORCHFT_LIGHTHOUSE")
-    if address:
-        timeout = section.get("connect_timeout", ReplicaOptions.connect_timeout)
-        check_lighthouse(address, timeout)
+    address = section.get("lighthouse_addr") or ReplicaEnv.from_env(environ).lighthouse_addr
+    if not address:
+        raise ConfigError(
+            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
+            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
+        )
+    check_lighthouse(address, section.get("connect_timeout", ReplicaOptions.connect_timeout))
 
 
 def report_error(error: Exception) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -15,11 +14,7 @@ from torchft.manager import Manager
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import check_trained_by, model_fingerprint, split_model
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.joining import (
-    StartBarrier,
-    agree_on_settings,
-    share_initial_parameters,
-)
+from composer_replication.diloco.outer_loop import OuterLoop, SyncError
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
     OuterOptimizer,
@@ -31,11 +26,7 @@ from composer_replication.diloco.reports import SyncClock, SyncReport
 from composer_replication.diloco.settings import START_TIMEOUT_S, DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
-log = logging.getLogger(__name__)
-
-
-class SyncError(RuntimeError):
-    """A sync did not commit, and its retries are used up."""
+__all__ = ["DiLoCo", "SyncError", "SyncReport"]
 
 
 class DiLoCo(torchft.local_sgd.DiLoCo):
@@ -151,14 +142,19 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "model": model_fingerprint(fragments),
         }
         self._state = GlobalState(owned, fingerprint)
+        self._outer = OuterLoop(
+            cast(DiLoCoManager, manager),
+            self._fragments,
+            self._state,
+            settings,
+            self._clock,
+            inner_optimizer,
+            digest_every,
+        )
         self.counts_steps = True
-        self.inner_steps = 0
         self._num_replicas = num_replicas
         self._start_timeout_s = start_timeout_s
-        self._digest_every = digest_every
         self._samples = 0
-        self._healed = False
-        self._reports: list[SyncReport] = []
 
     # ---- the schedule is torchft's; behind it, the retry ------------------------------------
 
@@ -173,150 +169,27 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _step_post_hook(self, *step: Any) -> None:
         if not self.counts_steps:
             return
-        self.inner_steps += 1
-        for fragment in self._fragments:
-            fragment.count_inner_step(self._samples)
+        self._outer.count_inner_step(self._samples)
         self._samples = 0
         counted = self._local_step
         with self._clock.blocking():
             super()._step_post_hook(*step)
             if self._local_step <= counted:  # back at 0: torchft has performed a sync
-                self._settle()
+                self._outer.settle()
 
     def _current_fragment(self) -> int:
-        # Not by the manager's step, as in torchft: a join commits without being an outer step.
-        return self.outer_step % len(self._fragments)
-
-    def _sync(self) -> None:
-        """One sync from quorum to vote, and again until it commits."""
-        with self._clock.blocking():
-            self._manager.start_quorum()
-            self._sync_in_quorum()
-            self._settle()
-
-    def _sync_in_quorum(self) -> None:
-        fragment = self._fragments[self._current_fragment()]
-        fragment.prepare_sync()
-        fragment.perform_sync()
-
-    def _settle(self) -> None:
-        """Account for a sync that committed; keep and retry one that did not.
-
-        Local and global parameters are untouched until the vote, so that the retry forms the same
-        pseudo-gradient again. (torchft resets the model and drops the round.)
-        """
-        retries = 0
-        while not self._fragments[self._current_fragment()].committed:
-            cause = self._why_not_committed()
-            if retries == self.settings.max_sync_retries:
-                raise SyncError(
-                    f"the sync after outer step {self.outer_step} did not commit in {retries + 1} "
-                    f"attempts, the last one because {cause}. Local parameters are kept. Check "
-                    "that the other replica groups and the lighthouse are alive, or raise "
-                    f"max_sync_retries={retries}"
-                )
-            retries += 1
-            log.warning(
-                "The sync after outer step %d did not commit: %s. Nothing is lost; retry %d of %d",
-                self.outer_step,
-                cause,
-                retries,
-                self.settings.max_sync_retries,
-            )
-            self._manager.start_quorum()
-            # If a peer has committed it, that quorum healed us, and the next fragment has its turn.
-            self._sync_in_quorum()
-        self._account(self._fragments[self._current_fragment()], retries)
-
-    def _why_not_committed(self) -> str:
-        error = self._manager.errored()
-        if error is not None:
-            original = getattr(error, "original_exception", error)
-            return f"{type(original).__name__}: {original}".splitlines()[0]
-        return (
-            f"{self._manager.num_participants()} replica groups in the quorum are too few, or "
-            "another rank of this group reported an error"
-        )
-
-    def _account(self, fragment: FragmentSync, retries: int) -> None:
-        moved = fragment.total_contribution > 0
-        self._state.outer_step += moved
-        fragment.settle()
-        if not fragment.mean.is_finite:
-            self._recover()
-        sync_seconds, wait_seconds, compute_fraction = self._clock.read()
-        if not moved and fragment.is_joining:
-            return  # a cold start or a resume of all groups: no outer step to report
-        has_digest = self._digest_every and self.outer_step % self._digest_every == 0
-        self._reports.append(
-            SyncReport(
-                outer_step=self.outer_step,
-                fragment=fragment.fragment_id,
-                num_participants=self._manager.num_participants(),
-                contribution=fragment.contribution,
-                total_contribution=fragment.total_contribution,
-                inner_steps=self.inner_steps,
-                sync_seconds=sync_seconds,
-                wait_seconds=wait_seconds,
-                compute_fraction=compute_fraction,
-                bytes_sent=fragment.mean.num_bytes,
-                pseudo_gradient_norm=fragment.mean.norm,
-                outer_momentum_norm=fragment.globals.momentum_norm(),
-                retries=retries,
-                healed=self._healed,
-                global_digest=self.global_digest() if has_digest else None,
-            )
-        )
-        self._healed = False
-
-    def _recover(self) -> None:
-        """After a pseudo-gradient that was not finite: continue from the global parameters."""
-        log.warning(
-            "This group's pseudo-gradient is not finite at outer step %d: it contributed nothing; "
-            "the group goes on from the global parameters with a fresh inner optimizer state",
-            self.outer_step,
-        )
-        for fragment in self._fragments:
-            fragment.take_global()
-        self._local_optimizer.state.clear()
+        return self._outer.turn
 
     # ---- joining and ending -----------------------------------------------------------------
 
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
         with self._clock.blocking():
-            self._join()
-        self._clock.read()  # the wait for the start is no sync's
+            if self._outer.join(self._num_replicas, self._start_timeout_s):
+                # As far from the next sync as the others, who apply this one after the delay.
+                self._local_step = -self.settings.fragment_sync_delay
         super().__enter__()
         return self
-
-    def _join(self) -> None:
-        """Take the global state and contribute nothing, before the first inner step.
-
-        At a cold start nobody has one: all wait for each other and take the initial parameters of
-        the first. Later the peers' next sync is this group's join (its heal is torchft's).
-        """
-        barrier = StartBarrier(self._num_replicas, self._start_timeout_s)
-        while True:
-            self._manager.start_quorum()
-            if self._manager.current_step() > 0:
-                return self._join_running()
-            if barrier.is_open(self._manager.num_participants()):
-                agree_on_settings(self._manager, self._state.fingerprint, self._fragments[0].device)
-                if share_initial_parameters(self._manager, self._fragments):
-                    log.info("Started with %d replica groups", self._manager.num_participants())
-                    return
-                barrier.failed(self._why_not_committed())
-
-    def _join_running(self) -> None:
-        for fragment in self._fragments:
-            fragment.is_joining = True
-        self._sync_in_quorum()
-        self._settle()
-        if self._reports:  # others are training: start level with them, as far from the next sync
-            self._local_step = -self.settings.fragment_sync_delay
-        for fragment in self._fragments:
-            fragment.is_joining = False
 
     def final_sync(self) -> None:
         """Synchronise what has been trained since the last syncs, and end on the global parameters.
@@ -324,28 +197,25 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Call it when training ends, in every group: the model then holds the global parameters,
         whatever ``fragment_update_alpha`` is.
         """
-        if any(fragment.is_in_flight for fragment in self._fragments):
-            with self._clock.blocking():
-                self._fragments[self._current_fragment()].perform_sync()
-                self._settle()
-        for _ in self._fragments:
-            if any(fragment.inner_steps for fragment in self._fragments):
-                self._sync()
+        self._outer.finish()
         self._local_step = 0
-        for fragment in self._fragments:
-            fragment.take_global()
 
     # ---- what others read -------------------------------------------------------------------
 
     def pop_finished_syncs(self) -> list[SyncReport]:
         """The syncs committed since the last call, oldest first."""
-        reports, self._reports = self._reports, []
+        reports, self._outer.reports = self._outer.reports, []
         return reports
 
     @property
     def outer_step(self) -> int:
         """Outer steps committed so far; equal in all groups."""
         return self._state.outer_step
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of this group since the run began."""
+        return self._outer.inner_steps
 
     def global_parameters(self) -> dict[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.
@@ -382,19 +252,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         self._state.load_state_dict(state_dict, "the checkpoint")
         self._manager.load_state_dict(state_dict["manager"])
-        self.inner_steps = state_dict["inner_steps"]
+        self._outer.inner_steps = state_dict["inner_steps"]
         self._local_step = state_dict["local_step"]
         for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
             fragment.inner_steps, fragment.samples = counted
 
-    # ---- healing: torchft calls these, saving on its quorum thread ---------------------------
-
     def _register_state_dict_fn(self) -> None:
-        self._manager.register_state_dict_fn("diloco", self._heal, lambda: self._state.state_dict())
-
-    def _heal(self, state: dict[str, Any]) -> None:
-        self._state.load_state_dict(state, "the replica groups in training")
-        for fragment in self._fragments:
-            fragment.take_global()
-        self._healed = True
-        log.info("Took over the global state after outer step %d", self.outer_step)
+        """torchft's own heal state is not used; the outer loop registers ours."""

@@ -1,0 +1,220 @@
+"""The outer loop of one group: join, sync until it commits, account for it, end."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.joining import (
+    StartBarrier,
+    agree_on_settings,
+    share_initial_parameters,
+)
+from composer_replication.diloco.reports import SyncClock, SyncReport
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.torchft_boundary import DiLoCoManager
+
+log = logging.getLogger(__name__)
+
+
+class SyncError(RuntimeError):
+    """A sync did not commit, and its retries are used up."""
+
+
+class OuterLoop:
+    """Runs the syncs of all fragments, one after the other.
+
+    Args:
+        manager: The torchft manager, or its simulated double.
+        fragments: In the order of their turns.
+        state: The global state they make up.
+        settings: The run's settings.
+        clock: The one that the fragments tell of quorums and votes.
+        inner_optimizer: Its state is dropped when the group's training has gone wrong.
+        digest_every: Every how many outer steps a report has the digest; 0 for never.
+    """
+
+    def __init__(
+        self,
+        manager: DiLoCoManager,
+        fragments: list[FragmentSync],
+        state: GlobalState,
+        settings: DiLoCoSettings,
+        clock: SyncClock,
+        inner_optimizer: torch.optim.Optimizer,
+        digest_every: int,
+    ) -> None:
+        self._manager = manager
+        self._fragments = fragments
+        self._state = state
+        self._max_retries = settings.max_sync_retries
+        self._clock = clock
+        self._inner_optimizer = inner_optimizer
+        self._digest_every = digest_every
+        self._healed = False
+        self.inner_steps = 0
+        self.reports: list[SyncReport] = []
+        manager.register_state_dict_fn("diloco", self._heal, state.state_dict)
+
+    @property
+    def turn(self) -> int:
+        """Whose turn it is.
+
+        By outer steps and not, as in torchft, by the manager's step: a join commits without being
+        an outer step.
+        """
+        return self._state.outer_step % len(self._fragments)
+
+    def count_inner_step(self, samples: int) -> None:
+        """Count a completed inner step, of ``samples`` samples."""
+        self.inner_steps += 1
+        for fragment in self._fragments:
+            fragment.count_inner_step(samples)
+
+    def sync(self) -> None:
+        """One sync from quorum to vote, and again until it commits."""
+        with self._clock.blocking():
+            self._manager.start_quorum()
+            self._sync_in_quorum()
+            self.settle()
+
+    def _sync_in_quorum(self) -> None:
+        fragment = self._fragments[self.turn]
+        fragment.prepare_sync()
+        fragment.perform_sync()
+
+    def settle(self) -> None:
+        """Account for a sync that committed; keep and retry one that did not.
+
+        Local and global parameters are untouched until the vote, so that the retry forms the same
+        pseudo-gradient again. (torchft resets the model and drops the round.)
+        """
+        retries = 0
+        while not self._fragments[self.turn].committed:
+            cause = self._why_not_committed()
+            if retries == self._max_retries:
+                raise SyncError(
+                    f"the sync after outer step {self._state.outer_step} did not commit in "
+                    f"{retries + 1} attempts, the last one because {cause}. Local parameters are "
+                    "kept. Check that the other replica groups and the lighthouse are alive, or "
+                    f"raise max_sync_retries={retries}"
+                )
+            retries += 1
+            log.warning(
+                "The sync after outer step %d did not commit: %s. Nothing is lost; retry %d of %d",
+                self._state.outer_step,
+                cause,
+                retries,
+                self._max_retries,
+            )
+            self._manager.start_quorum()
+            # If a peer has committed it, that quorum healed us, and the next fragment has its turn.
+            self._sync_in_quorum()
+        self._account(self._fragments[self.turn], retries)
+
+    def _why_not_committed(self) -> str:
+        error = self._manager.errored()
+        if error is not None:
+            original = getattr(error, "original_exception", error)
+            return f"{type(original).__name__}: {original}".splitlines()[0]
+        return (
+            f"{self._manager.num_participants()} replica groups in the quorum are too few, or "
+            "another rank of this group reported an error"
+        )
+
+    def _account(self, fragment: FragmentSync, retries: int) -> None:
+        moved = fragment.total_contribution > 0
+        self._state.outer_step += moved
+        fragment.settle()
+        if not fragment.mean.is_finite:
+            self._recover()
+        sync_seconds, wait_seconds, compute_fraction = self._clock.read()
+        if not moved and fragment.is_joining:
+            return  # a cold start or a resume of all groups: no outer step to report
+        has_digest = self._digest_every and self._state.outer_step % self._digest_every == 0
+        self.reports.append(
+            SyncReport(
+                outer_step=self._state.outer_step,
+                fragment=fragment.fragment_id,
+                num_participants=self._manager.num_participants(),
+                contribution=fragment.contribution,
+                total_contribution=fragment.total_contribution,
+                inner_steps=self.inner_steps,
+                sync_seconds=sync_seconds,
+                wait_seconds=wait_seconds,
+                compute_fraction=compute_fraction,
+                bytes_sent=fragment.mean.num_bytes,
+                pseudo_gradient_norm=fragment.mean.norm,
+                outer_momentum_norm=fragment.globals.momentum_norm(),
+                retries=retries,
+                healed=self._healed,
+                global_digest=self._state.digest() if has_digest else None,
+            )
+        )
+        self._healed = False
+
+    def _recover(self) -> None:
+        """After a pseudo-gradient that was not finite: continue from the global parameters."""
+        log.warning(
+            "This group's pseudo-gradient is not finite at outer step %d: it contributed nothing; "
+            "the group goes on from the global parameters with a fresh inner optimizer state",
+            self._state.outer_step,
+        )
+        for fragment in self._fragments:
+            fragment.take_global()
+        self._inner_optimizer.state.clear()
+
+    def join(self, num_replicas: int, start_timeout_s: float) -> bool:
+        """Take the global state and contribute nothing, before the first inner step.
+
+        At a cold start nobody has one: all wait for each other and take the initial parameters of
+        the first. Later the peers' next sync is this group's join (its heal is torchft's).
+
+        Returns:
+            Whether this group has joined others in training.
+        """
+        barrier = StartBarrier(num_replicas, start_timeout_s)
+        while True:
+            self._manager.start_quorum()
+            if self._manager.current_step() > 0:
+                return self._join_running()
+            if barrier.is_open(self._manager.num_participants()):
+                agree_on_settings(self._manager, self._state.fingerprint, self._fragments[0].device)
+                if share_initial_parameters(self._manager, self._fragments):
+                    log.info("Started with %d replica groups", self._manager.num_participants())
+                    self._clock.read()  # the wait for the start is no sync's
+                    return False
+                barrier.failed(self._why_not_committed())
+
+    def _join_running(self) -> bool:
+        for fragment in self._fragments:
+            fragment.is_joining = True
+        self._sync_in_quorum()
+        self.settle()
+        for fragment in self._fragments:
+            fragment.is_joining = False
+        return bool(self.reports)  # without one nobody was training: all groups are resuming
+
+    def finish(self) -> None:
+        """Synchronise what is left, and continue from the global parameters."""
+        if any(fragment.is_in_flight for fragment in self._fragments):
+            with self._clock.blocking():
+                self._fragments[self.turn].perform_sync()
+                self.settle()
+        for _ in self._fragments:
+            if any(fragment.inner_steps for fragment in self._fragments):
+                self.sync()
+        for fragment in self._fragments:
+            fragment.take_global()
+
+    def _heal(self, state: dict[str, Any]) -> None:
+        """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
+        self._state.load_state_dict(state, "the replica groups in training")
+        for fragment in self._fragments:
+            fragment.take_global()
+        self._healed = True
+        log.info("Took over the global state after outer step %d", self._state.outer_step)
