@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from composer import Callback, Logger, State, Timestamp, TimeUnit
-from composer.core import ensure_data_spec
+from composer.core import DataSpec
 from composer.utils import dist
 from torch import nn
 from torchft.manager import Manager
@@ -29,6 +29,7 @@ from composer_replication.replica import (
 from composer_replication.run_folder import ReplicaFolder
 
 log = logging.getLogger(__name__)
+package_log = logging.getLogger("composer_replication")
 
 
 class DiLoCoCallback(Callback):
@@ -135,6 +136,8 @@ class DiLoCoCallback(Callback):
             digest_every=digest_every,
             run_dir=run_dir,
         ).with_environment()
+        if package_log.level == logging.NOTSET:
+            package_log.setLevel(logging.INFO)  # llm-foundry lets only its own packages speak
         self.diloco: DiLoCo | None = None
         self.result: dict[str, Any] = {}
         self._given_manager = manager
@@ -383,7 +386,8 @@ def _metrics(report: SyncReport) -> dict[str, float]:
 
 def _samples_in_batch(state: State) -> int:
     """Samples of the current batch, over all ranks of the group."""
-    own = ensure_data_spec(state.dataloader).get_num_samples_in_batch(state.batch)  # pyright: ignore
+    # The default count, of tensors, lists and dicts: the state does not have the loader's own.
+    own = DataSpec([]).get_num_samples_in_batch(state.batch)
     total = torch.tensor([own], dtype=torch.int64)
     dist.all_reduce(total)
     return int(total.item())

@@ -95,7 +95,7 @@ def launch(
                         replica_id, replicas, nproc, lighthouse.address(), run_dir
                     )
                     groups.start(replica_id, command(replica_id), environ)
-                failed = watch(groups, Display(console, run_dir, config, replicas), interrupts)
+                failed = watch(groups, Display(console, run_dir, replicas), interrupts)
                 for replica_id, status in failed.items():
                     _explain_failure(run_dir, replica_id, status)
                 if interrupts.count:
@@ -198,11 +198,11 @@ def environment(
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    import torch
-
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name]
+    import torch
+
     return [str(index) for index in range(torch.cuda.device_count())]
 
 

@@ -21,7 +21,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.run_folder import METRICS, RESULT, STATUS
 
 CONFIG = "config.yaml"
@@ -49,13 +48,13 @@ class Run:
 
     Attributes:
         run_dir: The folder.
-        sync_every: Inner steps in a round.
+        sync_every: Inner steps in a round; None if the folder does not say.
         metrics: The committed syncs of each replica group, by its id.
         results: How each group ended, by its id; those that did are in it.
     """
 
     run_dir: Path
-    sync_every: int
+    sync_every: int | None
     metrics: dict[str, list[dict[str, Any]]]
     results: dict[str, dict[str, Any]]
 
@@ -97,7 +96,7 @@ def read_run(run_dir: str | Path) -> Run:
     ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
     return Run(
         run_dir=run_dir,
-        sync_every=_sync_every(run_dir / CONFIG),
+        sync_every=_sync_every(run_dir),
         metrics={id: read_lines(folders[id] / METRICS)[0] for id in ids},
         results={
             id: json.loads((folders[id] / RESULT).read_text())
@@ -121,15 +120,18 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     return lines, offset + len(whole) + len(end)
 
 
-def _sync_every(path: Path) -> int:
-    config = yaml.safe_load(path.read_text()) if path.exists() else {}
-    return sync_every_of(config or {})
-
-
-def sync_every_of(config: Mapping[str, Any]) -> int:
-    """Inner steps in a round, by a run's config."""
+def _sync_every(run_dir: Path) -> int | None:
+    path = run_dir / CONFIG  # a training script of somebody's own leaves none
+    config = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
     section = (config.get("callbacks") or {}).get("diloco") or {}
-    return section.get("sync_every", DiLoCoSettings.sync_every)
+    if "sync_every" in section:
+        return section["sync_every"]
+    statuses = [json.loads(path.read_text()) for path in run_dir.glob(f"replica_*/{STATUS}")]
+    return next(filter(None, map(_implied_sync_every, statuses)), None)
+
+
+def _implied_sync_every(status: Mapping[str, Any]) -> int | None:
+    return round(status["inner_steps"] / status["round"]) if status.get("round") else None
 
 
 def last_lines(path: Path, count: int = 12) -> list[str]:
@@ -152,9 +154,8 @@ def last_lines(path: Path, count: int = 12) -> list[str]:
 class Progress:
     """Where one replica group is, by its ``status.json`` and ``metrics.jsonl``."""
 
-    def __init__(self, folder: Path, sync_every: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sync_every = sync_every
         self._offset = 0
         self.status: dict[str, Any] = {}
         self.participants: int | None = None
@@ -182,8 +183,8 @@ class Progress:
     def round(self) -> str:
         if "round" not in self.status:
             return "-"
-        batches = self.status.get("max_batches")
-        of = f" / {math.ceil(batches / self._sync_every)}" if batches else ""
+        batches, sync_every = self.status.get("max_batches"), _implied_sync_every(self.status)
+        of = f" / {math.ceil(batches / sync_every)}" if batches and sync_every else ""
         return f"{int(self.status['round'])}{of}"
 
     @property
@@ -203,18 +204,14 @@ class Display:
     Args:
         console: Where to.
         run_dir: The run's folder.
-        config: The run's config.
         replicas: Number of groups.
     """
 
-    def __init__(
-        self, console: Console, run_dir: Path, config: Mapping[str, Any], replicas: int
-    ) -> None:
+    def __init__(self, console: Console, run_dir: Path, replicas: int) -> None:
         self._console = console
         # Drawn when we say, by this thread: nothing flickers, and nothing is drawn after the end.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        sync_every = sync_every_of(config)
-        self._groups = [Progress(run_dir / f"replica_{i}", sync_every) for i in range(replicas)]
+        self._groups = [Progress(run_dir / f"replica_{i}") for i in range(replicas)]
         self._began = self._shown = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -314,21 +311,11 @@ def write_summary(run: Run, restarts: dict[str, int]) -> dict[str, Any]:
 def describe(run: Run) -> list[tuple[str, str]]:
     """The closing text: what came out of a run, as names and values."""
     rows = []
-    if "bits_per_byte" in run.evaluation:
-        beside = [
-            f"{name} {run.evaluation[key]:.3f}"
-            for name, key in (
-                ("unigram", "unigram_bits_per_byte"),
-                ("uniform", "uniform_bits_per_byte"),
-            )
-            if key in run.evaluation
-        ]
-        rows.append(
-            (
-                "held-out bits per byte",
-                f"{run.evaluation['bits_per_byte']:.3f}   ({', '.join(beside)})",
-            )
-        )
+    bits = run.evaluation
+    if "bits_per_byte" in bits:
+        floors = [name for name in ("unigram", "uniform") if f"{name}_bits_per_byte" in bits]
+        beside = ", ".join(f"{name} {bits[f'{name}_bits_per_byte']:.3f}" for name in floors)
+        rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
     rows += _describe_traffic(run)
@@ -388,8 +375,8 @@ def write_report(run_dir: str | Path) -> Path:
     if not any(run.metrics.values()):
         raise ValueError(
             f"{run.run_dir} has no committed sync in replica_<id>/{METRICS}, so there is nothing "
-            f"to draw. The first comes after sync_every={run.sync_every} inner steps; if the run "
-            "failed before, replica_<id>/log.txt says why"
+            "to draw. The first comes after sync_every inner steps; if the run failed before, "
+            "replica_<id>/log.txt says why"
         )
     # Here, because importing it takes a second; Agg, because a display may be missing.
     import matplotlib
@@ -408,7 +395,8 @@ def write_report(run_dir: str | Path) -> Path:
     )
     _draw_losses(losses, run)
     _draw_costs(costs, run)
-    costs.set_xlabel(f"round (1 round = {run.sync_every} inner steps)")
+    rounds = f"round (1 round = {run.sync_every} inner steps)"
+    costs.set_xlabel(rounds if run.sync_every else "inner steps")
     costs.set_xlim(left=0)
     costs.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in (losses, costs):
@@ -453,7 +441,9 @@ def _draw_costs(axes: Any, run: Run) -> None:
 def _draw_groups(axes: Any, run: Run, key: str, scale: float) -> None:
     for i, (replica_id, lines) in enumerate(run.metrics.items()):
         points = [
-            (x["inner_steps"] / run.sync_every, x[key] * scale) for x in lines if _has(x, key)
+            (x["inner_steps"] / (run.sync_every or 1), x[key] * scale)
+            for x in lines
+            if _has(x, key)
         ]
         axes.plot(
             *zip(*points, strict=True) if points else ((), ()),

@@ -1,6 +1,7 @@
 """The small model of the main job. Run: pytest tests/test_byte_gpt.py."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch.nn import functional as F
 from composer_replication.byte_gpt import BitsPerByte, ByteGPT
 
 
-def small_model(**changes):
+def small_model(**changes: Any):
     torch.manual_seed(0)
-    return ByteGPT(**{"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 16} | changes)
+    sizes: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 16}
+    return ByteGPT(**(sizes | changes))
 
 
 def random_batch(length=16):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from composer_replication import __version__
 from composer_replication.cli import app, check_reachable, report_error
+from composer_replication.config import ConfigError
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.simulation import SimulationError
@@ -80,7 +81,8 @@ def test_the_lighthouse_is_the_configs_before_the_environments():
         check_reachable({"callbacks": {"diloco": section}}, environ)
     with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
         check_reachable({"callbacks": {"diloco": None}}, environ)
-    check_reachable({}, {})  # none is named: the callback says so
+    with pytest.raises(ConfigError, match="no lighthouse is named: set TORCHFT_LIGHTHOUSE="):
+        check_reachable({}, {})
 
 
 def test_nothing_heavy_is_imported_before_the_input_is_known_good(config):

@@ -1,7 +1,7 @@
 """Starting, watching and ending replica groups. Run: pytest tests/test_launch.py.
 
-Real: the lighthouse, processes, sessions and signals. Stood in for: a group's training, by the
-scripts below.
+Real: processes, sessions, signals, and the lighthouse. Stood in for: a group's training, by the
+scripts below; the lighthouse where a launcher is a process of its own, which then starts at once.
 """
 
 import json
@@ -87,10 +87,14 @@ def launch_script(folder, body, *arguments, replicas=2):
 
 LAUNCHER = """
 import sys
-from composer_replication.launch import launch
+from composer_replication import launch
+class Lighthouse:
+    def address(self): return "http://localhost:1"
+    def shutdown(self): pass
+launch.start_lighthouse = Lighthouse
 script, run_dir = sys.argv[1:]
 command = lambda _: [sys.executable, script]
-sys.exit(launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
+sys.exit(launch.launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
 """
 
 
@@ -98,7 +102,8 @@ def start_launcher(folder, body, num_pids):
     """Launch groups in a process of its own, and wait until so many processes are theirs."""
     script = write_script(folder, body)
     command = [sys.executable, "-c", LAUNCHER, str(script), str(folder / "run")]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     return launcher, wait_for_pids(folder, num_pids)
 
 

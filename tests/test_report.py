@@ -76,6 +76,17 @@ def test_groups_are_in_the_order_of_their_numbers(tmp_path):
     assert list(read_run(tmp_path).metrics) == [str(i) for i in range(11)]
 
 
+def test_the_length_of_a_round_is_known_without_a_config(tmp_path):
+    write_run(tmp_path)
+    assert read_run(tmp_path).sync_every == 10
+    (tmp_path / "config.yaml").unlink()
+    assert read_run(tmp_path).sync_every is None
+    assert write_report(tmp_path).exists()
+    status = {"inner_steps": 42, "round": 42 / 15}
+    (tmp_path / "replica_1" / "status.json").write_text(json.dumps(status))
+    assert read_run(tmp_path).sync_every == 15
+
+
 def test_the_text_has_bits_agreement_and_traffic(tmp_path):
     rows = dict(describe(read_run(write_run(tmp_path, evaluation=BITS))))
     assert rows["held-out bits per byte"] == "3.200   (unigram 4.700, uniform 8.000)"
@@ -111,7 +122,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_a_run_without_a_sync_has_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="no committed sync.*after sync_every=10 inner steps"):
+    with pytest.raises(ValueError, match="no committed sync.*after sync_every inner steps"):
         write_report(write_run(tmp_path, syncs=[]))
 
 
@@ -127,11 +138,11 @@ def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
 
 
 def test_a_groups_progress_follows_its_files(tmp_path):
-    progress = Progress(tmp_path, sync_every=10)
+    progress = Progress(tmp_path)
     progress.read(None)
     assert (progress.phase, progress.round, progress.loss) == ("starting", "-", "-")
     status = {"phase": "training", "batch": 25, "max_batches": 95, "round": 2.5, "outer_step": 2}
-    status |= {"loss": 3.14159, "seconds_left": 75.0}
+    status |= {"inner_steps": 25, "loss": 3.14159, "seconds_left": 75.0}
     (tmp_path / "status.json").write_text(json.dumps(status))
     progress.read(None)
     assert (progress.phase, progress.round, progress.loss) == ("training", "2 / 10", "3.142")
@@ -151,15 +162,16 @@ def test_the_display_compares_the_last_digests_that_all_have(
     for replica_id, digest in enumerate(("ab", others)):
         folder = tmp_path / f"replica_{replica_id}"
         folder.mkdir()
-        status = {"phase": "training", "batch": 9, "max_batches": 20, "round": 0.9, "outer_step": 2}
-        (folder / "status.json").write_text(json.dumps(status | {"loss": 3.0}))
+        status = {"phase": "training", "batch": 9, "max_batches": 20, "outer_step": 2}
+        status |= {"inner_steps": 9, "round": 0.9, "loss": 3.0}
+        (folder / "status.json").write_text(json.dumps(status))
         # Group 0 is one outer step ahead.
         syncs = [sync(step, **{"diloco/global_digest": digest * 32}) for step in (1, 2)]
         lines = [json.dumps(line) + "\n" for line in syncs[: 2 - replica_id]]
         (folder / "metrics.jsonl").write_text("".join(lines))
     console = Console(force_terminal=is_terminal, width=100)
     with console.capture() as capture:
-        with Display(console, tmp_path, {"callbacks": {"diloco": {"sync_every": 10}}}, 2) as shown:
+        with Display(console, tmp_path, 2) as shown:
             shown.refresh({0: None, 1: None}, is_last=True)
     said = capture.get()
     assert f"outer step 2, 2 participants, {verdict}" in said

@@ -31,7 +31,7 @@ class StartBarrier:
         timeout_s: How long, in seconds.
     """
 
-    POLL_S = 0.2
+    POLL_S = 0.5
     SAY_EVERY_S = 30.0
 
     def __init__(self, num_replicas: int, timeout_s: float) -> None:
@@ -64,7 +64,7 @@ class StartBarrier:
             )
         if now - self._said > self.SAY_EVERY_S:
             self._said = now
-            log.info("Waiting to start: %s", situation)
+            log.warning("Waiting to start: %s", situation)
         time.sleep(self.POLL_S)
 
 

@@ -172,7 +172,8 @@ class OuterLoop:
         """Take the global state and contribute nothing, before the first inner step.
 
         At a cold start nobody has one: all wait for each other and take the initial parameters of
-        the first. Later the peers' next sync is this group's join (its heal is torchft's).
+        the first. Later the peers' next sync is this group's join (its heal is torchft's). If all
+        are resuming they wait for each other too, and each goes on where it stopped.
 
         Returns:
             Whether this group has joined others in training.
@@ -180,24 +181,33 @@ class OuterLoop:
         barrier = StartBarrier(num_replicas, start_timeout_s)
         while True:
             self._manager.start_quorum()
-            if self._manager.current_step() > 0:
-                return self._join_running()
-            if barrier.is_open(self._manager.num_participants()):
-                agree_on_settings(self._manager, self._state.fingerprint, self._fragments[0].device)
-                if share_initial_parameters(self._manager, self._fragments):
-                    log.info("Started with %d replica groups", self._manager.num_participants())
-                    self._clock.read()  # the wait for the start is no sync's
+            num_present = self._manager.num_participants()
+            if self._manager.current_step() == 0:
+                if barrier.is_open(num_present) and self._start(barrier):
                     return False
-                barrier.failed(self._why_not_committed())
+            elif num_present > 1 or num_replicas == 1:
+                self._sync_joining()
+                if self.reports or barrier.is_open(num_present):
+                    return bool(self.reports)  # without one, all groups are resuming
+            else:  # alone, and resuming: whoever else resumes would find us training
+                barrier.is_open(num_present)
 
-    def _join_running(self) -> bool:
+    def _start(self, barrier: StartBarrier) -> bool:
+        agree_on_settings(self._manager, self._state.fingerprint, self._fragments[0].device)
+        if not share_initial_parameters(self._manager, self._fragments):
+            barrier.failed(self._why_not_committed())
+            return False
+        log.info("Started with %d replica groups", self._manager.num_participants())
+        self._clock.read()  # the wait for the start is no sync's
+        return True
+
+    def _sync_joining(self) -> None:
         for fragment in self._fragments:
             fragment.is_joining = True
         self._sync_in_quorum()
         self.settle()
         for fragment in self._fragments:
             fragment.is_joining = False
-        return bool(self.reports)  # without one nobody was training: all groups are resuming
 
     def finish(self) -> None:
         """Synchronise what is left, and continue from the global parameters."""

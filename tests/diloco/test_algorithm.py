@@ -422,6 +422,26 @@ def test_a_state_dict_resumes_in_mid_round_bit_for_bit():
     assert simulate(lambda sim: run(sim, 9), num_replicas=2) == whole
 
 
+def test_groups_that_resume_wait_for_each_other():
+    # The first would otherwise train by itself, and so would the second, without a word.
+    def replica(sim):
+        sim.manager.load_state_dict({"step": 3, "batches_committed": 6})
+        return run_scripted(sim, -1.0, 2, sync_every=2, num_replicas=2)
+
+    late = [Fault("late", replica_id=1, step=3)]
+    assert simulate(replica, num_replicas=2, faults=late) == [[(9.0, 10.0), (8.0, 8.0)]] * 2
+    alone = [Fault("late", replica_id=1, step=99)]
+    with pytest.raises(SimulationError, match="no start within start_timeout_s=1: 1 of 2"):
+        simulate(
+            lambda sim: (
+                sim.manager.load_state_dict({"step": 3, "batches_committed": 6}),
+                run_scripted(sim, -1.0, 2, sync_every=2, num_replicas=2, start_timeout_s=1),
+            ),
+            num_replicas=2,
+            faults=alone,
+        )
+
+
 def largest_difference(model, other):
     return max(
         (a - b).abs().max().item()

@@ -1,0 +1,255 @@
+"""llm-foundry trains an MPT in two replica groups from a YAML alone. Run: make test-llmfoundry
+
+Real: llm-foundry's own command in two processes on the CPU, MosaicML streaming, a torchft
+lighthouse, Gloo. The tokenizer and the text are made here, so that nothing is downloaded.
+"""
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def _has_llmfoundry():
+    # Not find_spec: this folder has the name of the package, and would do as a namespace package.
+    try:
+        importlib.metadata.version("llm-foundry")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.llmfoundry,
+    pytest.mark.timeout(500),  # more than DEADLINE_S: after it nobody would stop the groups
+    pytest.mark.skipif(
+        not _has_llmfoundry(),
+        reason="llm-foundry is not installed; it has its own environment: make test-llmfoundry",
+    ),
+]
+
+YAML = Path(__file__).with_name("mpt_tiny.yaml")
+NUM_GROUPS = 2
+DEADLINE_S = 400
+VOCAB_SIZE = 512
+NUM_TRAIN_SAMPLES = 128
+NUM_EVAL_SAMPLES = 8
+SAMPLE_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class GroupTrace:
+    """What one replica group left behind."""
+
+    syncs: list[dict]
+    result: dict
+    saved_callbacks: dict
+
+    @property
+    def digest_of_outer_step(self):
+        return {sync["diloco/outer_step"]: sync["diloco/global_digest"] for sync in self.syncs}
+
+
+def foundry_command(*arguments):
+    return [str(Path(sys.executable).with_name("llmfoundry")), *map(str, arguments)]
+
+
+def offline_environ(**extra):
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    # One thread: two groups with a thread per core each would wait for each other's cores.
+    return os.environ | offline | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def write_tokenizer(folder, texts):
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    end = "<|endoftext|>"
+    pairs = ByteLevelBPETokenizer()
+    pairs.train_from_iterator(texts, VOCAB_SIZE, special_tokens=[end], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=pairs._tokenizer, bos_token=end, eos_token=end, pad_token=end
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def write_samples(folder, text):
+    from streaming import MDSWriter
+
+    for split, first, count in (
+        ("train", 0, NUM_TRAIN_SAMPLES),
+        ("val", NUM_TRAIN_SAMPLES, NUM_EVAL_SAMPLES),
+    ):
+        with MDSWriter(out=str(folder / split), columns={"text": "str"}) as writer:
+            for start in range(first, first + count):
+                sample = text[start * SAMPLE_CHARACTERS : (start + 1) * SAMPLE_CHARACTERS]
+                assert sample, f"{folder} has too little text for {count} samples of {split}"
+                writer.write({"text": sample})
+
+
+def write_data(folder):
+    """A tokenizer, and for each group its own samples, from the standard library's sources."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    write_tokenizer(folder / "tokenizer", texts)
+    for group in range(NUM_GROUPS):
+        write_samples(folder / f"group_{group}", "".join(texts[group::NUM_GROUPS]))
+
+
+class RunningGroups:
+    """The replica groups, each a process group of its own; leaving kills what still runs."""
+
+    def __init__(self, folder, lighthouse):
+        self.folder = folder
+        self.lighthouse = lighthouse
+        self.processes = []
+        self.deadline = time.monotonic() + DEADLINE_S
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+    def start(self, group):
+        command = foundry_command(
+            "train",
+            YAML,
+            f"variables.group={group}",
+            f"variables.data={self.folder / 'data'}",
+            f"variables.run_dir={self.folder / 'run'}",
+        )
+        environ = offline_environ(
+            TORCHFT_LIGHTHOUSE=self.lighthouse,
+            REPLICA_GROUP_ID=str(group),
+            NUM_REPLICA_GROUPS=str(NUM_GROUPS),
+            # StreamingDataset leaves lock files here, and looks for those of others.
+            TMPDIR=str(self.folder),
+        )
+        with self.log_path(group).open("w") as log:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+
+    def wait_for_line(self, group, text):
+        while text not in self.log_path(group).read_text():
+            self._fail_if_broken_or_late()
+            if self.processes[group].poll() == 0:
+                pytest.fail(self._story(f"group {group} ended without a line with {text!r}"))
+            time.sleep(0.2)
+
+    def wait(self):
+        while any(process.poll() is None for process in self.processes):
+            self._fail_if_broken_or_late()
+            time.sleep(0.2)
+        self._fail_if_broken_or_late()
+
+    def log_path(self, group):
+        return self.folder / f"group_{group}.log"
+
+    def _fail_if_broken_or_late(self):
+        statuses = [process.poll() for process in self.processes]
+        if any(statuses):
+            pytest.fail(self._story(f"exit statuses {statuses}"))
+        if time.monotonic() > self.deadline:
+            pytest.fail(self._story(f"not done after {DEADLINE_S} s"))
+
+    def _story(self, headline):
+        logs = [self.log_path(group) for group in range(len(self.processes))]
+        tails = ["\n".join(log.read_text().splitlines()[-60:]) for log in logs]
+        return "\n".join(
+            [headline, *(f"--- {log.name}\n{tail}" for log, tail in zip(logs, tails, strict=True))]
+        )
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """What both groups left behind after one run of ``mpt_tiny.yaml``."""
+    from torchft.coordination import LighthouseServer
+
+    folder = tmp_path_factory.mktemp("llmfoundry")
+    write_data(folder / "data")
+    # One is enough for it: that a cold start waits for both groups is the callback's doing.
+    lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000)
+    address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+    try:
+        with RunningGroups(folder, address) as running:
+            running.start(0)
+            # Two StreamingDatasets that start together on one machine can choose the same name for
+            # their shared memory. llm-foundry says this when its loaders have theirs.
+            running.wait_for_line(0, "Initializing model...")
+            running.start(1)
+            running.wait()
+    finally:
+        lighthouse.shutdown()
+    return [read_group(folder / "run", group) for group in range(NUM_GROUPS)]
+
+
+def read_group(run_dir, group):
+    replica = run_dir / f"replica_{group}"
+    checkpoint = torch.load(
+        run_dir / "checkpoints" / f"group_{group}" / "latest-rank0.pt", weights_only=False
+    )
+    return GroupTrace(
+        syncs=[json.loads(line) for line in (replica / "metrics.jsonl").read_text().splitlines()],
+        result=json.loads((replica / "result.json").read_text()),
+        saved_callbacks=checkpoint["state"]["callbacks"],
+    )
+
+
+def test_both_groups_take_part_in_every_outer_step(groups):
+    steps = [list(group.digest_of_outer_step) for group in groups]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) > 2
+    for group in groups:
+        assert {sync["diloco/num_participants"] for sync in group.syncs} == {NUM_GROUPS}
+
+
+def test_global_parameters_are_bitwise_equal_after_every_outer_step(groups):
+    assert groups[0].digest_of_outer_step == groups[1].digest_of_outer_step
+    # Parameters that never move would be equal too.
+    digests = groups[0].digest_of_outer_step.values()
+    assert len(set(digests)) == len(digests)
+
+
+def test_groups_end_with_the_same_global_parameters(groups):
+    first, second = (group.result for group in groups)
+    assert first["outer_steps"] == second["outer_steps"] > 2
+    assert first["global_digest"] == second["global_digest"]
+
+
+def test_checkpoints_carry_the_state_of_the_callback(groups):
+    for group in groups:
+        assert group.saved_callbacks["DiLoCoCallback"]
+
+
+def test_llmfoundry_lists_the_callback():
+    found = subprocess.run(
+        foundry_command("registry", "find", "callbacks", "diloco"),
+        env=offline_environ(COLUMNS="200"),  # narrower, it breaks the module's name in two
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "composer_replication.callback" in found.stdout
