@@ -28,7 +28,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 # llm-foundry pins much of its own: an environment of its own, minutes to install.
 test-llmfoundry: $(LLMFOUNDRY)/.installed
-	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry -m llmfoundry
 
 $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
