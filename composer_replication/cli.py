@@ -104,7 +104,7 @@ def launch(
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same groups in one process, to try DiLoCo before renting anything."""
     from composer_replication.launch import finish, make_run_folder
-    from composer_replication.report import CONFIG
+    from composer_replication.run_record import CONFIG
 
     checked = load_config(config, overrides or [])
     run_dir = make_run_folder(checked, config)
@@ -122,7 +122,8 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
 ) -> None:
     """Draw loss.png from what a run wrote, and say what came out."""
-    from composer_replication.report import describe, read_run, write_report
+    from composer_replication.report import write_report
+    from composer_replication.run_record import describe, read_run
 
     picture = write_report(run_dir)
     for name, value in [*describe(read_run(run_dir)), ("picture", str(picture))]:

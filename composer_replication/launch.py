@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,30 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from composer_replication.config import ConfigError, save_config
+from composer_replication.display import Display
 from composer_replication.lighthouse import start_lighthouse
-from composer_replication.report import (
+from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
+from composer_replication.report import write_report
+from composer_replication.run_folder import METRICS, RESULT, STATUS, log_path
+from composer_replication.run_record import (
     CONFIG,
     SUMMARY,
-    Display,
     describe,
     duration,
     last_lines,
     read_run,
-    write_report,
     write_summary,
 )
-from composer_replication.run_folder import METRICS, RESULT, STATUS
 
 FAILED = 1
 INTERRUPTED = 130
-GRACE_S = 5.0
-"""How long processes may take to end after SIGTERM before they are killed, in seconds."""
 
-POLL_S = 0.1
 
 Command = Callable[[int], list[str]]
 """The command line of a replica group, by its id."""
@@ -47,12 +42,6 @@ Command = Callable[[int], list[str]]
 _PLACE_IN_A_JOB = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK BASE_RANK MASTER_ADDR MASTER_PORT"
 ).split()
-
-# Reads the pid of each group; when the launcher is gone, however it died, ends what is left.
-_WATCHDOG = """
-while read -r pid; do groups="$groups -$pid"; done
-kill -s TERM -- $groups; sleep 5; kill -s KILL -- $groups
-"""
 
 
 def launch(
@@ -206,128 +195,6 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-class Interrupts:
-    """Counts Ctrl-C and SIGTERM while it is open.
-
-    They raise nothing: an exception in the middle of a start or a stop would leave processes.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, *signal_and_frame: object) -> None:
-        self.count += 1
-
-
-class ReplicaGroups:
-    """The processes of the replica groups; leaving the context ends every one of them.
-
-    Each group is a session of its own: the terminal's Ctrl-C reaches the launcher alone, and a
-    group's ranks and loader workers can be found when the process that started them is dead.
-
-    Args:
-        run_dir: The run's folder; a group's output goes to ``replica_<id>/log.txt`` in it.
-        interrupts: One that comes while processes are being stopped kills them at once.
-    """
-
-    def __init__(self, run_dir: Path, interrupts: Interrupts) -> None:
-        self._run_dir = run_dir
-        self._interrupts = interrupts
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        # A process of its own, since no handler runs in a launcher that is killed; a pipe, since
-        # PR_SET_PDEATHSIG reaches children only, and not the ranks below Composer's launcher.
-        self._watchdog = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHDOG],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> ReplicaGroups:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-        self._watchdog.kill()
-        self._watchdog.communicate()
-
-    def start(self, replica_id: int, command: list[str], environ: dict[str, str]) -> None:
-        """Start a replica group."""
-        path = log_path(self._run_dir, replica_id)
-        path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._processes[replica_id] = process
-        assert self._watchdog.stdin is not None, "opened as a pipe"
-        self._watchdog.stdin.write(f"{process.pid}\n".encode())
-        self._watchdog.stdin.flush()
-
-    def exit_statuses(self) -> dict[int, int | None]:
-        """The exit status of each group; None while it runs, negative if a signal ended it."""
-        return {replica_id: process.poll() for replica_id, process in self._processes.items()}
-
-    def stop(self) -> None:
-        """End every process of every group: SIGTERM, and SIGKILL after ``GRACE_S``."""
-        members = self._members()
-        _send(members, psutil.Process.terminate)
-        deadline = time.monotonic() + GRACE_S
-        patience = min(self._interrupts.count, 1)  # the one that made us stop
-        while self._any_alive(members) and time.monotonic() < deadline:
-            if self._interrupts.count > patience:
-                break
-            time.sleep(0.05)
-        members |= self._members()  # what was started in the meantime
-        _send(members, psutil.Process.kill)
-        while self._any_alive(members) and time.monotonic() < deadline + 2:
-            time.sleep(0.02)
-
-    def _members(self) -> set[psutil.Process]:
-        """Every process of a group: of its session, or below one that is."""
-        leaders = {process.pid for process in self._processes.values()}
-        members = set()
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(process.pid) in leaders:
-                    members |= {process, *process.children(recursive=True)}
-        return members
-
-    def _any_alive(self, members: set[psutil.Process]) -> bool:
-        self.exit_statuses()  # reaps our children, which would stay as zombies
-        return any(_is_alive(process) for process in members)
-
-
-def _send(members: set[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
-    for process in members:
-        with contextlib.suppress(psutil.Error):
-            send(process)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        # An orphan whose new parent does not reap it stays a zombie, which is as good as gone.
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
 def watch(groups: ReplicaGroups, display: Display, interrupts: Interrupts) -> dict[int, int]:
     """Show the groups until all have ended, one has failed, or we are interrupted.
 
@@ -374,11 +241,6 @@ def finish(run_dir: Path, replicas: int, seconds: float) -> int:
         )
         return FAILED
     return 0
-
-
-def log_path(run_dir: Path, replica_id: int) -> Path:
-    """Where a group's output goes."""
-    return run_dir / f"replica_{replica_id}" / "log.txt"
 
 
 def _explain_failure(run_dir: Path, replica_id: int, status: int) -> None:

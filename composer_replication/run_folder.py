@@ -14,6 +14,11 @@ RESULT = "result.json"
 STATUS_EVERY_S = 0.5
 
 
+def log_path(run_dir: Path, replica_id: str | int) -> Path:
+    """Where the output of a group that was launched goes."""
+    return run_dir / f"replica_{replica_id}" / "log.txt"
+
+
 class ReplicaFolder:
     """The folder ``<run_dir>/replica_<id>``.
 

@@ -5,15 +5,14 @@ import json
 import pytest
 from rich.console import Console
 
-from composer_replication.report import (
-    Display,
-    Progress,
+from composer_replication.display import Display, Progress
+from composer_replication.report import write_report
+from composer_replication.run_record import (
     describe,
     duration,
     last_lines,
     read_lines,
     read_run,
-    write_report,
     write_summary,
 )
 

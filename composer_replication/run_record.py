@@ -1,0 +1,217 @@
+"""Reading a run folder back: what happened, ``summary.json`` and the closing words.
+
+Reads that folder only, so it works on a run that is over, still going or was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from composer_replication.run_folder import METRICS, RESULT, STATUS
+
+CONFIG = "config.yaml"
+
+
+SUMMARY = "summary.json"
+
+
+# Colours, and the rank that torch writes before every line of a traceback.
+_DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
+
+
+# What Composer's launcher adds below the error of a rank that it quotes.
+_LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is in a run folder.
+
+    Attributes:
+        run_dir: The folder.
+        sync_every: Inner steps in a round; None if the folder does not say.
+        metrics: The committed syncs of each replica group, by its id.
+        results: How each group ended, by its id; those that did are in it.
+    """
+
+    run_dir: Path
+    sync_every: int | None
+    metrics: dict[str, list[dict[str, Any]]]
+    results: dict[str, dict[str, Any]]
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps of the group that has made most."""
+        steps = [line["diloco/outer_step"] for lines in self.metrics.values() for line in lines]
+        return int(max(steps, default=0))
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """What the first group evaluated: all hold the same global parameters."""
+        return next((result.get("eval") or {} for result in self.results.values()), {})
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each group's global parameters at its end."""
+        return {id: result["global_digest"] for id, result in self.results.items()}
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no replica group has written into it.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(
+            f"{run_dir} is not a folder: give the run folder that `composer-replication launch` "
+            "printed, e.g. runs/<config>-<time>"
+        )
+    folders = {path.name.removeprefix("replica_"): path for path in run_dir.glob("replica_*/")}
+    if not folders:
+        raise FileNotFoundError(
+            f"{run_dir} holds no replica_<id> folder, so no run was made in it: give a run folder, "
+            "or start one with `composer-replication launch CONFIG --replicas 2`"
+        )
+    ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
+    return Run(
+        run_dir=run_dir,
+        sync_every=_sync_every(run_dir),
+        metrics={id: read_lines(folders[id] / METRICS)[0] for id in ids},
+        results={
+            id: json.loads((folders[id] / RESULT).read_text())
+            for id in ids
+            if (folders[id] / RESULT).exists()
+        },
+    )
+
+
+def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The JSON lines of a file from a byte on, and the byte after them.
+
+    A last line without its end is left for the next time: its writer is at it, or was killed.
+    """
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        whole, end, _ = file.read().rpartition(b"\n")
+    lines = [json.loads(line) for line in whole.splitlines() if line.strip()]
+    return lines, offset + len(whole) + len(end)
+
+
+def _sync_every(run_dir: Path) -> int | None:
+    path = run_dir / CONFIG  # a training script of somebody's own leaves none
+    config = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    if "sync_every" in section:
+        return section["sync_every"]
+    statuses = [json.loads(path.read_text()) for path in run_dir.glob(f"replica_*/{STATUS}")]
+    return next(filter(None, map(implied_sync_every, statuses)), None)
+
+
+def implied_sync_every(status: Mapping[str, Any]) -> int | None:
+    return round(status["inner_steps"] / status["round"]) if status.get("round") else None
+
+
+def last_lines(path: Path, count: int = 12) -> list[str]:
+    """The last lines of a log that say something: no frames of tracebacks, nothing twice."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        text = _DECORATION.sub("", file.read().decode(errors="replace"))
+    lines: dict[str, None] = {}  # a set that keeps the order
+    in_traceback = False
+    for line in text.splitlines():
+        in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
+        if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
+            lines[line.rstrip()] = None
+    return list(lines)[-count:]
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def write_summary(run: Run, restarts: dict[str, int]) -> dict[str, Any]:
+    """Write ``summary.json``, and return what is in it."""
+    fields = ("inner_steps", "outer_steps", "global_digest", "final_loss")
+    summary = {
+        "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
+        "replicas": [
+            {"replica_id": id, **{name: result.get(name) for name in fields}}
+            | {"restarts": restarts.get(id, 0)}
+            for id, result in run.results.items()
+        ],
+        "eval": run.evaluation,
+    }
+    (run.run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def describe(run: Run) -> list[tuple[str, str]]:
+    """The closing text: what came out of a run, as names and values."""
+    rows = []
+    bits = run.evaluation
+    if "bits_per_byte" in bits:
+        floors = [name for name in ("unigram", "uniform") if f"{name}_bits_per_byte" in bits]
+        beside = ", ".join(f"{name} {bits[f'{name}_bits_per_byte']:.3f}" for name in floors)
+        rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
+    if run.digests:
+        rows.append(("global parameters", describe_digests(run)))
+    rows += _describe_traffic(run)
+    return rows
+
+
+def describe_digests(run: Run) -> str:
+    """Whether all groups ended with the same global parameters, bit for bit."""
+    digests = run.digests
+    if len(set(digests.values())) == 1:
+        groups = "in 1 group" if len(digests) == 1 else f"equal in {len(digests)} groups"
+        steps = count(run.outer_steps, "outer step")
+        return f"{groups} after {steps}: {next(iter(digests.values()))[:8]}"
+    each = ", ".join(
+        f"group {id} {digest[:8]} ({count(run.results[id]['outer_steps'], 'outer step')})"
+        for id, digest in digests.items()
+    )
+    return f"DIFFERENT: {each}"
+
+
+def _describe_traffic(run: Run) -> list[tuple[str, str]]:
+    lines = max(run.metrics.values(), key=len)
+    sent = sum(line["diloco/bytes_sent"] for line in lines)
+    if not sent:
+        return []
+    # Data parallel averages every parameter in every inner step: each fragment once.
+    per_fragment = {line["diloco/fragment"]: line["diloco/bytes_sent"] for line in lines}
+    inner_steps = max(line["inner_steps"] for line in lines)
+    data_parallel = inner_steps * sum(per_fragment.values())
+    text = (
+        f"{_size(sent)} in {count(len(lines), 'sync')}; data parallel: {_size(data_parallel)} in "
+        f"{inner_steps} inner steps ({data_parallel / sent:.0f} times as much)"
+    )
+    return [("sent by each group", text)]
+
+
+def count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + "s" * (number != 1)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"
