@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-from composer import Callback, Logger, State, Timestamp, TimeUnit
+from composer import Callback, Logger, State, Timestamp
 from composer.core import DataSpec
 from composer.utils import dist
 from torch import nn
@@ -17,9 +15,9 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.diloco.reports import SyncReport
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaOptions
+from composer_replication.progress import Progress
 from composer_replication.replica import (
     ReplicaManager,
     backend_for,
@@ -143,10 +141,8 @@ class DiLoCoCallback(Callback):
         self._given_manager = manager
         self._manager: Any = None
         self._kept: dict[str, Any] | None = None
-        self._folder: ReplicaFolder | None = None
-        self._losses: list[float] = []
-        self._final_loss: float | None = None
-        self._batch_began: tuple[int, float] = (0, 0.0)
+        self._folder = ReplicaFolder(None, "")
+        self._progress = Progress(self._folder, sync_every)
 
     # ---- Composer's events, in the order in which they come ---------------------------------
 
@@ -157,23 +153,21 @@ class DiLoCoCallback(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
             return
-        self._folder = ReplicaFolder(
-            self.options.run_dir if dist.get_global_rank() == 0 else None, self._replica_id
-        )
+        run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
+        self._folder = ReplicaFolder(run_dir, self._replica_id)
+        self._progress = Progress(self._folder, self.settings.sync_every)
         self._manager = self._given_manager or self._build_manager(state)
         try:
             self.diloco = self._build_diloco(state)
             if self._kept is not None:  # from a checkpoint, or from the fit() before
                 self.diloco.load_state_dict(self._kept)
             self.diloco.counts_steps = False
-            self._report_progress("joining", state)
+            self._progress.tell_phase("joining", state, self.diloco)
             self.diloco.__enter__()
         except BaseException:
             self._shut_down()  # no heartbeat of ours may hold the others up
             raise
-        self._log_syncs(state, logger)
-        self._batch_began = (state.timestamp.batch.value, time.monotonic())
-        self._report_progress("training", state)
+        self._tell("training", state, logger)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
@@ -188,29 +182,24 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         self.diloco.counts_steps = False
-        loss = state.total_loss_dict.get("loss/train/total")
-        if loss is not None:
-            self._losses.append(float(loss))
-        self._log_syncs(state, logger)
-        self._report_progress("training", state)
+        self._progress.count_batch(state)
+        self._tell("training", state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
             return
         if self.options.final_sync:
             self.diloco.final_sync()
-        self._log_syncs(state, logger)
+        self._tell("evaluating", state, logger)
         self.result = {
             "replica_id": self._replica_id,
             "inner_steps": self.diloco.inner_steps,
             "outer_steps": self.diloco.outer_step,
             "global_digest": self.diloco.global_digest(),
-            "final_loss": self._final_loss,
+            "final_loss": self._progress.final_loss,
             "eval": {},
         }
-        if self._folder is not None:
-            self._folder.write_result(self.result)
-        self._report_progress("evaluating", state)
+        self._folder.write_result(self.result)
         self._kept = self.diloco.state_dict()
         self._leave()
 
@@ -221,6 +210,11 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None:
             return self.diloco.state_dict()
         return self._kept or {}
+
+    def _tell(self, phase: str, state: State, logger: Logger) -> None:
+        assert self.diloco is not None
+        self._progress.tell_syncs(self.diloco.pop_finished_syncs(), state, logger)
+        self._progress.tell_phase(phase, state, self.diloco)
 
     # ---- building ---------------------------------------------------------------------------
 
@@ -325,64 +319,6 @@ class DiLoCoCallback(Callback):
             self._manager.shutdown()
             self._manager = None
 
-    # ---- telling ----------------------------------------------------------------------------
-
-    def _log_syncs(self, state: State, logger: Logger) -> None:
-        assert self.diloco is not None and self._folder is not None
-        for report in self.diloco.pop_finished_syncs():
-            metrics = _metrics(report)
-            logger.log_metrics(metrics)
-            loss = sum(self._losses) / len(self._losses) if self._losses else None
-            self._losses.clear()
-            self._final_loss = loss if loss is not None else self._final_loss
-            digest = report.global_digest
-            self._folder.append_sync(
-                metrics
-                | ({} if digest is None else {"diloco/global_digest": digest})
-                | {
-                    "batch": state.timestamp.batch.value,
-                    "inner_steps": report.inner_steps,
-                    "loss": loss,
-                    "time": time.time(),
-                }
-            )
-            log.info(
-                "outer step %d, fragment %d: %d replica groups, loss %s, stood still %.2f s%s",
-                report.outer_step,
-                report.fragment,
-                report.num_participants,
-                "-" if loss is None else f"{loss:.4f}",
-                report.sync_seconds,
-                f", {report.retries} retries" if report.retries else "",
-            )
-
-    def _report_progress(self, phase: str, state: State) -> None:
-        assert self.diloco is not None and self._folder is not None
-        batch = state.timestamp.batch.value
-        max_batches = _max_batches(state)
-        began_at, began = self._batch_began
-        seconds_left = None
-        if max_batches is not None and batch > began_at and phase == "training":
-            per_batch = (time.monotonic() - began) / (batch - began_at)
-            seconds_left = per_batch * max(0, max_batches - batch)
-        self._folder.write_status(
-            phase,
-            batch=batch,
-            max_batches=max_batches,
-            inner_steps=self.diloco.inner_steps,
-            outer_step=self.diloco.outer_step,
-            round=self.diloco.inner_steps / self.settings.sync_every,
-            loss=self._losses[-1] if self._losses else self._final_loss,
-            seconds_left=seconds_left,
-        )
-
-
-def _metrics(report: SyncReport) -> dict[str, float]:
-    """A report as Composer metrics: numbers only, as some of its loggers demand."""
-    values = asdict(report)
-    del values["inner_steps"], values["global_digest"]
-    return {f"diloco/{name}": +value for name, value in values.items()}
-
 
 def _samples_in_batch(state: State) -> int:
     """Samples of the current batch, over all ranks of the group."""
@@ -391,15 +327,3 @@ def _samples_in_batch(state: State) -> int:
     total = torch.tensor([own], dtype=torch.int64)
     dist.all_reduce(total)
     return int(total.item())
-
-
-def _max_batches(state: State) -> int | None:
-    """The batch at which training ends, if that can be known."""
-    end = state.max_duration
-    if end is None:
-        return None
-    if end.unit == TimeUnit.BATCH:
-        return end.value
-    if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
-        return end.value * state.dataloader_len.value
-    return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,10 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"the config lacks {', '.join(missing)}: see configs/quickstart.yaml")
+    if not re.fullmatch(r"\d+(ba|ep|sp|tok|sec|iter)?", str(config["max_duration"])):
+        raise ConfigError(
+            f"max_duration={config['max_duration']!r}: write e.g. 400ba (batches) or 2ep (epochs)"
+        )
     for section, names in COMPONENTS.items():
         contents = config.get(section) or {}
         if not isinstance(contents, dict):

@@ -52,6 +52,7 @@ def test_a_config_survives_being_saved(written, tmp_path):
     ("model.name=null", "model.name has no None"),
     ("train_loader.path=nowhere/at/all", "train_loader.path: "),
     ("callbacks=null", "the config lacks callbacks.diloco"),
+    ("max_duration=soon", "max_duration='soon': write e.g. 400ba"),
     ("loggers=3", "loggers: 3 is no section"),
     ("seed", "override 'seed': write key=value"),
     ("seed=${nothing}", "cannot be read"),

@@ -33,7 +33,9 @@ def test_the_algorithm_imports_nothing_of_ours_but_itself(path):
 @pytest.mark.parametrize(("module", "may_not_import"), [
     ("replica.py", ("callback", "training", "config", "launch", "cli", "simulation")),
     ("callback.py", ("training", "config", "launch", "cli", "simulation", "report", "data")),
+    ("shared_buffer.py", ("simulation", "simulated_manager", "diloco", "replica", "callback")),
     ("simulation.py", ("callback", "training", "config", "launch", "cli", "replica", "diloco")),
+    ("progress.py", ("callback", "training", "config", "launch", "cli", "display", "report")),
     ("training.py", ("launch", "cli", "report")),
     ("data.py", ("callback", "training", "launch", "cli", "diloco")),
     ("report.py", ("callback", "training", "launch", "cli", "diloco")),
