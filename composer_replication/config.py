@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
+from composer_replication.components import COMPONENTS, NAMED_BY_FIELD, Component
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaOptions
 from composer_replication.text_files import check_text_folder
@@ -51,39 +52,6 @@ TOP_LEVEL = (
     "variables",
 )
 """The keys of a config, by llm-foundry's names; ``variables`` is the reader's own corner."""
-
-COMPONENTS: dict[str, dict[str, str]] = {
-    "model": {"byte_gpt": "composer_replication.byte_gpt:ByteGPT"},
-    "train_loader": {"text": "composer_replication.data:build_text_loader"},
-    "eval_loader": {"text": "composer_replication.data:build_text_loader"},
-    "optimizer": {
-        "decoupled_adamw": "composer.optim:DecoupledAdamW",
-        "decoupled_sgdw": "composer.optim:DecoupledSGDW",
-        "adamw": "torch.optim:AdamW",
-        "sgd": "torch.optim:SGD",
-    },
-    "scheduler": {
-        "constant_with_warmup": "composer.optim:ConstantWithWarmupScheduler",
-        "cosine_with_warmup": "composer.optim:CosineAnnealingWithWarmupScheduler",
-        "linear_decay_with_warmup": "composer.optim:LinearWithWarmupScheduler",
-    },
-    "callbacks": {
-        "diloco": "composer_replication.callback:DiLoCoCallback",
-        "lr_monitor": "composer.callbacks:LRMonitor",
-        "memory_monitor": "composer.callbacks:MemoryMonitor",
-        "optimizer_monitor": "composer.callbacks:OptimizerMonitor",
-        "speed_monitor": "composer.callbacks:SpeedMonitor",
-    },
-    "loggers": {
-        "file_logger": "composer.loggers:FileLogger",
-        "tensorboard": "composer.loggers:TensorboardLogger",
-        "wandb": "composer.loggers:WandBLogger",
-    },
-}
-"""What a section can name, and the constructor behind it."""
-
-NAMED_BY_FIELD = ("model", "train_loader", "eval_loader", "optimizer", "scheduler")
-"""Sections with a ``name`` field; in the others every key is a name."""
 
 
 class ConfigError(ValueError):
@@ -129,16 +97,8 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"max_duration={config['max_duration']!r}: write e.g. 400ba (batches) or 2ep (epochs)"
         )
-    for section, names in COMPONENTS.items():
-        contents = config.get(section) or {}
-        if not isinstance(contents, dict):
-            raise ConfigError(f"{section}: {contents!r} is no section: write key: value pairs")
-        if section not in NAMED_BY_FIELD:
-            check_keys(contents, names, section)
-        elif contents:
-            if "name" not in contents:
-                raise ConfigError(f"{section} lacks name: use one of {', '.join(names)}")
-            check_keys([contents["name"]], names, f"{section}.name")
+    for section, components in COMPONENTS.items():
+        _check_section(section, config.get(section) or {}, components)
     if "diloco" not in (config.get("callbacks") or {}):
         raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
     check_diloco(config["callbacks"]["diloco"] or {})
@@ -152,11 +112,24 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _check_section(section: str, contents: Any, components: Mapping[str, Component]) -> None:
+    if not isinstance(contents, dict):
+        raise ConfigError(f"{section}: {contents!r} is no section: write key: value pairs")
+    if section not in NAMED_BY_FIELD:
+        check_keys(contents, components, section)
+        for name, arguments in contents.items():
+            check_keys(arguments or {}, components[name].keys, f"{section}.{name}")
+    elif contents:
+        if "name" not in contents:
+            raise ConfigError(f"{section} lacks name: use one of {', '.join(components)}")
+        check_keys([contents["name"]], components, f"{section}.name")
+        check_keys(contents, ("name", *components[contents["name"]].keys), section)
+
+
 def check_diloco(section: Mapping[str, Any]) -> None:
     """Check ``callbacks.diloco`` without building the callback."""
     agreed = {field.name for field in dataclasses.fields(DiLoCoSettings)}
     own = {field.name for field in dataclasses.fields(ReplicaOptions)}
-    check_keys(section, agreed | own, "callbacks.diloco")
     try:
         DiLoCoSettings(**{key: value for key, value in section.items() if key in agreed})
         ReplicaOptions(**{key: value for key, value in section.items() if key in own})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import sys
 import threading
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from composer import Trainer
 from composer.utils import dist, reproducibility
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.config import COMPONENTS, ConfigError, check_keys
+from composer_replication.components import COMPONENTS
+from composer_replication.config import ConfigError, check_keys
 from composer_replication.options import ReplicaEnv
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.simulation import SimulatedReplica, simulate
@@ -153,13 +152,11 @@ def build(section: str, name: str, contents: Mapping[str, Any] | None, **live: A
         contents: The arguments from the YAML.
         **live: Objects that no YAML can hold.
     """
-    module, _, attribute = COMPONENTS[section][name].partition(":")
-    constructor = getattr(import_module(module), attribute)
-    allowed = [key for key in inspect.signature(constructor).parameters if key not in live]
+    component = COMPONENTS[section][name]
     contents = contents or {}
-    check_keys(contents, allowed, f"{section}: {name}")
+    check_keys(contents, component.keys, f"{section}: {name}")
     try:
-        return constructor(**contents, **live)
+        return component.load()(**contents, **live)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{section}: {name}: {error}") from error
 

@@ -51,7 +51,7 @@ def test_omegaconf_is_known_in_one_place():
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "options", "lighthouse", "run_folder", "text_files", "cli"]
+    "module", ["config", "components", "options", "lighthouse", "run_folder", "text_files", "cli"]
 )
 def test_what_answers_at_once_imports_nothing_heavy(module):
     program = (

@@ -34,9 +34,7 @@ def test_the_wheel_has_the_package_its_types_and_its_entry_points(wheel):
 def test_the_wheel_installs_and_imports(wheel, tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*command, tmp_path, wheel], check=True)
-    program = (
-        "import composer_replication as c; assert c.DiLoCo and c.simulate; print(c.__file__)"
-    )
+    program = "import composer_replication as c; assert c.DiLoCo and c.simulate; print(c.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", program],
         env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
