@@ -1,7 +1,6 @@
-"""This process's place in the run. Run: pytest tests/test_replica.py
+"""A replica group's connection to the others. Run: pytest tests/test_replica.py
 
 Real: logging, process group objects, a store; in the last test the lighthouse and the Manager.
-The environment is a dict that is handed in.
 """
 
 import logging
@@ -17,7 +16,6 @@ from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import (
     GlooOnTorch27,
-    ReplicaEnv,
     backend_for,
     host_store,
     make_manager,
@@ -26,56 +24,6 @@ from composer_replication.replica import (
 )
 
 NOBODY = "http://no-such-host.invalid:29510"
-
-
-# ---- the environment ------------------------------------------------------------------------
-
-
-def test_the_environment_says_which_group_this_is_and_where_the_others_are():
-    env = ReplicaEnv.from_env(
-        {
-            "REPLICA_GROUP_ID": "1",
-            "NUM_REPLICA_GROUPS": "2",
-            "TORCHFT_LIGHTHOUSE": "http://head:29510",
-            "COMPOSER_REPLICATION_RUN_DIR": "/runs/1",
-            "WORLD_SIZE": "8",
-        }
-    )
-    assert env == ReplicaEnv(
-        replica_id="1", num_replicas=2, lighthouse_addr="http://head:29510", run_dir="/runs/1"
-    )
-
-
-def test_an_empty_environment_says_nothing():
-    assert ReplicaEnv.from_env({}) == ReplicaEnv(None, None, None, None)
-
-
-@pytest.mark.parametrize("count", ["0", "-1", "two", "2.0", ""])
-def test_a_number_of_groups_that_is_none_is_refused_with_the_variable(count):
-    with pytest.raises(ValueError, match=re.escape(f"NUM_REPLICA_GROUPS={count!r}: use the ")):
-        ReplicaEnv.from_env({"NUM_REPLICA_GROUPS": count})
-
-
-def test_without_a_mapping_it_is_this_process_s_own(monkeypatch):
-    monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
-    assert ReplicaEnv.from_env().replica_id == "berlin"
-
-
-class ReadLog(dict):
-    """An environment that remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: set[str] = set()
-
-    def get(self, key, default=None):
-        self.asked.add(key)
-        return default
-
-
-def test_the_docstring_s_table_lists_what_is_read():
-    environ = ReadLog()
-    ReplicaEnv.from_env(environ)
-    assert environ.asked == set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
 
 
 # ---- arguments of make_manager, before any network ------------------------------------------

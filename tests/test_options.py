@@ -1,0 +1,104 @@
+"""What may differ between replica groups. Run: pytest tests/test_options.py
+
+The environment is a dict that is handed in.
+"""
+
+import re
+
+import pytest
+
+from composer_replication.options import ReplicaEnv, ReplicaOptions
+
+# ---- the environment ------------------------------------------------------------------------
+
+
+def test_the_environment_says_which_group_this_is_and_where_the_others_are():
+    env = ReplicaEnv.from_env(
+        {
+            "REPLICA_GROUP_ID": "1",
+            "NUM_REPLICA_GROUPS": "2",
+            "TORCHFT_LIGHTHOUSE": "http://head:29510",
+            "COMPOSER_REPLICATION_RUN_DIR": "/runs/1",
+            "WORLD_SIZE": "8",
+        }
+    )
+    assert env == ReplicaEnv(
+        replica_id="1", num_replicas=2, lighthouse_addr="http://head:29510", run_dir="/runs/1"
+    )
+
+
+def test_an_empty_environment_says_nothing():
+    assert ReplicaEnv.from_env({}) == ReplicaEnv(None, None, None, None)
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "2.0", ""])
+def test_a_number_of_groups_that_is_none_is_refused_with_the_variable(count):
+    with pytest.raises(ValueError, match=re.escape(f"NUM_REPLICA_GROUPS={count!r}: use the ")):
+        ReplicaEnv.from_env({"NUM_REPLICA_GROUPS": count})
+
+
+def test_without_a_mapping_it_is_this_process_s_own(monkeypatch):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
+    assert ReplicaEnv.from_env().replica_id == "berlin"
+
+
+class ReadLog(dict):
+    """An environment that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return default
+
+
+def test_the_docstring_s_table_lists_what_is_read():
+    environ = ReadLog()
+    ReplicaEnv.from_env(environ)
+    assert environ.asked == set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
+
+
+# ---- arguments and environment together -----------------------------------------------------
+
+
+def test_what_was_not_given_comes_from_the_environment_and_an_argument_beats_it():
+    environ = {
+        "REPLICA_GROUP_ID": "1",
+        "NUM_REPLICA_GROUPS": "2",
+        "TORCHFT_LIGHTHOUSE": "http://head:29510",
+    }
+    options = ReplicaOptions(replica_id=0, timeout=7.0).with_environment(environ)
+    assert options == ReplicaOptions(
+        replica_id=0, num_replicas=2, lighthouse_addr="http://head:29510", timeout=7.0
+    )
+
+
+def test_the_environment_is_checked_like_an_argument():
+    with pytest.raises(ValueError, match="min_replica_size=3 is above num_replicas=2: no sync"):
+        ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
+
+
+@pytest.mark.parametrize(
+    "name", ["start_timeout_s", "timeout", "quorum_timeout", "connect_timeout"]
+)
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "60"])
+def test_a_time_that_is_none_is_refused_with_its_name_and_value(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use a number of seconds")):
+        ReplicaOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("min_replica_size", 0, 1),
+        ("num_replicas", 0, 1),
+        ("num_replicas", True, 1),
+        ("quorum_retries", -1, 0),
+        ("digest_every", 1.0, 0),
+    ],
+)
+def test_a_count_out_of_range_is_refused_with_the_range(name, value, least):
+    message = f"{name}={value!r}: use an integer of at least {least}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ReplicaOptions(**{name: value})
