@@ -18,6 +18,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml
+	@echo "Installing Composer, torch and torchft into $(VENV): about 5 GB, some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
@@ -32,6 +33,7 @@ test-llmfoundry: $(LLMFOUNDRY)/.installed
 	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry -m llmfoundry
 
 $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
+	@echo "Installing llm-foundry into $(LLMFOUNDRY): about 7 GB, some minutes."
 	$(PYTHON) -m venv $(LLMFOUNDRY)
 	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/llmfoundry/requirements.txt
 	touch $@

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 FAULTS = ("kill", "fail_allreduce", "fail_commit", "late")
@@ -145,6 +146,8 @@ class SharedBuffer:
 
     def put(self, quorum: Quorum, number: int, replica_id: int, tensor: Tensor) -> None:
         """Hand in this replica's part of allreduce ``number`` of the quorum."""
+        if tensor.device.type != "cpu":
+            torch.accelerator.synchronize()  # another thread, with a stream of its own, adds it up
         with self._changed:
             buffer = quorum.buffers.setdefault(number, {})
             buffer[replica_id] = tensor.detach().clone()

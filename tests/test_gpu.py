@@ -1,0 +1,76 @@
+"""DiLoCo over accelerator memory and streams. Needs a CUDA device: pytest -m gpu."""
+
+import pytest
+import torch
+from common import TinyMLP, batch, mse, plain_sgd, take_step
+
+from composer_replication import DiLoCo, simulate
+from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica import backend_for, make_manager
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def train(manager, device, steps=24, **settings):
+    model = TinyMLP().to(device)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with DiLoCo(manager, model, inner, digest_every=1, **settings) as diloco:
+        for step in range(steps):
+            inner.zero_grad()
+            mse(model, *(tensor.to(device) for tensor in batch(0, step))).backward()
+            inner.step()
+        pinned = all(theta.is_pinned() for theta in diloco.global_parameters().values())
+        return [r.global_digest for r in diloco.pop_finished_syncs()], pinned, model.cpu()
+
+
+@pytest.mark.parametrize("backup_device", ["cpu", "cuda"])
+def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(backup_device):
+    settings = {
+        "sync_every": 6,
+        "num_fragments": 3,
+        "fragment_sync_delay": 1,
+        "fragment_update_alpha": 0.5,
+        "backup_device": backup_device,
+    }
+    one, other = simulate(lambda sim: train(sim.manager, "cuda", **settings), num_replicas=2)
+    assert one[0] == other[0] and len(set(one[0])) == 12
+    assert one[1] == (backup_device == "cpu")
+
+
+def test_a_model_on_the_device_follows_the_trace_of_the_cpu():
+    def replica(sim):
+        model = torch.nn.Linear(1, 1, bias=False, device="cuda")
+        torch.nn.init.constant_(model.weight, 10.0)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5}
+        with DiLoCo(sim.manager, model, inner, plain_sgd(), 4, **settings):
+            for _ in range(8):
+                take_step(inner, -1.0)
+            return model.weight.item()
+
+    assert simulate(replica, num_replicas=1) == [4.0]
+
+
+def test_one_group_over_nccl_is_its_inner_optimizer_alone():
+    lighthouse = start_lighthouse()
+    manager = make_manager(
+        replica_id=0,
+        lighthouse_addr=lighthouse.address(),
+        backend=backend_for(torch.device("cuda")),
+    )
+    try:
+        _, _, model = train(manager, "cuda", outer_optimizer=plain_sgd(), sync_every=4)
+    finally:
+        manager.shutdown()
+        lighthouse.shutdown()
+    plain = TinyMLP().cuda()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(24):
+        optimizer.zero_grad()
+        mse(plain, *(tensor.cuda() for tensor in batch(0, step))).backward()
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), plain.cpu().parameters(), strict=True):
+        assert (mine - theirs).abs().max() < 1e-6
