@@ -103,6 +103,7 @@ def launch(
 @app.command()
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same groups in one process, to try DiLoCo before renting anything."""
+    from composer_replication.display import Display
     from composer_replication.launch import finish, make_run_folder
     from composer_replication.run_record import CONFIG
 
@@ -113,7 +114,10 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
     began = time.monotonic()
     from composer_replication.training import simulate_replicas
 
-    simulate_replicas(checked, replicas)
+    # One table for all of them, instead of every group's line for every sync.
+    logging.getLogger("composer_replication").setLevel(logging.WARNING)
+    with Display(Console(), run_dir, replicas).follow():
+        simulate_replicas(checked, replicas)
     raise typer.Exit(finish(run_dir, replicas, time.monotonic() - began))
 
 

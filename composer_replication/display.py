@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,25 @@ class Display:
     def __exit__(self, *exception: object) -> None:
         if self._live:
             self._live.stop()
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Refresh by itself while something else keeps this thread busy."""
+        over = threading.Event()
+
+        def keep_refreshing() -> None:
+            while not over.wait(TABLE_EVERY_S):
+                self.refresh({})
+
+        thread = threading.Thread(target=keep_refreshing, daemon=True)
+        with self:
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
+                self.refresh({}, is_last=True)
 
     def refresh(self, exit_statuses: Mapping[int, int | None], *, is_last: bool = False) -> None:
         """Show where the groups are, if it is time to."""
