@@ -75,11 +75,14 @@ class ReplicaManager(Manager):
     _is_shut_down = False
 
     def shutdown(self, wait: bool = False) -> None:
-        """Leave: heartbeats stop, so that the peers go on without this group."""
+        """Leave: heartbeats stop, so that the peers go on without this group.
+
+        The process group is left to the garbage collector: a peer may still be receiving this
+        group's part of the last allreduce, and closing the connections would make it fail there.
+        """
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
-            self._pg.shutdown()
             self.store = None
 
 
