@@ -314,12 +314,10 @@ class DiLoCoCallback(Callback):
         self._shut_down()
 
     def _shut_down(self) -> None:
-        """Stop the heartbeats before the last evaluation: the others would wait for this group.
-
-        The manager is kept, and with it the connections of the last allreduce.
-        """
+        """Stop the heartbeats before the last evaluation: the others would wait for this group."""
         if self._manager is not None:
             self._manager.shutdown()
+            self._manager = None
 
 
 def _samples_in_batch(state: State) -> int:

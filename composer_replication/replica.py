@@ -21,12 +21,23 @@ log = logging.getLogger(__name__)
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 
 
+_retired: list[object] = []
+"""Process groups that are no longer used, kept until the process ends: see ``GlooOnTorch27`` and
+``ReplicaManager.shutdown``."""
+
+
 class GlooOnTorch27(ProcessGroupGloo):
-    """torchft's gloo group for torch before 2.8.
+    """torchft's gloo group for torch before 2.8, which needs two things done differently.
 
     torchft sets ``options.global_ranks_in_group`` (``process_group.py``, ``_create_pg``), which
     gloo's options lack there: every configuration fails, the Manager swallows the error, and no
     sync ever commits. Without rank info torchft leaves the options alone. They only label traces.
+
+    And that torch holds the interpreter lock while it destroys a gloo group and waits for its
+    threads (pytorch pull request 154976); a thread that needs the lock to drop a Python callback
+    then hangs the process for ever. So a group is kept when the quorum changes, not destroyed: two
+    threads and its sockets, each time.
+
     Remove it when the lowest supported torch is 2.8.
     """
 
@@ -39,6 +50,14 @@ class GlooOnTorch27(ProcessGroupGloo):
     ) -> None:
         del group_rank, group_world_size, global_rank
         super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
+
+    def abort(self, errored: bool = True) -> None:
+        _retired.append(self._pg)
+        super().abort(errored=errored)
+
+    def shutdown(self) -> None:
+        _retired.append(self._pg)
+        super().shutdown()
 
 
 def make_process_group(backend: str, timeout: float) -> ProcessGroup:
@@ -77,12 +96,13 @@ class ReplicaManager(Manager):
     def shutdown(self, wait: bool = False) -> None:
         """Leave: heartbeats stop, so that the peers go on without this group.
 
-        The process group is left to the garbage collector: a peer may still be receiving this
-        group's part of the last allreduce, and closing the connections would make it fail there.
+        Connections stay until the process ends: a peer may still be receiving this group's part
+        of the last allreduce, and would fail there.
         """
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
+            _retired.append(self._pg)
             self.store = None
 
 

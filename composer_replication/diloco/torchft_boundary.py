@@ -33,7 +33,8 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_merge_parameters",
         "_outer_optimizer",
     ),
-    "torchft.manager.Manager": ("_use_async_quorum",),
+    "torchft.process_group.ProcessGroupGloo": ("_pg",),
+    "torchft.manager.Manager": ("_use_async_quorum", "_pg"),
 }
 """Every private torchft name this package touches, by the class that has it."""
 

@@ -1,0 +1,102 @@
+"""One rank of a replica group that is a Composer job, under any launcher.
+
+python composer_group.py OUT DTYPE MICROBATCH_SIZE. Writes OUT/<group>_<rank>.jsonl: at the
+start and after every sync, what this rank holds. See test_composer_launchers.py.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from common import TinyMLP, batch
+from composer import Callback, Trainer
+from composer.models import ComposerModel
+from composer.utils import dist
+from torch.utils.data import DataLoader, TensorDataset
+from torchft.data import DistributedSampler
+
+from composer_replication import DiLoCoCallback
+
+
+class TinyModel(ComposerModel):
+    def __init__(self, seed):
+        super().__init__()
+        self.mlp = TinyMLP(seed)
+
+    def forward(self, batch):
+        return self.mlp(batch[0])
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.mse_loss(outputs, batch[1])
+
+
+class Record(Callback):
+    """Writes down what this rank holds whenever the number of outer steps has changed."""
+
+    def __init__(self, diloco, path):
+        self._diloco = diloco
+        self._path = path
+        self._seen = None
+
+    def batch_start(self, state, logger):
+        self._look(state)
+
+    def batch_end(self, state, logger):
+        self._look(state)
+
+    def _look(self, state):
+        diloco = self._diloco.diloco
+        if diloco.outer_step == self._seen:
+            return
+        self._seen = diloco.outer_step
+        theta = diloco.global_parameters()
+        local = {name: p.detach() for name, p in state.model.module.named_parameters()}
+        digest = hashlib.sha256()
+        for _, parameter in sorted(local.items()):
+            digest.update(parameter.float().numpy().tobytes())
+        line = {
+            "outer_step": diloco.outer_step,
+            "batch": state.timestamp.batch.value,
+            "inner_steps": diloco.inner_steps,
+            "local": digest.hexdigest(),
+            "global": diloco.global_digest(),
+            "is_level": all(torch.equal(p, theta[name].to(p.dtype)) for name, p in local.items()),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main(out, dtype, microbatch_size):
+    dist.initialize_dist("cpu")
+    group, rank = int(os.environ["REPLICA_GROUP_ID"]), dist.get_global_rank()
+    assert dist.get_world_size() == 2
+    # Other initial weights in each of the four ranks. DDP levels them inside a group; between the
+    # groups the cold start has to.
+    model = TinyModel(seed=10 * group + rank).to(getattr(torch, dtype))
+    x, y = (tensor.to(getattr(torch, dtype)) for tensor in batch(0, 0, size=4 * 7 * 8))
+    dataset = TensorDataset(x, y)
+    sampler = DistributedSampler(
+        dataset, replica_rank=group, num_replica_groups=2, group_rank=rank, num_replicas=2
+    )
+    diloco = DiLoCoCallback(sync_every=2, timeout=30.0, start_timeout_s=90.0)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        train_dataloader=DataLoader(dataset, batch_size=8, sampler=sampler),
+        max_duration="7ba",  # so that it ends in mid-round
+        callbacks=[diloco, Record(diloco, Path(out) / f"{group}_{rank}.jsonl")],
+        device="cpu",
+        device_train_microbatch_size=int(microbatch_size),
+        progress_bar=False,
+        auto_log_hparams=False,
+    )
+    trainer.fit()
+    trainer.close()
+    (Path(out) / f"{group}_{rank}.result.json").write_text(json.dumps(diloco.result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
