@@ -165,7 +165,7 @@ class DiLoCoCallback(Callback):
             self._progress.tell_phase("joining", state, self.diloco)
             self.diloco.__enter__()
         except BaseException:
-            self._shut_down()  # no heartbeat of ours may hold the others up
+            self._leave()  # no heartbeat of ours may hold the others up
             raise
         self._tell("training", state, logger)
 
@@ -324,6 +324,6 @@ def _samples_in_batch(state: State) -> int:
     """Samples of the current batch, over all ranks of the group."""
     # The default count, of tensors, lists and dicts: the state does not have the loader's own.
     own = DataSpec([]).get_num_samples_in_batch(state.batch)
-    total = torch.tensor([own], dtype=torch.int64)
+    total = state.device.tensor_to_device(torch.tensor([own]))
     dist.all_reduce(total)
     return int(total.item())

@@ -25,7 +25,7 @@ from composer_replication.diloco.reports import SyncReport
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.options import ReplicaOptions
-from composer_replication.simulation import SimulationError, simulate
+from composer_replication.simulation import Fault, SimulationError, simulate
 
 BATCHES_IN_EPOCH = 4
 NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
@@ -86,8 +86,7 @@ def callback_of(sim, **arguments):
     return DiLoCoCallback(
         manager=sim.manager,
         replica_id=sim.replica_id,
-        num_replicas=sim.num_replicas,
-        **{"sync_every": 2} | arguments,
+        **{"num_replicas": sim.num_replicas, "sync_every": 2} | arguments,
     )
 
 
@@ -442,6 +441,37 @@ def test_another_model_in_one_group_is_an_error_in_it():
     with pytest.raises(SimulationError, match="replica 1 raised SettingsMismatch: ") as caught:
         simulate(replica, num_replicas=2)
     assert re.search("model: '5 tensors, .*' here, '6 tensors, .*' there", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("fault", "inner_steps"),
+    [
+        # It joins in the sync of batch 6, before its own first batch, and then trains 7 and 8.
+        pytest.param(Fault("late", replica_id=1, step=3), [8, 2], id="a_late_joiner"),
+        # Its vote at batch 4 fails. The others go on; at their batch 6 it heals, and continues.
+        pytest.param(Fault("fail_commit", replica_id=1, step=2), [8, 6], id="a_failed_vote"),
+    ],
+)
+def test_who_heals_stands_where_its_donor_stands_and_ends_with_it(fault, inner_steps):
+    def replica(sim):
+        callback = callback_of(sim, num_replicas=1 if fault.kind == "late" else 2)
+        logged = InMemoryLogger()
+        trainer = trainer_of(
+            callback, replica_id=sim.replica_id, max_duration="8ba", loggers=[logged]
+        )
+        trainer.fit()
+        trainer.close()
+        healed = any(value for _, value in logged.data["diloco/healed"])
+        return callback.result, int(trainer.state.timestamp.batch), healed
+
+    (one, one_batch, one_healed), (other, other_batch, other_healed) = simulate(
+        replica, num_replicas=2, faults=[fault]
+    )
+    assert (one_batch, other_batch) == (8, 8)
+    assert (one_healed, other_healed) == (False, True)
+    assert [one["inner_steps"], other["inner_steps"]] == inner_steps
+    assert one["outer_steps"] == other["outer_steps"] == 4
+    assert one["global_digest"] == other["global_digest"]
 
 
 STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
