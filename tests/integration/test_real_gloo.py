@@ -80,13 +80,12 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("num_fragments", [1, 2])
-def test_one_group_with_outer_learning_rate_1_is_adamw_alone(num_fragments, record_property):
+@pytest.mark.parametrize(("num_fragments", "outer_steps"), [(1, 12), (2, 25)])
+def test_one_group_with_outer_learning_rate_1_is_adamw_alone(num_fragments, outer_steps):
     [seen] = run_groups(
         train_with_adamw_alone_and_under_diloco, num_replicas=1, num_fragments=num_fragments
     )
-    record_property("largest_difference", seen["largest_difference"])
-    assert seen["outer_steps"] == 50 // 4 * num_fragments + (num_fragments == 2)
+    assert seen["outer_steps"] == outer_steps
     assert seen["moved"] > 0.1  # else the next line says nothing
     assert seen["largest_difference"] < 1e-6
 
@@ -112,7 +111,7 @@ def train_on_own_part_syncing_every_step(group: Group) -> tuple[list[Tensor], li
         return [p.detach() for p in model.parameters()], digests
 
 
-def test_two_groups_that_sync_every_step_are_data_parallel_sgd(record_property):
+def test_two_groups_that_sync_every_step_are_data_parallel_sgd():
     (ours, our_digests), (theirs, their_digests) = run_groups(train_on_own_part_syncing_every_step)
     assert our_digests == their_digests and len(set(our_digests)) == 20
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -124,7 +123,6 @@ def test_two_groups_that_sync_every_step_are_data_parallel_sgd(record_property):
         train_on(model, sgd, *(torch.cat(pair) for pair in halves))
     expected = [p.detach() for p in model.parameters()]
     largest = max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True))
-    record_property("largest_difference", largest)
     assert largest < 1e-6
 
 
@@ -391,7 +389,7 @@ def test_groups_with_different_initial_weights_start_from_those_of_the_first():
 def start_with_own_settings(group: Group) -> str:
     model = Constant(w=()) if group.replica_id == 0 else Constant(w=(), v=())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with group.manager() as manager:
+    with group.manager(timeout=5.0) as manager:
         diloco = DiLoCo(
             manager,
             model,
@@ -399,7 +397,7 @@ def start_with_own_settings(group: Group) -> str:
             nesterov_sgd(lr=0.7 if group.replica_id == 0 else 0.5),
             sync_every=10 if group.replica_id == 0 else 20,
             num_replicas=group.num_replicas,
-            start_timeout_s=4.0,
+            start_timeout_s=4.0 if group.replica_id == 0 else 30.0,
         )
         with pytest.raises((SettingsMismatch, TimeoutError)) as caught:
             diloco.__enter__()
