@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 
 
-_retired: list[object] = []
-"""Process groups that are no longer used, kept until the process ends: see ``GlooOnTorch27`` and
-``ReplicaManager.shutdown``."""
+_left: list[object] = []
+"""Process groups of managers that have left, kept until the process ends."""
 
 
 class GlooOnTorch27(ProcessGroupGloo):
@@ -33,10 +32,10 @@ class GlooOnTorch27(ProcessGroupGloo):
     gloo's options lack there: every configuration fails, the Manager swallows the error, and no
     sync ever commits. Without rank info torchft leaves the options alone. They only label traces.
 
-    And that torch holds the interpreter lock while it destroys a gloo group and waits for its
-    threads (pytorch pull request 154976); a thread that needs the lock to drop a Python callback
-    then hangs the process for ever. So a group is kept when the quorum changes, not destroyed: two
-    threads and its sockets, each time.
+    And that torch destroys a gloo group with the interpreter lock in its hands, while it waits for
+    the group's threads (pytorch pull request 154976); a thread that needs the lock to drop a Python
+    callback then hangs the process for ever, once in some 300 changes of the quorum. The backend
+    beneath is destroyed without the lock, so it has to be what goes last.
 
     Remove it when the lowest supported torch is 2.8.
     """
@@ -52,12 +51,17 @@ class GlooOnTorch27(ProcessGroupGloo):
         super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
 
     def abort(self, errored: bool = True) -> None:
-        _retired.append(self._pg)
+        backend = self._backend()
         super().abort(errored=errored)
+        del backend
 
     def shutdown(self) -> None:
-        _retired.append(self._pg)
+        backend = self._backend()
         super().shutdown()
+        del backend
+
+    def _backend(self) -> object:
+        return None if self._pg is None else self._pg._get_backend(torch.device("cpu"))
 
 
 def make_process_group(backend: str, timeout: float) -> ProcessGroup:
@@ -93,6 +97,18 @@ class ReplicaManager(Manager):
     store: TCPStore | None = None
     _is_shut_down = False
 
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Ask for a quorum, as torchft does; after an error, first close what the error left.
+
+        A peer that has not seen the error still waits for this group's part of the allreduce. While
+        the connections stand it would wait for ``timeout``, and this quorum for the peer.
+        """
+        if self.errored():
+            self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+        super().start_quorum(allow_heal, shrink_only, timeout)
+
     def shutdown(self, wait: bool = False) -> None:
         """Leave: heartbeats stop, so that the peers go on without this group.
 
@@ -102,7 +118,7 @@ class ReplicaManager(Manager):
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
-            _retired.append(self._pg)
+            _left.append(self._pg)
             self.store = None
 
 
@@ -159,6 +175,7 @@ def make_manager(
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
+    process_group = make_process_group(backend, timeout)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
     store = None
@@ -166,7 +183,7 @@ def make_manager(
         store = host_store(hostname)
         store_addr, store_port = store.host, store.port
     manager = ReplicaManager(
-        pg=make_process_group(backend, timeout),
+        pg=process_group,
         load_state_dict=None,  # DiLoCo and the callback register theirs
         state_dict=None,
         min_replica_size=min_replica_size,
@@ -189,12 +206,19 @@ def make_manager(
 
 
 class _OneLine(logging.Filter):
-    """torchft logs each swallowed error with its traceback; one line says as much here. And on a
-    CPU it warns at every new quorum that there is no NCCL to trace."""
+    """torchft logs an error that it swallows with its traceback, and again for every message that
+    was under way; one line says as much here. On a CPU it also warns at every new quorum that
+    there is no NCCL to trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.exc_info = record.exc_text = None
-        return "NCCL flight recorder" not in str(record.msg)
+        is_news = record.getMessage() != self._last
+        self._last = record.getMessage()
+        return is_news and "NCCL flight recorder" not in self._last
 
 
 def tame_torchft_logs() -> None:

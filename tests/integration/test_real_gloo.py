@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import re
 import socket
 import time
@@ -512,6 +513,50 @@ def test_when_a_group_is_killed_in_a_sync_the_others_lose_nothing():
 
 
 # ---- traps ----------------------------------------------------------------------------------
+
+
+def die_between_two_messages(group: Group, at_message: int) -> list[tuple[int, int, float]]:
+    model = Constant(0.0, w=(64 * 200,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    bucket_cap_mb = 64 * 4 / 2**20
+    with (
+        group.manager(timeout=20.0) as manager,
+        DiLoCo(
+            manager,
+            model,
+            optimizer,
+            plain_sgd(),
+            sync_every=1,
+            bucket_cap_mb=bucket_cap_mb,
+            num_replicas=group.num_replicas,
+        ) as diloco,
+    ):
+        take_step(optimizer, -1.0)
+        if group.replica_id == 1:
+            allreduce, sent = manager.allreduce, itertools.count()
+
+            def allreduce_or_die(*arguments, **options):
+                if next(sent) == at_message:
+                    group.kill()
+                return allreduce(*arguments, **options)
+
+            manager.allreduce = allreduce_or_die
+        take_step(optimizer, -1.0)
+        assert model.w.unique().tolist() == [-2.0]
+        reports = diloco.pop_finished_syncs()
+        return [(r.num_participants, r.retries, r.sync_seconds) for r in reports]
+
+
+@pytest.mark.parametrize("at_message", [20, 150])
+def test_survivors_of_a_death_in_mid_message_do_not_wait_for_each_other(at_message):
+    # One sees the broken connection at once, the other waits for the first one's next message:
+    # for the whole timeout of 20 s, in half of such deaths, unless the first one closes its own.
+    one, _, other = run_groups(
+        die_between_two_messages, num_replicas=3, killed={1}, at_message=at_message
+    )
+    for seen in (one, other):
+        assert [report[:2] for report in seen] == [(3, 0), (2, 1)]
+        assert seen[1][2] < 10.0
 
 
 def start_over_stock_gloo(group: Group) -> str:
