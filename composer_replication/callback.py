@@ -18,12 +18,9 @@ from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaOptions
 from composer_replication.progress import Progress
-from composer_replication.replica import (
-    ReplicaManager,
-    backend_for,
-    host_store,
-    make_manager,
-)
+from composer_replication.process_group import host_store
+from composer_replication.replica import backend_for, make_manager
+from composer_replication.replica_manager import ReplicaManager
 from composer_replication.run_folder import ReplicaFolder
 
 log = logging.getLogger(__name__)
@@ -96,6 +93,7 @@ class DiLoCoCallback(Callback):
         quorum_timeout: float = ReplicaOptions.quorum_timeout,
         connect_timeout: float = ReplicaOptions.connect_timeout,
         quorum_retries: int = ReplicaOptions.quorum_retries,
+        give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
         hostname: str | None = None,
         backup_device: str | None = None,
         pin_memory: bool = ReplicaOptions.pin_memory,
@@ -127,6 +125,7 @@ class DiLoCoCallback(Callback):
             quorum_timeout=quorum_timeout,
             connect_timeout=connect_timeout,
             quorum_retries=quorum_retries,
+            give_up_after_s=give_up_after_s,
             hostname=hostname,
             backup_device=backup_device,
             pin_memory=pin_memory,
@@ -246,6 +245,7 @@ class DiLoCoCallback(Callback):
             quorum_timeout=options.quorum_timeout,
             connect_timeout=options.connect_timeout,
             quorum_retries=options.quorum_retries,
+            give_up_after_s=options.give_up_after_s,
             rank=dist.get_global_rank(),
             world_size=dist.get_world_size(),
             store_addr=address[0][0],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.error import URLError
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
@@ -44,6 +48,53 @@ def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
                     "`composer-replication launch`, which brings its own"
                 ) from error
             time.sleep(0.2)
+
+
+def can_connect(host: str, port: int, timeout_s: float) -> bool:
+    """Whether something listens there."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica group in a lighthouse's last quorum: torchft's name for it, with a uuid; the
+    manager's step when it asked; the address of its manager server."""
+
+    replica_id: str
+    step: int
+    manager_addr: str
+
+
+@dataclass(frozen=True)
+class LighthouseStatus:
+    """What a lighthouse says of itself: the last quorum, and what the next one waits for."""
+
+    members: tuple[Member, ...]
+    situation: str
+
+
+_MEMBER = re.compile(r"<b>([^<]+)</b>.*?Step: (\d+).*?Manager: (\S+)", re.DOTALL)
+_SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
+
+
+def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatus:
+    """Read the lighthouse's status page, the one place where torchft tells who is there.
+
+    Reading it makes nobody wait, while asking for a quorum makes this group a member. A lighthouse
+    that does not answer has no members; ``situation`` then says so.
+    """
+    try:
+        with urlopen(f"{lighthouse_addr}/status", timeout=timeout_s) as answer:
+            page = answer.read().decode(errors="replace")
+    except (URLError, OSError) as error:
+        return LighthouseStatus((), f"the lighthouse at {lighthouse_addr} is away ({error})")
+    members = tuple(Member(name, int(step), addr) for name, step, addr in _MEMBER.findall(page))
+    situation = _SITUATION.search(page)
+    return LighthouseStatus(members, situation[1].strip() if situation else "no reason given")
 
 
 def start_lighthouse(

@@ -27,7 +27,10 @@ class ReplicaOptions:
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
             which groups differ between two syncs.
         connect_timeout: Limit of connecting to the lighthouse, in seconds.
-        quorum_retries: How often a quorum is asked for again when the lighthouse is away.
+        quorum_retries: How often a quorum is asked for again when the lighthouse is away, spread
+            over ``quorum_timeout``: by default once a second.
+        give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
+            that is an error, in seconds. None: for ever; what is missing is logged.
         hostname: How peers reach this machine. None: its host name.
         backup_device: Where global parameters and outer state live. None: in host memory.
         pin_memory: Whether they are pinned there, if there is an accelerator.
@@ -49,7 +52,8 @@ class ReplicaOptions:
     timeout: float = 60.0
     quorum_timeout: float = 3600.0
     connect_timeout: float = 5.0
-    quorum_retries: int = 10
+    quorum_retries: int = 3600
+    give_up_after_s: float | None = None
     hostname: str | None = None
     backup_device: str | None = None
     pin_memory: bool = True
@@ -62,6 +66,8 @@ class ReplicaOptions:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
+        if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
+            raise ValueError(f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null")
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
         if self.num_replicas is not None:

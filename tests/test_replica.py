@@ -5,23 +5,12 @@ Real: logging, process group objects, a store; in the last test the lighthouse a
 
 import logging
 import re
-import socket
-from datetime import timedelta
 
 import pytest
 import torch
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
-
 from composer_replication.lighthouse import start_lighthouse
-from composer_replication.replica import (
-    GlooOnTorch27,
-    backend_for,
-    host_store,
-    make_manager,
-    make_process_group,
-    tame_torchft_logs,
-)
+from composer_replication.replica import backend_for, make_manager, tame_torchft_logs
 
 NOBODY = "http://no-such-host.invalid:29510"
 
@@ -59,33 +48,9 @@ def test_a_variable_with_which_torchft_overrides_an_argument_is_warned_of(monkey
 # ---- process groups and the store -----------------------------------------------------------
 
 
-def test_gloo_is_replaced_on_torch_2_7_only():
-    kind = type(make_process_group("gloo", timeout=10.0))
-    is_old = torch.__version__.startswith("2.7.")
-    assert kind is (GlooOnTorch27 if is_old else ProcessGroupGloo)
-
-
-def test_nccl_is_torchft_s_own():
-    assert type(make_process_group("nccl", timeout=10.0)) is ProcessGroupNCCL
-
-
-def test_another_backend_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="backend='mpi': use 'gloo' or 'nccl'"):
-        make_process_group("mpi", timeout=10.0)
-
-
 def test_the_backend_follows_the_device():
     assert backend_for(torch.device("cpu")) == "gloo"
     assert backend_for(torch.device("cuda", 1)) == "nccl"
-
-
-def test_a_group_hosts_its_store_on_a_free_port_of_this_machine():
-    one, other = host_store(), host_store("localhost")
-    assert (one.host, other.host) == (socket.gethostname(), "localhost")
-    assert one.port != other.port
-    one.set("key", "value")
-    with pytest.raises(torch.distributed.DistStoreError):
-        other.wait(["key"], timedelta(seconds=0.1))  # it is another group's
 
 
 # ---- logs -----------------------------------------------------------------------------------

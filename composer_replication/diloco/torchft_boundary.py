@@ -33,8 +33,18 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_merge_parameters",
         "_outer_optimizer",
     ),
-    "torchft.process_group.ProcessGroupGloo": ("_pg",),
-    "torchft.manager.Manager": ("_use_async_quorum", "_pg"),
+    "torchft.process_group.ProcessGroupGloo": ("_pg", "_rendezvous_store"),
+    "torchft.manager.Manager": (
+        "_use_async_quorum",
+        "_pg",
+        "_client",
+        "_connect_timeout",
+        "_executor",
+        "_quorum_future",
+        "_quorum_id",
+        "_reconfigure_pg",
+    ),
+    "torchft.manager._ManagedWork": ("_work",),
 }
 """Every private torchft name this package touches, by the class that has it."""
 

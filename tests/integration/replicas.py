@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from composer_replication.lighthouse import start_lighthouse
-from composer_replication.replica import ReplicaManager, make_manager
+from composer_replication.replica import make_manager
+from composer_replication.replica_manager import ReplicaManager
 
 # torch and torchft take seconds to import. The fork server does it once; a fork of it, which has
 # no threads yet, is a process as fresh as a spawned one.

@@ -30,7 +30,8 @@ from composer_replication import replica
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import SettingsMismatch
-from composer_replication.replica import host_store, make_manager, make_process_group
+from composer_replication.process_group import host_store, make_process_group
+from composer_replication.replica import make_manager
 
 pytestmark = pytest.mark.integration
 
@@ -560,7 +561,7 @@ def test_survivors_of_a_death_in_mid_message_do_not_wait_for_each_other(at_messa
 
 
 def start_over_stock_gloo(group: Group) -> str:
-    replica.make_process_group = lambda backend, timeout: ProcessGroupGloo()
+    replica.make_process_group = lambda backend, timeout, hostname: ProcessGroupGloo()
     model = Constant(w=())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with group.manager() as manager:

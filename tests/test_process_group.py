@@ -1,0 +1,83 @@
+"""The group over which replicas average. Run: pytest tests/test_process_group.py
+
+Real: process group objects, stores, this machine's interfaces.
+"""
+
+import json
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+from torchft.process_group import ProcessGroupNCCL
+
+from composer_replication.process_group import (
+    Gloo,
+    GlooOnTorch27,
+    host_store,
+    interface_of,
+    make_process_group,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_interface_stays_set(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "restored after the test")
+        monkeypatch.delenv(name)
+
+
+def test_gloo_is_replaced_on_torch_2_7_only():
+    kind = type(make_process_group("gloo", timeout=10.0))
+    is_old = torch.__version__.startswith("2.7.")
+    assert kind is (GlooOnTorch27 if is_old else Gloo)
+
+
+def test_nccl_is_torchft_s_but_for_its_address():
+    assert isinstance(make_process_group("nccl", timeout=10.0), ProcessGroupNCCL)
+
+
+def test_another_backend_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="backend='mpi': use 'gloo' or 'nccl'"):
+        make_process_group("mpi", timeout=10.0)
+
+
+def test_a_group_hosts_its_store_on_a_free_port_of_this_machine():
+    one, other = host_store(), host_store("localhost")
+    assert (one.host, other.host) == (socket.gethostname(), "localhost")
+    assert one.port != other.port
+    one.set("key", "value")
+    with pytest.raises(torch.distributed.DistStoreError):
+        other.wait(["key"], timedelta(seconds=0.1))  # it is another group's
+
+
+def test_peers_are_told_the_host_it_was_given_and_not_this_machine_s_name(monkeypatch):
+    # torchft tells socket.gethostname() for the store, whatever Manager(hostname=) says.
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    group = make_process_group("gloo", 10.0, "127.0.0.1")
+    handle = json.loads(group.get_reconfigure_handle())
+    host, _, port = handle["store"].rpartition(":")
+    assert host == "127.0.0.1"
+    socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def test_without_a_host_it_is_the_machine_s_name():
+    handle = json.loads(make_process_group("gloo", 10.0).get_reconfigure_handle())
+    assert handle["store"].startswith(f"{socket.gethostname()}:")
+
+
+def test_gloo_listens_on_the_interface_that_has_the_address(monkeypatch):
+    import os
+
+    make_process_group("gloo", 10.0, "127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"
+
+
+def test_a_host_name_that_does_not_resolve_is_refused_with_the_fix():
+    with pytest.raises(ValueError, match="hostname='no-such-host.invalid' does not resolve here"):
+        make_process_group("gloo", 10.0, "no-such-host.invalid")
+
+
+def test_an_address_behind_a_gateway_is_on_no_interface():
+    assert interface_of("192.0.2.1") is None  # TEST-NET-1: nobody's
