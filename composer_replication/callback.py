@@ -17,7 +17,7 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaOptions
-from composer_replication.progress import Progress
+from composer_replication.progress import Progress, max_batches
 from composer_replication.process_group import host_store
 from composer_replication.replica import backend_for, make_manager
 from composer_replication.replica_manager import ReplicaManager
@@ -89,6 +89,7 @@ class DiLoCoCallback(Callback):
         lighthouse_addr: str | None = None,
         min_replica_size: int = ReplicaOptions.min_replica_size,
         start_timeout_s: float = ReplicaOptions.start_timeout_s,
+        on_start_timeout: str = ReplicaOptions.on_start_timeout,
         timeout: float = ReplicaOptions.timeout,
         quorum_timeout: float = ReplicaOptions.quorum_timeout,
         connect_timeout: float = ReplicaOptions.connect_timeout,
@@ -121,6 +122,7 @@ class DiLoCoCallback(Callback):
             lighthouse_addr=lighthouse_addr,
             min_replica_size=min_replica_size,
             start_timeout_s=start_timeout_s,
+            on_start_timeout=on_start_timeout,
             timeout=timeout,
             quorum_timeout=quorum_timeout,
             connect_timeout=connect_timeout,
@@ -174,6 +176,8 @@ class DiLoCoCallback(Callback):
         # Only steps inside a batch count: torch's get_optimizer_state_dict and
         # set_optimizer_state_dict make hidden ones, at a load and, for SGD, at every save.
         self.diloco.counts_steps = True
+        if max_batches(state) == state.timestamp.batch.value + 1:
+            self.diloco.expect_last_step()
         if self.settings.weight_by == "samples":
             self.diloco.count_samples(_samples_in_batch(state))
 
@@ -282,6 +286,8 @@ class DiLoCoCallback(Callback):
             pin_memory=self.options.pin_memory,
             num_replicas=self.options.num_replicas or 1,
             start_timeout_s=self.options.start_timeout_s,
+            on_start_timeout=self.options.on_start_timeout,
+            give_up_after_s=self.options.give_up_after_s,
             digest_every=self.options.digest_every,
         )
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from composer_replication.diloco.settings import START_TIMEOUT_S
+from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class ReplicaOptions:
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``.
         min_replica_size: Fewest groups in a quorum that may commit.
         start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
+        on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
             which groups differ between two syncs.
@@ -36,8 +37,8 @@ class ReplicaOptions:
         pin_memory: Whether they are pinned there, if there is an accelerator.
         final_sync: Whether training ends with a sync of what has been trained since the last one,
             after which the model holds the global parameters.
-        digest_every: Every how many outer steps the digest of the global parameters is logged; 0
-            for never.
+        digest_every: Every how many outer steps the groups compare digests of their global
+            parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
 
     Raises:
@@ -49,6 +50,7 @@ class ReplicaOptions:
     lighthouse_addr: str | None = None
     min_replica_size: int = 1
     start_timeout_s: float = START_TIMEOUT_S
+    on_start_timeout: str = ON_START_TIMEOUT[0]
     timeout: float = 60.0
     quorum_timeout: float = 3600.0
     connect_timeout: float = 5.0
@@ -67,9 +69,12 @@ class ReplicaOptions:
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
         if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
-            raise ValueError(f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null")
+            raise ValueError(
+                f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null"
+            )
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
+        StartPolicy(self.num_replicas or 1, self.start_timeout_s, self.on_start_timeout)
         if self.num_replicas is not None:
             _check_count("num_replicas", self.num_replicas, 1)
             if self.min_replica_size > self.num_replicas:

@@ -68,17 +68,17 @@ class Progress:
     def tell_phase(self, phase: str, state: State, diloco: DiLoCo) -> None:
         """Say where the group stands; cheap enough for every batch."""
         batch = state.timestamp.batch.value
-        max_batches = _max_batches(state)
+        batches = max_batches(state)
         seconds_left = None
         if phase == "training":
             began_at, began = self._began = self._began or (batch, time.monotonic())
-            if max_batches is not None and batch > began_at:
+            if batches is not None and batch > began_at:
                 per_batch = (time.monotonic() - began) / (batch - began_at)
-                seconds_left = per_batch * max(0, max_batches - batch)
+                seconds_left = per_batch * max(0, batches - batch)
         self._folder.write_status(
             phase,
             batch=batch,
-            max_batches=max_batches,
+            max_batches=batches,
             inner_steps=diloco.inner_steps,
             outer_step=diloco.outer_step,
             round=diloco.inner_steps / self._sync_every,
@@ -94,7 +94,7 @@ def numbers_of(report: SyncReport) -> dict[str, float]:
     return {f"diloco/{name}": +value for name, value in values.items()}
 
 
-def _max_batches(state: State) -> int | None:
+def max_batches(state: State) -> int | None:
     """The batch at which training ends, if that can be known."""
     end = state.max_duration
     if end is None:

@@ -10,7 +10,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-FAULTS = ("kill", "fail_allreduce", "fail_commit", "late")
+FAULTS = (
+    "kill",
+    "kill_before_vote",
+    "kill_after_vote",
+    "kill_in_heal",
+    "restart",
+    "fail_allreduce",
+    "fail_commit",
+    "fail_heal",
+    "stale_quorum",
+    "late",
+)
 
 
 @dataclass(frozen=True)
@@ -18,17 +29,36 @@ class Fault:
     """Something that goes wrong, at a place in the script.
 
     Args:
-        kind: ``kill`` ends the replica in the middle of the sync: after its peers have counted it
-            into the quorum, before it has sent anything. ``fail_allreduce`` is a connection that
-            breaks: the allreduce of that sync fails in every replica. ``fail_commit`` is an error
-            in one replica after the allreduce: it votes no while its peers commit. ``late``
-            starts the replica only once its peers have reached ``step``.
+        kind: One of these.
+
+            * ``kill`` ends the replica in the middle of the sync: after its peers have counted it
+              into the quorum, before it has sent anything. ``kill_before_vote`` ends it when the
+              allreduce is over, ``kill_after_vote`` when its own vote is too, ``kill_in_heal`` when
+              it is about to take over a donor's state.
+            * ``restart`` is ``kill``, and the replica begins anew and joins again.
+            * ``fail_allreduce`` is a connection that breaks: the allreduce of that sync fails in
+              every replica. ``fail_commit`` is an error in one replica after the allreduce: it
+              votes no while its peers commit. ``fail_heal`` is a download that breaks off.
+            * ``stale_quorum`` is a quorum id used twice: the replica's part reaches nobody, and all
+              believe it did.
+            * ``late`` starts the replica only once its peers have reached ``step``.
         replica_id: Whose fault it is.
         step: The manager's step (committed votes so far; 1 after the cold start) at which it
             happens, once.
     """
 
-    kind: Literal["kill", "fail_allreduce", "fail_commit", "late"]
+    kind: Literal[
+        "kill",
+        "kill_before_vote",
+        "kill_after_vote",
+        "kill_in_heal",
+        "restart",
+        "fail_allreduce",
+        "fail_commit",
+        "fail_heal",
+        "stale_quorum",
+        "late",
+    ]
     replica_id: int
     step: int
 
@@ -40,6 +70,10 @@ class Fault:
 class Stopped(Exception):
     """Ends the thread of a replica that was killed, or whose peer raised."""
 
+    def __init__(self, restarts: bool = False) -> None:
+        super().__init__()
+        self.restarts = restarts
+
 
 @dataclass
 class Quorum:
@@ -50,6 +84,7 @@ class Quorum:
     max_step: int
     state: dict[str, Any] | None
     is_broken: bool = False
+    cut_off: set[int] = field(default_factory=set)
     buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     sums: dict[int, Tensor] = field(default_factory=dict)
 
@@ -156,7 +191,7 @@ class SharedBuffer:
                 if len(shapes) > 1:
                     quorum.is_broken = True
                 else:
-                    parts = [buffer[member] for member in quorum.members]
+                    parts = [buffer[m] for m in quorum.members if m not in quorum.cut_off]
                     quorum.sums[number] = sum(parts[1:], start=parts[0])
                 del quorum.buffers[number]
             self._changed.notify_all()
@@ -168,6 +203,16 @@ class SharedBuffer:
                 lambda: number in quorum.sums or quorum.is_broken, f"allreduce {number}"
             )
             return quorum.sums.get(number)  # a member that leaves later breaks no finished sum
+
+    def cut_off(self, quorum: Quorum, replica_id: int) -> None:
+        """Leave this member's part out of every sum of the quorum."""
+        with self._changed:
+            quorum.cut_off.add(replica_id)
+
+    def come_back(self, replica_id: int) -> None:
+        """A replica that was killed is there again."""
+        with self._changed:
+            self._alive.add(replica_id)
 
     def break_quorum(self, quorum: Quorum) -> None:
         """Make what is under way in this quorum fail in every member."""

@@ -64,15 +64,28 @@ class SimulatedManager:
         self._error = None
         self._num_allreduces = 0
         self._quorum = quorum = self._network.join_quorum(self._replica_id, self._step, self._save)
-        if self._network.strike("kill", self._replica_id, self._step):
+        if self._strikes("kill"):
             raise Stopped
-        if self._network.strike("fail_allreduce", self._replica_id, self._step):
+        if self._strikes("restart"):
+            raise Stopped(restarts=True)
+        if self._strikes("stale_quorum"):
+            self._network.cut_off(quorum, self._replica_id)
+        if self._strikes("fail_allreduce"):
             self._network.break_quorum(quorum)
         if self._step < quorum.max_step:
             assert quorum.state is not None, "a quorum with someone behind has a donor's state"
+            if self._network.strike("kill_in_heal", self._replica_id, quorum.max_step):
+                raise Stopped
+            if self._network.strike("fail_heal", self._replica_id, quorum.max_step):
+                self._network.break_quorum(quorum)
+                self.report_error(ConnectionError("scripted fault: fail_heal"))
+                return
             self._step = quorum.max_step
             for key, (load, _) in self._state_dict_fns.items():
                 load(quorum.state[key])
+
+    def _strikes(self, kind: str) -> bool:
+        return self._network.strike(kind, self._replica_id, self._step)
 
     def current_step(self) -> int:
         return self._step
@@ -116,14 +129,18 @@ class SimulatedManager:
     def errored(self) -> Exception | None:
         return self._error
 
-    def report_error(self, error: Exception) -> None:
-        self._error = error
+    def report_error(self, e: Exception) -> None:
+        self._error = e
 
     def should_commit(self) -> bool:
-        if self._network.strike("fail_commit", self._replica_id, self._step):
+        if self._strikes("kill_before_vote"):
+            raise Stopped
+        if self._strikes("fail_commit"):
             self.report_error(RuntimeError("scripted fault: fail_commit"))
         if self._error is not None or self.num_participants() < self._min_replica_size:
             return False
+        if self._strikes("kill_after_vote"):
+            raise Stopped
         self._step += 1
         self._batches_committed += self.num_participants()
         return True

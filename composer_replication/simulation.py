@@ -77,8 +77,7 @@ def simulate(
     def run(replica_id: int) -> None:
         try:
             network.wait_for_start(replica_id)
-            manager = SimulatedManager(network, replica_id)
-            results[replica_id] = replica_fn(SimulatedReplica(replica_id, num_replicas, manager))
+            results[replica_id] = _run_and_restart(replica_fn, replica_id, num_replicas, network)
         except Stopped:
             pass
         except BaseException as error:  # noqa: B036 - handed to the caller below
@@ -101,3 +100,20 @@ def simulate(
             f"replica {replica_id} raised {type(error).__name__}: {error}"
         ) from error
     return results
+
+
+def _run_and_restart(
+    replica_fn: Callable[[SimulatedReplica], Any],
+    replica_id: int,
+    num_replicas: int,
+    network: SharedBuffer,
+) -> Any:
+    while True:
+        manager = SimulatedManager(network, replica_id)
+        try:
+            return replica_fn(SimulatedReplica(replica_id, num_replicas, manager))
+        except Stopped as stopped:
+            if not stopped.restarts:
+                raise
+            network.leave(replica_id)
+            network.come_back(replica_id)

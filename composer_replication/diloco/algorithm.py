@@ -23,10 +23,16 @@ from composer_replication.diloco.outer_optimizer import (
     nesterov_sgd,
 )
 from composer_replication.diloco.reports import SyncClock, SyncReport
-from composer_replication.diloco.settings import START_TIMEOUT_S, DiLoCoSettings
+from composer_replication.diloco.roll_call import DivergenceError, RollCall
+from composer_replication.diloco.settings import (
+    ON_START_TIMEOUT,
+    START_TIMEOUT_S,
+    DiLoCoSettings,
+    StartPolicy,
+)
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
-__all__ = ["DiLoCo", "SyncError", "SyncReport"]
+__all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
 
 
 class DiLoCo(torchft.local_sgd.DiLoCo):
@@ -62,7 +68,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         num_replicas: How many groups a cold start waits for. A group that finds others in training
             joins these whatever their number.
         start_timeout_s: How long a cold start waits for them, in seconds.
-        digest_every: Every how many outer steps a report has the ``global_digest``; 0 for never.
+        on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
+        give_up_after_s: How long a sync waits for ``min_replica_size`` groups, in seconds; None for
+            ever.
+        digest_every: Every how many outer steps the groups compare digests of their global
+            parameters, and a report has the ``global_digest``; 0 for never.
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
@@ -70,6 +80,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         SettingsMismatch: On entering, if this group's settings differ from the others'.
         TimeoutError: On entering, if too few groups came.
         SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries.
+        DivergenceError: From there too, if this group's global parameters are not the others'.
     """
 
     def __init__(
@@ -91,6 +102,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         pin_memory: bool = True,
         num_replicas: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
+        on_start_timeout: str = ON_START_TIMEOUT[0],
+        give_up_after_s: float | None = None,
         digest_every: int = 0,
     ) -> None:
         if not isinstance(model_fragments, nn.Module):
@@ -132,28 +145,33 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             fragment_sync_delay=settings.fragment_sync_delay,
             fragment_update_alpha=settings.fragment_update_alpha,
         )
-        self._clock = SyncClock()
-        self._fragments: list[FragmentSync] = [  # pyright: ignore[reportIncompatibleVariableOverride]
-            FragmentSync(manager, index, global_parameters, inner_optimizer, settings, self._clock)
-            for index, global_parameters in enumerate(owned)
-        ]
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(fragments),
         }
         self._state = GlobalState(owned, fingerprint)
+        self._clock = SyncClock()
+        roll_call = RollCall(cast(DiLoCoManager, manager), self._state, digest_every)
+        self._fragments: list[FragmentSync] = [  # pyright: ignore[reportIncompatibleVariableOverride]
+            FragmentSync(
+                manager, index, globals_, inner_optimizer, settings, self._clock, roll_call
+            )
+            for index, globals_ in enumerate(owned)
+        ]
+        roll_call.fragments = self._fragments
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager),
             self._fragments,
             self._state,
             settings,
             self._clock,
+            roll_call,
             inner_optimizer,
             digest_every,
+            give_up_after_s,
         )
         self.counts_steps = True
-        self._num_replicas = num_replicas
-        self._start_timeout_s = start_timeout_s
+        self._start = StartPolicy(num_replicas, start_timeout_s, on_start_timeout)
         self._samples = 0
 
     # ---- the schedule is torchft's; behind it, the retry ------------------------------------
@@ -161,6 +179,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def count_samples(self, num_samples: int) -> None:
         """Say how many samples, over all ranks of the group, the next inner step trains on."""
         self._samples += num_samples
+
+    def expect_last_step(self) -> None:
+        """Say that the next inner step ends training.
+
+        Groups that all know it in their last sync need no further one to find out.
+        """
+        self._outer.ends_with_next_step = True
 
     def _step_pre_hook(self, *step: Any) -> None:
         if self.counts_steps:
@@ -185,7 +210,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
         with self._clock.blocking():
-            if self._outer.join(self._num_replicas, self._start_timeout_s):
+            if self._outer.join(self._start):
                 # As far from the next sync as the others, who apply this one after the delay.
                 self._local_step = -self.settings.fragment_sync_delay
         super().__enter__()
@@ -195,7 +220,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Synchronise what has been trained since the last syncs, and end on the global parameters.
 
         Call it when training ends, in every group: the model then holds the global parameters,
-        whatever ``fragment_update_alpha`` is.
+        whatever ``fragment_update_alpha`` is. Groups that end earlier stay until the last one has
+        ended, without contributing, so that all end on the same.
         """
         self._outer.finish()
         self._local_step = 0

@@ -16,6 +16,7 @@ from composer_replication.diloco.outer_optimizer import (
     pseudo_gradient,
 )
 from composer_replication.diloco.reports import SyncClock
+from composer_replication.diloco.roll_call import RollCall
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager, _StreamingDiLoCoFragment
 
@@ -42,6 +43,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         inner_optimizer: Passed on to torchft.
         settings: The run's settings.
         clock: Told when a quorum has formed and when a vote is over.
+        roll_call: Goes along with the messages.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         inner_optimizer: torch.optim.Optimizer,
         settings: DiLoCoSettings,
         clock: SyncClock,
+        roll_call: RollCall,
     ) -> None:
         super().__init__(
             cast(Manager, manager),
@@ -67,6 +70,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.fragment_id = fragment_id
         self.globals = global_parameters
         self._clock = clock
+        self._roll_call = roll_call
         self._alpha = settings.fragment_update_alpha
         self._weight_by = settings.weight_by
         self._local = list(global_parameters.local.values())
@@ -158,6 +162,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         for message in self.mean.messages:
             work = self._manager.allreduce(message, reduce_op=ReduceOp.SUM)  # pyright: ignore
             self._allreduce_work.append(work)
+        self._allreduce_work.append(self._roll_call.send(self))  # pyright: ignore[reportArgumentType]
 
     def _set_grads(self) -> None:
         gradients = [torch.empty_like(theta) for theta in self._theta]

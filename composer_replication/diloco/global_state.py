@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class GlobalState:
         self._fragments = fragments
         self.fingerprint = fingerprint
         self.outer_step = 0
+        self.was_given = self.was_taken = False
+        """Whether a peer has taken it over, or it is a peer's, since the last sync."""
 
     def parameters(self) -> dict[str, Tensor]:
         """The global parameters by name, fp32; the tensors themselves, not copies."""
@@ -37,10 +39,11 @@ class GlobalState:
 
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
-        digest = hashlib.sha256()
-        for _, theta in sorted(self.parameters().items()):
-            digest.update(theta.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return _digest(self.parameters())
+
+    def fragment_digests(self) -> list[str]:
+        """The same of each fragment alone."""
+        return [_digest(fragment.theta) for fragment in self._fragments]
 
     def state_dict(self) -> dict[str, Any]:
         """A copy, in tensors and plain containers. Runs on torchft's quorum thread at a heal, so
@@ -61,3 +64,11 @@ class GlobalState:
         for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self.outer_step = state_dict["outer_step"]
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

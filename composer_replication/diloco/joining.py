@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.settings import compare_fingerprints
+from composer_replication.diloco.settings import StartPolicy, compare_fingerprints
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
@@ -22,50 +22,77 @@ FINGERPRINT_BYTES = 8192
 
 
 class StartBarrier:
-    """Holds a cold start until enough groups are there.
+    """Holds a start until enough groups are there.
 
     A lone group would otherwise train by itself, and so would the next one, without a word.
 
     Args:
-        num_replicas: Groups to wait for.
-        timeout_s: How long, in seconds.
+        manager: The torchft manager, or its simulated double.
+        policy: How many groups to wait for, how long, and what then.
+        max_retries: How many starts in a row may fail for another reason.
     """
 
     POLL_S = 0.5
     SAY_EVERY_S = 30.0
 
-    def __init__(self, num_replicas: int, timeout_s: float) -> None:
-        self._num_replicas = num_replicas
-        self._timeout_s = timeout_s
+    def __init__(self, manager: DiLoCoManager, policy: StartPolicy, max_retries: int) -> None:
+        self._manager = manager
+        self._policy = policy
+        self._failures_left = max_retries
         self._began = time.monotonic()
         self._said = self._began - self.SAY_EVERY_S + 2.0
 
-    def is_open(self, num_present: int) -> bool:
-        """Whether the groups in this quorum are enough; waits a moment if not.
+    def hears_start(self, device: torch.device) -> bool:
+        """Whether the groups in this quorum start. If not, the manager has an error: vote.
+
+        One group's yes is enough, and all of the quorum hear it: they start together or not at all,
+        however long each of them has been waiting.
+        """
+        policy, num_present = self._policy, self._manager.num_participants()
+        is_enough = num_present >= policy.num_replicas
+        starts_late = policy.on_start_timeout == "start" and self._is_late()
+        votes = torch.tensor([float(is_enough or starts_late)], device=device)
+        self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
+        if self._manager.errored() is not None:
+            return False
+        situation = f"{num_present} of {policy.num_replicas} replica groups are there"
+        if votes.item() == 0:
+            self._manager.report_error(TooFewGroups(situation))
+            return False
+        if not is_enough:
+            log.warning("Starting although %s", situation)
+        return True
+
+    def wait(self, error: Exception | None, cause: str) -> None:
+        """After a start that did not commit: wait a moment.
 
         Raises:
-            TimeoutError: Too few came within ``timeout_s``.
+            TimeoutError: Too few groups came in time, or it has failed too often otherwise.
         """
-        if num_present >= self._num_replicas:
-            return True
-        self._wait(f"{num_present} of {self._num_replicas} replica groups are there")
-        return False
-
-    def failed(self, cause: str) -> None:
-        """A start that did not commit, for example since a group left again: wait a moment."""
-        self._wait(f"the start did not commit: {cause}")
-
-    def _wait(self, situation: str) -> None:
-        now = time.monotonic()
-        if now - self._began > self._timeout_s:
+        situation = str(error)
+        if not isinstance(error, TooFewGroups):  # for example since a group left again
+            self._failures_left -= 1
+            situation = f"the start did not commit: {cause}"
+            log.warning("%s%s", situation[0].upper(), situation[1:])
+            if self._failures_left < 0:
+                raise TimeoutError(f"{situation}. This group has tried often enough and leaves")
+        if self._is_late() and self._policy.on_start_timeout == "error":
             raise TimeoutError(
-                f"no start within start_timeout_s={self._timeout_s:g}: {situation}. Start the "
-                "missing groups with the same lighthouse, or lower num_replicas"
+                f"no start within start_timeout_s={self._policy.start_timeout_s:g}: {situation}. "
+                "Start the missing groups with the same lighthouse, or lower num_replicas"
             )
+        now = time.monotonic()
         if now - self._said > self.SAY_EVERY_S:
             self._said = now
             log.warning("Waiting to start: %s", situation)
         time.sleep(self.POLL_S)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._began > self._policy.start_timeout_s
+
+
+class TooFewGroups(Exception):
+    """Not an error: the start waits for more."""
 
 
 def agree_on_settings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from composer_replication.diloco.joining import (
     share_initial_parameters,
 )
 from composer_replication.diloco.reports import SyncClock, SyncReport
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.roll_call import RollCall
+from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
@@ -34,9 +36,14 @@ class OuterLoop:
         state: The global state they make up.
         settings: The run's settings.
         clock: The one that the fragments tell of quorums and votes.
+        roll_call: The one that the fragments send.
         inner_optimizer: Its state is dropped when the group's training has gone wrong.
         digest_every: Every how many outer steps a report has the digest; 0 for never.
+        give_up_after_s: How long a sync waits for enough groups; None for ever.
     """
+
+    POLL_S = 1.0
+    SAY_EVERY_S = 30.0
 
     def __init__(
         self,
@@ -45,20 +52,26 @@ class OuterLoop:
         state: GlobalState,
         settings: DiLoCoSettings,
         clock: SyncClock,
+        roll_call: RollCall,
         inner_optimizer: torch.optim.Optimizer,
         digest_every: int,
+        give_up_after_s: float | None,
     ) -> None:
         self._manager = manager
         self._fragments = fragments
         self._state = state
         self._max_retries = settings.max_sync_retries
         self._clock = clock
+        self._roll_call = roll_call
         self._inner_optimizer = inner_optimizer
         self._digest_every = digest_every
+        self._give_up_after_s = give_up_after_s
         self._healed = False
+        self._sick_in_a_row = 0
+        self.ends_with_next_step = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
-        manager.register_state_dict_fn("diloco", self._heal, state.state_dict)
+        manager.register_state_dict_fn("diloco", self._heal, self._hand_over)
 
     @property
     def turn(self) -> int:
@@ -72,6 +85,8 @@ class OuterLoop:
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step, of ``samples`` samples."""
         self.inner_steps += 1
+        self._roll_call.is_over = False
+        self._roll_call.is_training = not self.ends_with_next_step
         for fragment in self._fragments:
             fragment.count_inner_step(samples)
 
@@ -94,27 +109,52 @@ class OuterLoop:
         pseudo-gradient again. (torchft resets the model and drops the round.)
         """
         retries = 0
+        self._say_waiting_at = 0.0
+        began = time.monotonic()
         while not self._fragments[self.turn].committed:
             cause = self._why_not_committed()
-            if retries == self._max_retries:
+            if self._has_too_few():
+                self._wait_for_groups(began)
+            elif retries == self._max_retries:
                 raise SyncError(
                     f"the sync after outer step {self._state.outer_step} did not commit in "
                     f"{retries + 1} attempts, the last one because {cause}. Local parameters are "
                     "kept. Check that the other replica groups and the lighthouse are alive, or "
                     f"raise max_sync_retries={retries}"
                 )
-            retries += 1
-            log.warning(
-                "The sync after outer step %d did not commit: %s. Nothing is lost; retry %d of %d",
-                self._state.outer_step,
-                cause,
-                retries,
-                self._max_retries,
-            )
+            else:
+                retries += 1
+                log.warning(
+                    "The sync after outer step %d did not commit: %s. Nothing is lost; retry %d "
+                    "of %d",
+                    self._state.outer_step,
+                    cause,
+                    retries,
+                    self._max_retries,
+                )
             self._manager.start_quorum()
             # If a peer has committed it, that quorum healed us, and the next fragment has its turn.
             self._sync_in_quorum()
         self._account(self._fragments[self.turn], retries)
+
+    def _has_too_few(self) -> bool:
+        present, needed = self._manager.num_participants(), self._manager._min_replica_size
+        return self._manager.errored() is None and present < needed
+
+    def _wait_for_groups(self, began: float) -> None:
+        """Survivors fewer than ``min_replica_size`` wait for the others to come back."""
+        present, needed = self._manager.num_participants(), self._manager._min_replica_size
+        waited = time.monotonic() - began
+        situation = f"{present} replica groups are there, and min_replica_size={needed}"
+        if self._give_up_after_s is not None and waited > self._give_up_after_s:
+            raise SyncError(
+                f"{situation}, for {waited:.0f} s, above give_up_after_s={self._give_up_after_s:g}."
+                " Start the missing groups again, or lower min_replica_size"
+            )
+        if waited >= self._say_waiting_at:
+            self._say_waiting_at = waited + self.SAY_EVERY_S
+            log.warning("Waiting to sync for %.0f s: %s", waited, situation)
+        time.sleep(self.POLL_S)
 
     def _why_not_committed(self) -> str:
         error = self._manager.errored()
@@ -130,11 +170,13 @@ class OuterLoop:
         moved = fragment.total_contribution > 0
         self._state.outer_step += moved
         fragment.settle()
-        if not fragment.mean.is_finite:
+        if fragment.mean.is_finite:
+            self._sick_in_a_row = 0
+        else:
             self._recover()
         sync_seconds, wait_seconds, compute_fraction = self._clock.read()
-        if not moved and fragment.is_joining:
-            return  # a cold start or a resume of all groups: no outer step to report
+        if not moved and (fragment.is_joining or not self._roll_call.is_training):
+            return  # a cold start, a resume of all groups, or an end: no outer step to report
         has_digest = self._digest_every and self._state.outer_step % self._digest_every == 0
         self.reports.append(
             SyncReport(
@@ -158,7 +200,19 @@ class OuterLoop:
         self._healed = False
 
     def _recover(self) -> None:
-        """After a pseudo-gradient that was not finite: continue from the global parameters."""
+        """After a pseudo-gradient that was not finite: continue from the global parameters.
+
+        Raises:
+            SyncError: It has happened too often in a row.
+        """
+        self._sick_in_a_row += 1
+        if self._sick_in_a_row > self._max_retries:
+            raise SyncError(
+                f"this group's pseudo-gradient was not finite in {self._sick_in_a_row} syncs in a "
+                "row, the last one outer step "
+                f"{self._state.outer_step}: it leaves, and the others go on. Look at its data, its "
+                "learning rate and its hardware"
+            )
         log.warning(
             "This group's pseudo-gradient is not finite at outer step %d: it contributed nothing; "
             "the group goes on from the global parameters with a fresh inner optimizer state",
@@ -168,7 +222,7 @@ class OuterLoop:
             fragment.take_global()
         self._inner_optimizer.state.clear()
 
-    def join(self, num_replicas: int, start_timeout_s: float) -> bool:
+    def join(self, policy: StartPolicy) -> bool:
         """Take the global state and contribute nothing, before the first inner step.
 
         At a cold start nobody has one: all wait for each other and take the initial parameters of
@@ -178,24 +232,29 @@ class OuterLoop:
         Returns:
             Whether this group has joined others in training.
         """
-        barrier = StartBarrier(num_replicas, start_timeout_s)
+        barrier = StartBarrier(self._manager, policy, self._max_retries)
+        device = self._fragments[0].device
         while True:
             self._manager.start_quorum()
-            num_present = self._manager.num_participants()
             if self._manager.current_step() == 0:
-                if barrier.is_open(num_present) and self._start(barrier):
+                starts = barrier.hears_start(device)
+                if self._start() if starts else self._manager.should_commit():
                     return False
-            elif num_present > 1 or num_replicas == 1:
-                self._sync_joining()
-                if self.reports or barrier.is_open(num_present):
-                    return bool(self.reports)  # without one, all groups are resuming
-            else:  # alone, and resuming: whoever else resumes would find us training
-                barrier.is_open(num_present)
+            else:
+                if self._manager.num_participants() > 1 or policy.num_replicas == 1:
+                    self._sync_joining()
+                    if self.reports:
+                        return True
+                # Alone, or all are resuming: whoever else resumes would find us training.
+                barrier.hears_start(device)
+                if self._manager.should_commit():
+                    return False
+            error = self._manager.errored()
+            barrier.wait(getattr(error, "original_exception", error), self._why_not_committed())
 
-    def _start(self, barrier: StartBarrier) -> bool:
+    def _start(self) -> bool:
         agree_on_settings(self._manager, self._state.fingerprint, self._fragments[0].device)
         if not share_initial_parameters(self._manager, self._fragments):
-            barrier.failed(self._why_not_committed())
             return False
         log.info("Started with %d replica groups", self._manager.num_participants())
         self._clock.read()  # the wait for the start is no sync's
@@ -210,21 +269,33 @@ class OuterLoop:
             fragment.is_joining = False
 
     def finish(self) -> None:
-        """Synchronise what is left, and continue from the global parameters."""
+        """Synchronise what is left, until no group has more; continue from the global parameters.
+
+        Groups that have ended take part in the syncs of those that still train, with nothing.
+        """
         if any(fragment.is_in_flight for fragment in self._fragments):
             with self._clock.blocking():
                 self._fragments[self.turn].perform_sync()
                 self.settle()
-        for _ in self._fragments:
-            if any(fragment.inner_steps for fragment in self._fragments):
-                self.sync()
+        self._roll_call.is_training = False
+        is_alone = self._manager.num_participants() == 1
+        while not self._roll_call.is_over:
+            if is_alone and not any(fragment.inner_steps for fragment in self._fragments):
+                break
+            self.sync()
+        self._roll_call.is_training, self.ends_with_next_step = True, False
         for fragment in self._fragments:
             fragment.take_global()
+
+    def _hand_over(self) -> dict[str, Any]:
+        """What a joiner takes over from this group."""
+        self._state.was_given = True
+        return self._state.state_dict()
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
         self._state.load_state_dict(state, "the replica groups in training")
         for fragment in self._fragments:
             fragment.take_global()
-        self._healed = True
+        self._healed = self._state.was_taken = True
         log.info("Took over the global state after outer step %d", self._state.outer_step)

@@ -10,6 +10,9 @@ from typing import Any
 START_TIMEOUT_S = 600.0
 """How long a cold start waits for the other replica groups, in seconds."""
 
+ON_START_TIMEOUT = ("error", "start")
+"""What a cold start does when too few replica groups have come in time."""
+
 WEIGHT_BY = ("uniform", "steps", "samples")
 
 
@@ -117,6 +120,33 @@ class DiLoCoSettings:
         if self.weight_by != "uniform":
             del agreed["sync_every"]
         return agreed
+
+
+@dataclass(frozen=True)
+class StartPolicy:
+    """How a cold start waits for the other replica groups.
+
+    Args:
+        num_replicas: How many groups it waits for.
+        start_timeout_s: How long, in seconds.
+        on_start_timeout: What it does then, one of ``ON_START_TIMEOUT``.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    num_replicas: int = 1
+    start_timeout_s: float = START_TIMEOUT_S
+    on_start_timeout: str = ON_START_TIMEOUT[0]
+
+    def __post_init__(self) -> None:
+        _check_integer("num_replicas", self.num_replicas, at_least=1)
+        _check_number("start_timeout_s", self.start_timeout_s, 0.0, math.inf)
+        if self.on_start_timeout not in ON_START_TIMEOUT:
+            raise ValueError(
+                f"on_start_timeout={self.on_start_timeout!r}: use one of "
+                f"{', '.join(ON_START_TIMEOUT)}"
+            )
 
 
 def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
