@@ -17,8 +17,8 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaOptions
-from composer_replication.progress import Progress, max_batches
 from composer_replication.process_group import host_store
+from composer_replication.progress import Progress, max_batches
 from composer_replication.replica import backend_for, make_manager
 from composer_replication.replica_manager import ReplicaManager
 from composer_replication.run_folder import ReplicaFolder

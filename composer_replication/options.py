@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
+
+TOKEN = "COMPOSER_REPLICATION_TOKEN"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,10 @@ class ReplicaOptions:
     def with_environment(self, environ: Mapping[str, str] | None = None) -> ReplicaOptions:
         """Fill what was not given from the environment; an argument beats a variable."""
         env = ReplicaEnv.from_env(environ)
-        unset = {name: value for name, value in vars(env).items() if getattr(self, name) is None}
-        return replace(self, **unset)
+        given = {name: value for name, value in vars(env).items() if name in vars(self)}
+        return replace(
+            self, **{name: v for name, v in given.items() if getattr(self, name) is None}
+        )
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,14 @@ class ReplicaEnv:
     | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
+    | ``COMPOSER_REPLICATION_TOKEN`` | a secret that all groups of a run share, for their heals |
     """
 
     replica_id: str | None
     num_replicas: int | None
     lighthouse_addr: str | None
     run_dir: str | None
+    token: str | None = field(default=None, repr=False)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
@@ -123,6 +129,7 @@ class ReplicaEnv:
             num_replicas=None if count is None else int(count),
             lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
+            token=environ.get(TOKEN) or None,
         )
 
 

@@ -9,8 +9,10 @@ from datetime import timedelta
 
 import torch
 
+from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.prefetch import prefetch
 from composer_replication.process_group import host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
 
@@ -34,6 +36,7 @@ def make_manager(
     store_addr: str | None = None,
     store_port: int | None = None,
     hostname: str | None = None,
+    token: str | None = None,
     backend: str = "gloo",
 ) -> ReplicaManager:
     """A torchft Manager that is ready for DiLoCo.
@@ -53,7 +56,10 @@ def make_manager(
         world_size: Processes in the group.
         store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
         store_port: Its port.
-        hostname: How peers reach this machine. None: its host name.
+        hostname: How peers reach this machine: its store, manager, process group and heal server.
+            None: its host name.
+        token: The run's secret, equal in all groups, without which no state is given or taken.
+            None: ``COMPOSER_REPLICATION_TOKEN``.
         backend: ``gloo`` or ``nccl``, for the averages between groups.
 
     Returns:
@@ -61,7 +67,8 @@ def make_manager(
 
     Raises:
         ValueError: An argument is missing or out of range.
-        ConnectionError: No lighthouse answers.
+        ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
+            had (``HealError``). This group has not been seen by the others then.
     """
     if isinstance(replica_id, bool) or str(replica_id).strip() == "":
         raise ValueError(f"replica_id={replica_id!r}: give each replica group a name of its own")
@@ -78,6 +85,26 @@ def make_manager(
     process_group = make_process_group(backend, timeout, hostname)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
+    token = token or ReplicaEnv.from_env().token
+    if token is None:
+        log.warning(
+            "%s is not set: whoever reaches the lighthouse can take this run's state, and give it "
+            "another. Set it to the same secret in all groups",
+            TOKEN,
+        )
+    transport = HealTransport(token or "", hostname, timeout)
+    try:
+        prefetch(
+            transport,
+            lighthouse_addr=lighthouse_addr,
+            token=token or "",
+            rank=rank,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+        )
+    except BaseException:
+        transport.shutdown()
+        raise
     store = None
     if store_addr is None:
         store = host_store(hostname)
@@ -98,6 +125,7 @@ def make_manager(
         lighthouse_addr=lighthouse_addr,
         replica_id=str(replica_id),
         hostname=hostname or socket.gethostname(),
+        checkpoint_transport=transport,
         init_sync=False,  # the cold start is DiLoCo's, ADR-006
         quorum_retries=quorum_retries,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torchft.manager import Manager
 
+from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import can_connect, read_status
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,17 @@ class ReplicaManager(Manager):
         self._members = members
         self._replica_names = [name.partition(":")[0] for name in quorum.replica_ids]
         self._max_step = quorum.max_step
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[Any], None],
+        state_dict: Callable[[], Any],
+    ) -> None:
+        """torchft's; and what is large can be fetched before this group waits in a quorum."""
+        super().register_state_dict_fn(key, load_state_dict, state_dict)
+        if key == STATE and isinstance(self._checkpoint_transport, HealTransport):
+            self._checkpoint_transport.source = (self.current_step, state_dict)
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None

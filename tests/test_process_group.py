@@ -68,7 +68,6 @@ def test_without_a_host_it_is_the_machine_s_name():
 
 
 def test_gloo_listens_on_the_interface_that_has_the_address(monkeypatch):
-    import os
 
     make_process_group("gloo", 10.0, "127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from torchft.manager import Manager
+
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import backend_for, make_manager, tame_torchft_logs
 

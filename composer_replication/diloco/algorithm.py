@@ -154,7 +154,14 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         roll_call = RollCall(cast(DiLoCoManager, manager), self._state, digest_every)
         self._fragments: list[FragmentSync] = [  # pyright: ignore[reportIncompatibleVariableOverride]
             FragmentSync(
-                manager, index, globals_, inner_optimizer, settings, self._clock, roll_call
+                manager,
+                index,
+                globals_,
+                inner_optimizer,
+                settings,
+                self._clock,
+                self._state,
+                roll_call,
             )
             for index, globals_ in enumerate(owned)
         ]

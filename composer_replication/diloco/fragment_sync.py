@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging import Piece, WeightedMean
+from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
     local_tensor,
@@ -43,6 +44,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         inner_optimizer: Passed on to torchft.
         settings: The run's settings.
         clock: Told when a quorum has formed and when a vote is over.
+        state: What the outer step changes.
         roll_call: Goes along with the messages.
     """
 
@@ -54,6 +56,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         inner_optimizer: torch.optim.Optimizer,
         settings: DiLoCoSettings,
         clock: SyncClock,
+        state: GlobalState,
         roll_call: RollCall,
     ) -> None:
         super().__init__(
@@ -70,6 +73,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.fragment_id = fragment_id
         self.globals = global_parameters
         self._clock = clock
+        self._state = state
         self._roll_call = roll_call
         self._alpha = settings.fragment_update_alpha
         self._weight_by = settings.weight_by
@@ -169,6 +173,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = self.mean.receive(gradients)
         if self.total_contribution == 0.0:
             return  # the gradients stay None, and the outer optimizer steps over them
+        self._state.begin_outer_step()
         for theta, gradient in zip(self._theta, gradients, strict=True):
             theta.grad = gradient
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class GlobalState:
 
     def __init__(self, fragments: Sequence[GlobalParameters], fingerprint: dict[str, Any]) -> None:
         self._fragments = fragments
+        self._whole = threading.Lock()
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.was_given = self.was_taken = False
@@ -46,13 +48,25 @@ class GlobalState:
         return [_digest(fragment.theta) for fragment in self._fragments]
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy, in tensors and plain containers. Runs on torchft's quorum thread at a heal, so
-        it calls no collective."""
-        return {
-            "outer_step": self.outer_step,
-            "settings": self.fingerprint,
-            "fragments": [fragment.state_dict() for fragment in self._fragments],
-        }
+        """A copy, in tensors and plain containers; never one of half an outer step.
+
+        Runs on the threads that serve joiners, so it calls no collective.
+        """
+        with self._whole:
+            return {
+                "outer_step": self.outer_step,
+                "settings": self.fingerprint,
+                "fragments": [fragment.state_dict() for fragment in self._fragments],
+            }
+
+    def begin_outer_step(self) -> None:
+        """The outer optimizer is about to move global parameters."""
+        self._whole.acquire()
+
+    def end_outer_step(self) -> None:
+        """It has."""
+        self.outer_step += 1
+        self._whole.release()
 
     def load_state_dict(self, state_dict: dict[str, Any], whose: str) -> None:
         """Take over what ``state_dict`` gave, here or in another group.
@@ -61,9 +75,10 @@ class GlobalState:
             SettingsMismatch: It was saved under other settings or for another model.
         """
         compare_fingerprints(self.fingerprint, state_dict["settings"], whose)
-        for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
-            fragment.load_state_dict(saved)
-        self.outer_step = state_dict["outer_step"]
+        with self._whole:
+            for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
+                fragment.load_state_dict(saved)
+            self.outer_step = state_dict["outer_step"]
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -168,7 +168,8 @@ class OuterLoop:
 
     def _account(self, fragment: FragmentSync, retries: int) -> None:
         moved = fragment.total_contribution > 0
-        self._state.outer_step += moved
+        if moved:
+            self._state.end_outer_step()  # begun when the fragment was handed the mean
         fragment.settle()
         if fragment.mean.is_finite:
             self._sick_in_a_row = 0

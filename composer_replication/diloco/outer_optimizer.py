@@ -144,7 +144,19 @@ class GlobalParameters:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, here or in another group."""
+        """Take over what ``state_dict`` gave, here or in another group.
+
+        Raises:
+            ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
+        """
+        for name, theta in self.theta.items():
+            given = state_dict["theta"].get(name)
+            if given is None or given.shape != theta.shape or given.dtype != theta.dtype:
+                what = "is missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
+                raise ValueError(
+                    f"global parameter {name} of a saved or received state {what}, and here it is "
+                    f"{theta.dtype} {tuple(theta.shape)}: it is another model's state"
+                )
         for name, theta in self.theta.items():
             theta.copy_(state_dict["theta"][name])
         self.optimizer.load_state_dict(state_dict["optimizer"])

@@ -38,6 +38,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_use_async_quorum",
         "_min_replica_size",
         "_pg",
+        "_checkpoint_transport",
         "_client",
         "_connect_timeout",
         "_executor",
@@ -46,6 +47,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_reconfigure_pg",
     ),
     "torchft.manager._ManagedWork": ("_work",),
+    "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
 }
 """Every private torchft name this package touches, by the class that has it."""
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from common import Constant, plain_sgd, run_scripted, take_step
+from common import Constant, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.algorithm import SyncError

@@ -1,0 +1,272 @@
+"""How a joiner gets the global state from a peer: authenticated, checked, and without pickles.
+
+torchft's own transport unpickles whatever the peer sends, tells the machine's host name whatever it
+is told, and serves only while the donor waits in a quorum, so that a slow download stalls everyone.
+Here the state is named by its SHA-256. A joiner may fetch it before it asks for a quorum, and then
+needs nothing but that name when the quorum has formed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torchft.checkpointing.transport import CheckpointTransport
+
+log = logging.getLogger(__name__)
+
+STATE = "diloco"
+"""Key of the part of the heal state that is large, and that a joiner can fetch ahead."""
+
+SLOWEST_BYTES_PER_S = 1_000_000
+"""What the time limit of a download ahead of the quorum allows for."""
+
+_CHUNK = 1 << 20
+_NONCE, _MAC = "X-Nonce", "X-Mac"
+
+
+class HealError(ConnectionError):
+    """A peer's global state could not be had, or is not to be trusted."""
+
+
+class HealTransport(CheckpointTransport[dict[str, Any]]):
+    """Serves this group's state to joiners, and fetches a donor's; one in each rank.
+
+    Args:
+        token: Shared by the groups of a run. Both sides of a heal prove that they know it.
+        hostname: How peers reach this machine. None: its host name.
+        timeout: How long a peer may be silent, in seconds.
+    """
+
+    def __init__(self, token: str, hostname: str | None, timeout: float) -> None:
+        self._token = token
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._bodies: dict[str, bytes] = {}
+        self._current: dict[str, Any] | None = None  # while the donor waits in a quorum
+        self._current_step = -1
+        self.source: tuple[Callable[[], int], Callable[[], Mapping[str, Any]]] | None = None
+        """Gives the manager's step and the global state, at any time and from any thread."""
+        self.fetched: dict[str, bytes] = {}
+        self._server = _Server(self)
+        threading.Thread(target=self._server.serve_forever, name="heal", daemon=True).start()
+        host = hostname or socket.gethostname()
+        host = f"[{host}]" if ":" in host else host
+        self._address = f"http://{host}:{self._server.server_address[1]}"
+
+    # ---- the donor ---------------------------------------------------------------------------
+
+    def metadata(self) -> str:
+        return self._address
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
+    ) -> None:
+        """Offer the state of a manager step until ``disallow_checkpoint``."""
+        del dst_ranks, timeout
+        user = dict(state_dict["user"])
+        state = user.pop(STATE)
+        name = self._keep(state)
+        rest = {"user": user, "torchft": state_dict["torchft"], "state": name}
+        with self._lock:
+            self._current, self._current_step = rest, step
+
+    def disallow_checkpoint(self) -> None:
+        with self._lock:
+            self._current = None
+
+    def _keep(self, state: Mapping[str, Any]) -> str:
+        body = dump(state)
+        name = hashlib.sha256(body).hexdigest()
+        with self._lock:
+            # A joiner may still be fetching the one before; what is being sent stays alive anyway.
+            while len(self._bodies) > 1:
+                del self._bodies[next(iter(self._bodies))]
+            self._bodies[name] = body
+        return name
+
+    def answer(self, path: str) -> bytes:
+        """What a request gets.
+
+        Raises:
+            KeyError: There is nothing at this path, now.
+        """
+        kind, _, which = path.strip("/").partition("/")
+        if kind == "state":
+            with self._lock:
+                return self._bodies[which]
+        if kind == "latest" and self.source is not None:
+            step, snapshot = self.source
+            latest: dict[str, Any] = {"step": step()}
+            if which == "offer":
+                latest["state"] = name = self._keep(snapshot())
+                latest["num_bytes"] = len(self._bodies[name])
+            return json.dumps(latest).encode()
+        with self._lock:
+            if kind == "rest" and self._current is not None and which == str(self._current_step):
+                return dump(self._current)
+        raise KeyError(path)
+
+    def sign(self, nonce: str, content: bytes) -> str:
+        """What proves the knowledge of the token, for this nonce and content."""
+        return sign(self._token, nonce, content)
+
+    # ---- the joiner --------------------------------------------------------------------------
+
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> dict[str, Any]:
+        """Fetch the donor's state of a manager step, or only its name if it is here already."""
+        del src_rank
+        deadline = time.monotonic() + timeout.total_seconds()
+        rest = load(fetch(metadata, f"/rest/{step}", self._token, self._timeout, deadline))
+        name = rest.pop("state")
+        body = self.fetched.get(name) or fetch_state(
+            metadata, name, self._token, self._timeout, deadline
+        )
+        self.fetched.clear()
+        rest["user"][STATE] = load(body)
+        return rest
+
+    def shutdown(self, wait: bool = True) -> None:
+        del wait
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def dump(content: Any) -> bytes:
+    """Tensors and plain containers as bytes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def load(body: bytes) -> Any:
+    """What ``dump`` made, and nothing that could run code."""
+    try:
+        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise HealError(f"a peer's state is refused: {str(error).splitlines()[0]}") from error
+
+
+def sign(token: str, nonce: str, content: bytes) -> str:
+    """HMAC-SHA256, in hex."""
+    return hmac.new(token.encode(), nonce.encode() + b"\0" + content, hashlib.sha256).hexdigest()
+
+
+def fetch(address: str, path: str, token: str, timeout: float, deadline: float) -> bytes:
+    """Ask a peer's heal server for something small, and check that it is a peer of this run.
+
+    Raises:
+        HealError: It does not answer, refuses, or is not to be trusted.
+    """
+    nonce = secrets.token_hex(16)
+    body, mac = _get(address, path, token, nonce, timeout, deadline)
+    if not hmac.compare_digest(mac, sign(token, nonce, body)):
+        raise HealError(
+            f"{address} sent a state that is refused: it does not know this run's token. Either "
+            "COMPOSER_REPLICATION_TOKEN differs between the groups, or a stranger has joined"
+        )
+    return body
+
+
+def fetch_state(address: str, name: str, token: str, timeout: float, deadline: float) -> bytes:
+    """Fetch a state by its name, which an authenticated answer has told.
+
+    Raises:
+        HealError: It does not come in time, or is another.
+    """
+    body, _ = _get(address, f"/state/{name}", token, secrets.token_hex(16), timeout, deadline)
+    if hashlib.sha256(body).hexdigest() != name:
+        raise HealError(f"{address} sent a state that is damaged: {len(body)} bytes")
+    return body
+
+
+def _get(
+    address: str, path: str, token: str, nonce: str, timeout: float, deadline: float
+) -> tuple[bytes, str]:
+    parts = urlsplit(address)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
+    try:
+        proof = sign(token, nonce, path.encode())
+        connection.request("GET", path, headers={_NONCE: nonce, _MAC: proof})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise HealError(f"{address} answers {answer.status} {answer.reason} to {path}")
+        chunks = []
+        while chunk := answer.read1(_CHUNK):
+            chunks.append(chunk)
+            if time.monotonic() > deadline:
+                raise HealError(
+                    f"the global state from {address} did not arrive in time: "
+                    f"{sum(map(len, chunks))} of {answer.getheader('Content-Length')} bytes"
+                )
+        body = b"".join(chunks)
+        if len(body) != int(answer.getheader("Content-Length") or -1):
+            raise HealError(f"the connection to {address} broke off after {len(body)} bytes")
+        return body, answer.getheader(_MAC) or ""
+    except OSError as error:
+        if isinstance(error, HealError):
+            raise
+        raise HealError(f"{address}{path}: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    address_family = socket.AF_INET6
+    request_queue_size = 1024
+
+    def __init__(self, transport: HealTransport) -> None:
+        self.transport = transport
+        super().__init__(("", 0), _Handler)
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A joiner that breaks off is the joiner's matter."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    timeout = 60
+
+    def do_GET(self) -> None:
+        transport, nonce = self.server.transport, self.headers.get(_NONCE, "")
+        proof = transport.sign(nonce, self.path.encode())
+        if not hmac.compare_digest(proof, self.headers.get(_MAC, "")):
+            log.warning("Refused the global state to %s: no valid token", self.client_address[0])
+            self.send_error(403)
+            return
+        try:
+            body = transport.answer(self.path)
+        except KeyError:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        is_small = not self.path.startswith("/state/")  # those are named by their hash
+        self.send_header(_MAC, transport.sign(nonce, body) if is_small else "")
+        self.end_headers()
+        for start in range(0, len(body), _CHUNK):
+            self.wfile.write(memoryview(body)[start : start + _CHUNK])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not a line on stderr for every request."""

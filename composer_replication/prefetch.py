@@ -1,0 +1,109 @@
+"""Fetch the global state before asking for a quorum, so that a slow line stalls nobody.
+
+While a group waits for its state inside a quorum, all the others wait with it, for ``timeout`` at
+most. So a joiner fetches first, and gives no sign of life to the lighthouse meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from torchft.coordination import ManagerClient
+
+from composer_replication.heal_transport import (
+    SLOWEST_BYTES_PER_S,
+    HealError,
+    HealTransport,
+    fetch,
+    fetch_state,
+)
+from composer_replication.lighthouse import read_status
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+TRIES = 2
+
+
+def prefetch(
+    transport: HealTransport,
+    *,
+    lighthouse_addr: str,
+    token: str,
+    rank: int,
+    timeout: float,
+    connect_timeout: float,
+) -> None:
+    """Give the transport the global state of the groups in training, if there are any.
+
+    The state that counts is the one at this group's first quorum. If the peers commit nothing
+    between the download and that, it is here already; else it is fetched again in the quorum, which
+    is fine where that is quick.
+
+    Args:
+        transport: Of this rank.
+        lighthouse_addr: ``http://host:port``.
+        token: The run's.
+        rank: This process's rank in its group; it fetches from the same rank of a peer.
+        timeout: How long peers wait for this group in a quorum, in seconds.
+        connect_timeout: Limit of connecting to a peer, in seconds.
+
+    Raises:
+        HealError: The state takes too long: this group would only hold up the others.
+    """
+    donor = next(_donors(lighthouse_addr, rank, token, connect_timeout), None)
+    if donor is None:
+        return
+    for attempt in range(TRIES):
+        if attempt:  # from right after a commit there is most time until the next
+            _wait_for_commit(donor, token, timeout)
+        began = time.monotonic()
+        offer = _ask(donor, "/latest/offer", token, timeout)
+        size = offer["num_bytes"]
+        log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
+        deadline = began + timeout + size / SLOWEST_BYTES_PER_S
+        body = fetch_state(donor, offer["state"], token, timeout, deadline)
+        transport.fetched = {offer["state"]: body}
+        seconds = time.monotonic() - began
+        is_current = _ask(donor, "/latest", token, timeout)["step"] == offer["step"]
+        if is_current or seconds < timeout / 4:
+            return
+    raise HealError(
+        f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
+        f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one sync to "
+        f"the next, and too much of timeout={timeout:g} for them to wait: this group leaves. Use a "
+        f"faster line, a larger sync_every, or timeout={4.5 * seconds:.0f} in all groups"
+    )
+
+
+def _donors(lighthouse_addr: str, rank: int, token: str, connect_timeout: float) -> Iterator[str]:
+    """The heal servers of the groups in the last quorum, the most advanced first."""
+    members = read_status(lighthouse_addr, connect_timeout).members
+    for member in sorted(members, key=lambda member: -member.step):
+        limit = timedelta(seconds=connect_timeout)
+        try:
+            client = ManagerClient(member.manager_addr, connect_timeout=limit)
+            address = client._checkpoint_metadata(rank, timeout=limit)
+            if _ask(address, "/latest", token, connect_timeout)["step"] > 0:
+                yield address
+        except (RuntimeError, TimeoutError, HealError) as error:
+            # It has died, or is no donor; if it has to be one, the heal in the quorum says why.
+            log.info("%s is no donor: %s", member.replica_id, str(error).splitlines()[0])
+
+
+def _ask(donor: str, path: str, token: str, timeout: float) -> dict[str, Any]:
+    return json.loads(fetch(donor, path, token, timeout, time.monotonic() + timeout))
+
+
+def _wait_for_commit(donor: str, token: str, timeout: float) -> None:
+    before = _ask(donor, "/latest", token, timeout)["step"]
+    deadline = time.monotonic() + 10 * timeout
+    while time.monotonic() < deadline:
+        if _ask(donor, "/latest", token, timeout)["step"] != before:
+            return
+        time.sleep(POLL_S)

@@ -1,0 +1,203 @@
+"""How a state goes from a donor to a joiner. Run: pytest tests/test_heal_transport.py
+
+Real: HTTP over loopback, torch's unpickler. The donor's manager is what torchft would hand over.
+"""
+
+import logging
+import pickle
+import threading
+import time
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_replication import heal_transport, prefetch
+from composer_replication.heal_transport import HealError, HealTransport
+from composer_replication.lighthouse import LighthouseStatus, Member
+
+STATE = {"outer_step": 3, "fragments": [{"theta": {"w": torch.arange(4.0)}}]}
+SENT = {"user": {"diloco": STATE, "clock": {"batch": 7}}, "torchft": {"step": 4}}
+LIMIT = timedelta(seconds=10)
+
+
+@pytest.fixture
+def transports():
+    made = []
+
+    def make(token="secret", timeout=10.0):
+        made.append(HealTransport(token, "localhost", timeout))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.shutdown()
+
+
+def receive(joiner, donor, step=4):
+    return joiner.recv_checkpoint(0, donor.metadata(), step, LIMIT)
+
+
+def test_a_joiner_gets_what_the_donor_offers_for_that_step_and_only_while_it_does(transports):
+    donor, joiner = transports(), transports()
+    with pytest.raises(HealError, match="answers 404 Not Found to /rest/4"):
+        receive(joiner, donor)
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    got = receive(joiner, donor)
+    assert torch.equal(got["user"]["diloco"]["fragments"][0]["theta"]["w"], torch.arange(4.0))
+    assert (got["user"]["clock"], got["torchft"]) == ({"batch": 7}, {"step": 4})
+    with pytest.raises(HealError, match="404"):
+        receive(joiner, donor, step=5)
+    donor.disallow_checkpoint()
+    with pytest.raises(HealError, match="404"):
+        receive(joiner, donor)
+
+
+def test_without_the_token_nothing_is_given_and_the_donor_says_who_asked(transports, caplog):
+    donor, stranger = transports(), transports("guessed")
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    with pytest.raises(HealError, match="answers 403"):
+        receive(stranger, donor)
+    assert any("Refused the global state to " in r.message for r in caplog.records)
+
+
+class Marker:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def rogue(tmp_path):
+    """A server that answers every request with a pickle that runs code."""
+    marker = tmp_path / "executed"
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = pickle.dumps({"user": Marker(marker), "torchft": Marker(marker)})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Mac", "0" * 64)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("localhost", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_address[1]}", marker
+    server.shutdown()
+
+
+def test_a_stranger_s_pickle_is_refused_before_it_is_looked_at(transports, rogue):
+    address, marker = rogue
+    with pytest.raises(HealError, match="does not know this run's token"):
+        transports().recv_checkpoint(0, address, 4, LIMIT)
+    assert not marker.exists()
+
+
+def test_even_a_peer_s_pickle_is_not_run(transports, tmp_path):
+    donor, joiner = transports(), transports()
+    marker = tmp_path / "executed"
+    sent = {"user": {"diloco": STATE, "more": Marker(marker)}, "torchft": {}}
+    donor.send_checkpoint([1], 4, sent, LIMIT)
+    with pytest.raises(HealError, match="a peer's state is refused"):
+        receive(joiner, donor)
+    assert not marker.exists()
+
+
+def test_a_state_that_is_not_what_its_name_says_is_refused(transports):
+    donor, joiner = transports(), transports()
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    [name] = donor._bodies
+    donor._bodies[name] = donor._bodies[name][:-1] + b"!"
+    with pytest.raises(HealError, match="damaged"):
+        receive(joiner, donor)
+
+
+def test_what_travels_is_the_state_and_not_five_models(transports):
+    theta = {"w": torch.zeros(100_000)}
+    momentum = {"state": {0: {"momentum_buffer": torch.zeros(100_000)}}}
+    donor = transports()
+    state = {"outer_step": 1, "fragments": [{"theta": theta, "optimizer": momentum}]}
+    donor.send_checkpoint([1], 1, {"user": {"diloco": state}, "torchft": {}}, LIMIT)
+    [body] = donor._bodies.values()
+    assert 800_000 < len(body) < 810_000  # 8 bytes a parameter
+
+
+# ---- ahead of the quorum -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_training(transports, monkeypatch):
+    """A donor in training; its manager's step, and how long a state takes to arrive."""
+    donor = transports()
+    now = {"step": 4, "delay_s": 0.0, "commits": False}
+    donor.source = (lambda: now["step"], lambda: STATE | {"outer_step": now["step"]})
+    status = LighthouseStatus((Member("0:uuid", 4, "http://manager"),), "")
+    monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
+    monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([donor.metadata()]))
+    fetch_state = heal_transport.fetch_state
+
+    def slow(*arguments):
+        time.sleep(now["delay_s"])
+        now["step"] += now["commits"]
+        return fetch_state(*arguments)
+
+    monkeypatch.setattr(prefetch, "fetch_state", slow)
+    monkeypatch.setattr(prefetch, "_wait_for_commit", lambda *_: None)
+    return donor, now
+
+
+def fetch_ahead(joiner, timeout=10.0):
+    prefetch.prefetch(
+        joiner,
+        lighthouse_addr="http://localhost:1",
+        token="secret",
+        rank=0,
+        timeout=timeout,
+        connect_timeout=5.0,
+    )
+
+
+def test_a_state_that_was_fetched_ahead_is_not_fetched_again_in_the_quorum(
+    transports, in_training, monkeypatch
+):
+    donor, now = in_training
+    joiner = transports()
+    fetch_ahead(joiner)
+    sent = SENT | {"user": {"diloco": STATE | {"outer_step": now["step"]}}}
+    donor.send_checkpoint([1], 4, sent, LIMIT)
+    monkeypatch.setattr(heal_transport, "fetch_state", None)  # would be a TypeError
+    assert receive(joiner, donor)["user"]["diloco"]["outer_step"] == 4
+
+
+def test_one_that_has_been_overtaken_is_fetched_again_in_the_quorum(transports, in_training):
+    donor, _ = in_training
+    joiner = transports()
+    fetch_ahead(joiner)
+    donor.send_checkpoint([1], 5, SENT, LIMIT)
+    assert receive(joiner, donor, step=5)["user"]["diloco"]["outer_step"] == 3
+
+
+def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transports, in_training):
+    _, now = in_training
+    now |= {"delay_s": 0.3, "commits": True}
+    with pytest.raises(HealError, match=r"takes 0\.3 s .* this group leaves. Use a\s+faster line"):
+        fetch_ahead(transports(), timeout=1.0)
+
+
+def test_a_slow_line_is_no_matter_if_the_others_sync_more_slowly(transports, in_training, caplog):
+    caplog.set_level(logging.INFO)
+    _, now = in_training
+    now |= {"delay_s": 0.3, "commits": False}
+    joiner = transports()
+    fetch_ahead(joiner, timeout=1.0)
+    assert joiner.fetched
