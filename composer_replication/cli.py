@@ -43,6 +43,15 @@ Overrides = Annotated[
     ),
 ]
 Replicas = Annotated[int, typer.Option(help="Replica groups.", min=1)]
+Nproc = Annotated[int, typer.Option(help="Processes in each group.", min=1)]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(help="How often in a row a group that dies is started again.", min=0),
+]
+StragglerTimeout = Annotated[
+    float,
+    typer.Option(help="Seconds that a sync waits for a group that is alive.", min=0.1),
+]
 
 
 def main() -> NoReturn:
@@ -91,13 +100,23 @@ def launch(
     config: Config,
     overrides: Overrides = None,
     replicas: Replicas = 2,
-    nproc: Annotated[int, typer.Option(help="Processes in each group.", min=1)] = 1,
+    nproc: Nproc = 1,
+    max_restarts: MaxRestarts = 3,
+    straggler_timeout_s: StragglerTimeout = 60.0,
 ) -> None:
     """Train in several replica groups on this machine, with a lighthouse of its own."""
     from composer_replication.launch import launch as run
 
     checked = load_config(config, overrides or [])
-    raise typer.Exit(run(checked, config, replicas=replicas, nproc=nproc))
+    status = run(
+        checked,
+        config,
+        replicas=replicas,
+        nproc=nproc,
+        max_restarts=max_restarts,
+        straggler_timeout_s=straggler_timeout_s,
+    )
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -118,7 +137,7 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
     with Display(Console(), run_dir, replicas).follow():
         simulate_replicas(checked, replicas)
-    raise typer.Exit(finish(run_dir, replicas, time.monotonic() - began))
+    raise typer.Exit(finish(run_dir, range(replicas), time.monotonic() - began, restarts={}))
 
 
 @app.command()

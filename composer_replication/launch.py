@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -18,25 +19,37 @@ from rich.console import Console
 from composer_replication.config import ConfigError, save_config
 from composer_replication.display import Display
 from composer_replication.lighthouse import start_lighthouse
-from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
+from composer_replication.options import TOKEN
+from composer_replication.processes import Interrupts, ReplicaGroups
 from composer_replication.report import write_report
 from composer_replication.run_folder import METRICS, RESULT, STATUS, log_path
 from composer_replication.run_record import (
     CONFIG,
     SUMMARY,
+    count,
     describe,
     duration,
     last_lines,
     read_run,
     write_summary,
 )
+from composer_replication.supervision import Supervisor
 
 FAILED = 1
 INTERRUPTED = 130
 
 
+MAX_RESTARTS = 3
+STRAGGLER_TIMEOUT_S = 60.0
+
+HEARTBEAT_TIMEOUT_MS = 2_000
+"""After how long a silent group is gone: short, since on one machine no network loses packets."""
+
 Command = Callable[[int], list[str]]
 """The command line of a replica group, by its id."""
+
+Saboteur = Callable[[Supervisor], None]
+"""Does harm to the groups of a supervisor."""
 
 # What torchrun or Composer's launcher sets; a group must not take its place in theirs for its own.
 _PLACE_IN_A_JOB = (
@@ -50,6 +63,9 @@ def launch(
     *,
     replicas: int,
     nproc: int = 1,
+    max_restarts: int = MAX_RESTARTS,
+    straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
+    saboteur: Saboteur | None = None,
     command: Command | None = None,
 ) -> int:
     """Train a config in several replica groups on this machine, and say what came of it.
@@ -59,6 +75,10 @@ def launch(
         config_path: Where it was read: it names the run's folder unless ``run_dir`` does.
         replicas: Replica groups.
         nproc: Processes in each, one a GPU.
+        max_restarts: How often in a row a group that dies is started again.
+        straggler_timeout_s: How long a sync waits for a group that is alive and not there yet. It
+            then goes on without it, and that group takes over the others' state, losing its steps.
+        saboteur: Called all the while with the supervisor, to do harm on purpose.
         command: What a group runs, by its id. None: ``composer-replication train``.
 
     Returns:
@@ -75,16 +95,23 @@ def launch(
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     began = time.monotonic()
+    token = os.environ.get(TOKEN) or secrets.token_hex(16)
     with Interrupts() as interrupts:
-        lighthouse = start_lighthouse()
+        lighthouse = start_lighthouse(
+            join_timeout_ms=round(1000 * straggler_timeout_s),
+            heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
+        )
         try:
             with ReplicaGroups(run_dir, interrupts) as groups:
+
+                def start(replica_id: int) -> None:
+                    place = environment(replica_id, replicas, nproc, lighthouse.address(), run_dir)
+                    groups.start(replica_id, command(replica_id), place | {TOKEN: token})
+
+                supervisor = Supervisor(groups, run_dir, start, replicas, max_restarts, interrupts)
                 for replica_id in range(replicas):
-                    environ = environment(
-                        replica_id, replicas, nproc, lighthouse.address(), run_dir
-                    )
-                    groups.start(replica_id, command(replica_id), environ)
-                failed = watch(groups, Display(console, run_dir, replicas), interrupts)
+                    start(replica_id)
+                failed = watch(supervisor, Display(console, run_dir, replicas), saboteur)
                 for replica_id, status in failed.items():
                     _explain_failure(run_dir, replica_id, status)
                 if interrupts.count:
@@ -93,7 +120,14 @@ def launch(
             lighthouse.shutdown()
     if failed or interrupts.count:
         return FAILED if failed else INTERRUPTED
-    return finish(run_dir, replicas, time.monotonic() - began)
+    not_back = [id for id, record in supervisor.records.items() if record.is_given_up]
+    if not_back:
+        _print_error(
+            f"Replica groups {', '.join(map(str, not_back))} died when the others were finishing, "
+            "and were not back in time. The others' global parameters are complete"
+        )
+    present = [id for id in range(replicas) if id not in not_back]
+    return finish(run_dir, present, time.monotonic() - began, supervisor.restarts)
 
 
 def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
@@ -195,43 +229,55 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def watch(groups: ReplicaGroups, display: Display, interrupts: Interrupts) -> dict[int, int]:
-    """Show the groups until all have ended, one has failed, or we are interrupted.
+def watch(
+    supervisor: Supervisor, display: Display, saboteur: Saboteur | None = None
+) -> dict[int, int]:
+    """Show the groups until the supervisor has seen their end.
 
     Returns:
         The exit statuses of those that failed.
     """
+
+    def show(statuses: dict[int, int | None], is_last: bool) -> None:
+        display.refresh(statuses, is_last=is_last)
+        if saboteur is not None and not is_last:
+            saboteur(supervisor)
+
     with display:
-        while True:
-            statuses = groups.exit_statuses()
-            failed = {replica_id: status for replica_id, status in statuses.items() if status}
-            # A failed group could be started again here.
-            if failed or interrupts.count or None not in statuses.values():
-                display.refresh(statuses, is_last=True)
-                return failed
-            display.refresh(statuses)
-            time.sleep(POLL_S)
+        return supervisor.watch(show)
 
 
-def finish(run_dir: Path, replicas: int, seconds: float) -> int:
+def finish(
+    run_dir: Path, present: Sequence[int], seconds: float, restarts: Mapping[str, int]
+) -> int:
     """Write the summary and the picture, and say what came out.
+
+    Args:
+        run_dir: The run's folder.
+        present: The groups that were there at the end.
+        seconds: How long it took.
+        restarts: How often each group was started again, by its name.
 
     Returns:
         An exit status: 1 if a result is missing, or the groups ended with different parameters.
     """
     run = read_run(run_dir)
-    silent = [id for id in range(replicas) if str(id) not in run.results]
+    silent = [id for id in present if str(id) not in run.results]
     if silent:
         _print_error(f"{log_path(run_dir, silent[0]).parent}/{RESULT} is missing")
         _explain_failure(run_dir, silent[0], 0)
         return FAILED
-    write_summary(run, restarts={})
+    write_summary(run, restarts)
     try:
         picture = write_report(run_dir)
     except ValueError as error:
         _print_error(str(error))
         return FAILED
-    rows = [*describe(run), ("time", duration(seconds)), ("picture", str(picture))]
+    rows = describe(run)
+    if any(restarts.values()):
+        each = ", ".join(f"group {id} {count(n, 'time')}" for id, n in restarts.items() if n)
+        rows.append(("started again", each))
+    rows += [("time", duration(seconds)), ("picture", str(picture))]
     for name, value in [*rows, ("all files", str(run_dir))]:
         print(f"{name:<24}{value}")
     if len(set(run.digests.values())) > 1:

@@ -89,7 +89,7 @@ class ReplicaGroups:
         """Start a replica group."""
         path = log_path(self._run_dir, replica_id)
         path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as output:
+        with path.open("ab") as output:  # a group that is started again goes on in it
             process = subprocess.Popen(
                 command,
                 env=environ,
@@ -107,9 +107,20 @@ class ReplicaGroups:
         """The exit status of each group; None while it runs, negative if a signal ended it."""
         return {replica_id: process.poll() for replica_id, process in self._processes.items()}
 
+    def end(self, replica_id: int) -> None:
+        """Kill what is left of one group: ranks and loader workers of a leader that has died."""
+        pid = self._processes[replica_id].pid
+        _send(self._members({pid}), psutil.Process.kill)
+
+    def signal(self, replica_id: int, number: int) -> None:
+        """Send a signal to every process of one group."""
+        members = self._members({self._processes[replica_id].pid})
+        _send(members, lambda process: process.send_signal(number))
+
     def stop(self) -> None:
         """End every process of every group: SIGTERM, and SIGKILL after ``GRACE_S``."""
-        members = self._members()
+        members = self._members(self._leaders())
+        _send(members, psutil.Process.resume)  # a process that is stopped does not end on SIGTERM
         _send(members, psutil.Process.terminate)
         deadline = time.monotonic() + GRACE_S
         patience = min(self._interrupts.count, 1)  # the one that made us stop
@@ -117,14 +128,16 @@ class ReplicaGroups:
             if self._interrupts.count > patience:
                 break
             time.sleep(0.05)
-        members |= self._members()  # what was started in the meantime
+        members |= self._members(self._leaders())  # what was started in the meantime
         _send(members, psutil.Process.kill)
         while self._any_alive(members) and time.monotonic() < deadline + 2:
             time.sleep(0.02)
 
-    def _members(self) -> set[psutil.Process]:
-        """Every process of a group: of its session, or below one that is."""
-        leaders = {process.pid for process in self._processes.values()}
+    def _leaders(self) -> set[int]:
+        return {process.pid for process in self._processes.values()}
+
+    def _members(self, leaders: set[int]) -> set[psutil.Process]:
+        """Every process of these groups: of a leader's session, or below one that is."""
         members = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):

@@ -145,7 +145,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def write_summary(run: Run, restarts: dict[str, int]) -> dict[str, Any]:
+def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
     """Write ``summary.json``, and return what is in it."""
     fields = ("inner_steps", "outer_steps", "global_digest", "final_loss")
     summary = {

@@ -91,7 +91,7 @@ from composer_replication import launch
 class Lighthouse:
     def address(self): return "http://localhost:1"
     def shutdown(self): pass
-launch.start_lighthouse = Lighthouse
+launch.start_lighthouse = lambda **_: Lighthouse()
 script, run_dir = sys.argv[1:]
 command = lambda _: [sys.executable, script]
 sys.exit(launch.launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))

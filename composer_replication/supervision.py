@@ -1,0 +1,158 @@
+"""Keeps replica groups running: a group that dies is started again, after a pause."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
+from composer_replication.run_folder import METRICS, STATUS, log_path
+
+BAD_INPUT = 2
+"""Exit status of a group that was started wrongly: it would fail the same way again."""
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass
+class GroupRecord:
+    """What has happened to a group.
+
+    Attributes:
+        restarts: How often it was started again.
+        in_a_row: Of these, since it last committed a sync.
+        committed: Bytes of its metrics when it was last started.
+        due: When to start it again; None while it runs or has ended for good.
+        status: The exit status it ended with for good; None before.
+        is_given_up: Whether it died when there was no one left to join.
+    """
+
+    restarts: int = 0
+    in_a_row: int = 0
+    committed: int = 0
+    due: float | None = None
+    status: int | None = None
+    is_given_up: bool = False
+
+
+@dataclass
+class Supervisor:
+    """Watches the groups until all have ended, one has failed for good, or we are interrupted.
+
+    A group that dies is started again, after 1, 2, 4, ... s. It has failed for good if it was given
+    bad input, if nobody has committed anything yet, or after ``max_restarts`` in a row without a
+    sync of its own. When all others have finished there is nothing to join, and it is given up.
+
+    Args:
+        groups: The processes.
+        run_dir: The run's folder.
+        start: Starts a group, by its id.
+        replicas: How many there are.
+        max_restarts: How often in a row; 0 for never.
+        interrupts: Ends the watch.
+    """
+
+    groups: ReplicaGroups
+    run_dir: Path
+    start: Callable[[int], None]
+    replicas: int
+    max_restarts: int
+    interrupts: Interrupts
+    records: dict[int, GroupRecord] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.records = {replica_id: GroupRecord() for replica_id in range(self.replicas)}
+
+    def watch(self, show: Callable[[dict[int, int | None], bool], None]) -> dict[int, int]:
+        """Watch, and ``show(exit statuses, is last)`` all the while.
+
+        Returns:
+            The exit statuses of the groups that failed for good; empty if none did.
+        """
+        while True:
+            self._look()
+            failed = {
+                replica_id: record.status
+                for replica_id, record in self.records.items()
+                if record.status and not record.is_given_up
+            }
+            statuses = {replica_id: record.status for replica_id, record in self.records.items()}
+            is_over = None not in statuses.values()
+            if failed or is_over or self.interrupts.count:
+                show(statuses, True)
+                return failed
+            show(statuses, False)
+            time.sleep(POLL_S)
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each group was started again, by its name."""
+        return {str(replica_id): record.restarts for replica_id, record in self.records.items()}
+
+    def _look(self) -> None:
+        for replica_id, status in self.groups.exit_statuses().items():
+            record = self.records[replica_id]
+            if record.status is not None:
+                continue
+            if record.due is not None:
+                self._start_again_if_due(replica_id, record)
+            elif status == 0:
+                record.status = 0
+            elif status is not None:
+                self._has_died(replica_id, record, status)
+            elif record.restarts and self._is_left_alone(replica_id):
+                self._give_up(replica_id, record)
+
+    def _has_died(self, replica_id: int, record: GroupRecord, status: int) -> None:
+        self.groups.end(replica_id)  # ranks and loader workers that have outlived their parent
+        if self._metrics_size(replica_id) > record.committed:
+            record.in_a_row = 0
+        others = [other for id, other in self.records.items() if id != replica_id]
+        if others and all(other.status == 0 or other.is_given_up for other in others):
+            self._give_up(replica_id, record)
+            return
+        has_begun = any(self._metrics_size(id) for id in self.records)
+        if status == BAD_INPUT or not has_begun or record.in_a_row >= self.max_restarts:
+            record.status = status
+            return
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**record.in_a_row)
+        record.due = time.monotonic() + pause_s
+        self._say_phase(replica_id, "restarting")
+
+    def _start_again_if_due(self, replica_id: int, record: GroupRecord) -> None:
+        if time.monotonic() < (record.due or 0.0):
+            return
+        record.due = None
+        record.restarts += 1
+        record.in_a_row += 1
+        record.committed = self._metrics_size(replica_id)
+        self.start(replica_id)
+
+    def _is_left_alone(self, replica_id: int) -> bool:
+        """Whether a group that was started again has not joined, and all others have finished."""
+        others = [record for id, record in self.records.items() if id != replica_id]
+        if not others or any(record.status != 0 for record in others):
+            return False
+        return self._phase(replica_id) in ("restarting", "joining")
+
+    def _give_up(self, replica_id: int, record: GroupRecord) -> None:
+        self.groups.end(replica_id)
+        record.is_given_up, record.due, record.status = True, None, 1
+        self._say_phase(replica_id, "not back")
+
+    def _metrics_size(self, replica_id: int) -> int:
+        path = log_path(self.run_dir, replica_id).with_name(METRICS)
+        return path.stat().st_size if path.exists() else 0
+
+    def _phase(self, replica_id: int) -> str:
+        path = log_path(self.run_dir, replica_id).with_name(STATUS)
+        return json.loads(path.read_text())["phase"] if path.exists() else ""
+
+    def _say_phase(self, replica_id: int, phase: str) -> None:
+        path = log_path(self.run_dir, replica_id).with_name(STATUS)
+        status = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(status | {"phase": phase}))
