@@ -61,6 +61,7 @@ class DiLoCoCallback(Callback):
     | ``diloco/bytes_sent``             | size of this rank's messages                        |
     | ``diloco/pseudo_gradient_norm``   | L2 norm of this group's pseudo-gradient             |
     | ``diloco/outer_momentum_norm``    | L2 norm of the fragment's outer momentum            |
+    | ``diloco/steps_lost``             | inner steps thrown away, by a heal or not finite    |
     | ``diloco/retries``                | attempts that did not commit                        |
     | ``diloco/healed``                 | 1 if the group took over the global state in it     |
     | ``diloco/global_digest``          | SHA-256 of the global parameters (run folder only)  |
@@ -186,7 +187,11 @@ class DiLoCoCallback(Callback):
             return
         self.diloco.counts_steps = False
         self._progress.count_batch(state)
-        self._tell("training", state, logger)
+        if self._tell("training", state, logger) and self._is_asked_to_stop():
+            log.info(
+                "Ending after outer step %d: the run's folder says STOP", self.diloco.outer_step
+            )
+            state.stop_training()
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
@@ -214,10 +219,19 @@ class DiLoCoCallback(Callback):
             return self.diloco.state_dict()
         return self._kept or {}
 
-    def _tell(self, phase: str, state: State, logger: Logger) -> None:
+    def _tell(self, phase: str, state: State, logger: Logger) -> bool:
+        """Tell of what has happened. True if there was a sync."""
         assert self.diloco is not None
-        self._progress.tell_syncs(self.diloco.pop_finished_syncs(), state, logger)
+        reports = self.diloco.pop_finished_syncs()
+        self._progress.tell_syncs(reports, state, logger)
         self._progress.tell_phase(phase, state, self.diloco)
+        return bool(reports)
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether rank 0 has found ``STOP`` in the run's folder; every rank hears it."""
+        asked = [self._folder.asks_to_stop]
+        dist.broadcast_object_list(asked, src=0)
+        return asked[0]
 
     # ---- building ---------------------------------------------------------------------------
 
@@ -267,7 +281,7 @@ class DiLoCoCallback(Callback):
         self._manager.register_state_dict_fn(
             "composer_timestamp",
             lambda saved: self._take_timestamp(state, saved),
-            lambda: {"timestamp": state.timestamp.state_dict()},
+            lambda: {"timestamp": _counts(state.timestamp)},
         )
         return DiLoCo(
             cast(Manager, self._manager),
@@ -310,6 +324,10 @@ class DiLoCoCallback(Callback):
             batch_in_epoch=own.batch_in_epoch,
             sample_in_epoch=own.sample_in_epoch,
             token_in_epoch=own.token_in_epoch,
+            total_wct=own.total_wct,
+            epoch_wct=own.epoch_wct,
+            iteration_wct=own.iteration_wct,
+            batch_wct=own.batch_wct,
         )
         log.info("Continuing at batch %d, where the other replica groups are", donor.batch.value)
 
@@ -324,6 +342,11 @@ class DiLoCoCallback(Callback):
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None
+
+
+def _counts(timestamp: Timestamp) -> dict[str, int]:
+    """The counters of a timestamp; its clocks are each group's own, and no plain numbers."""
+    return {name: n for name, n in timestamp.state_dict().items() if isinstance(n, int)}
 
 
 def _samples_in_batch(state: State) -> int:

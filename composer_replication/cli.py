@@ -18,8 +18,9 @@ from rich.console import Console
 from composer_replication import __version__
 from composer_replication.config import ConfigError, load_config, save_config
 from composer_replication.diloco.settings import SettingsMismatch
-from composer_replication.lighthouse import check_lighthouse
+from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, check_lighthouse
 from composer_replication.options import ReplicaEnv, ReplicaOptions
+from composer_replication.supervision import MAX_RESTARTS
 
 BAD_INPUT = 2
 FAILED = 1
@@ -101,8 +102,8 @@ def launch(
     overrides: Overrides = None,
     replicas: Replicas = 2,
     nproc: Nproc = 1,
-    max_restarts: MaxRestarts = 3,
-    straggler_timeout_s: StragglerTimeout = 60.0,
+    max_restarts: MaxRestarts = MAX_RESTARTS,
+    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S,
 ) -> None:
     """Train in several replica groups on this machine, with a lighthouse of its own."""
     from composer_replication.launch import launch as run
@@ -115,6 +116,32 @@ def launch(
         nproc=nproc,
         max_restarts=max_restarts,
         straggler_timeout_s=straggler_timeout_s,
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
+def chaos(
+    config: Config,
+    overrides: Overrides = None,
+    replicas: Replicas = 3,
+    nproc: Nproc = 1,
+    faults_per_minute: Annotated[float, typer.Option(help="How often.", min=0.1)] = 2.0,
+    duration: Annotated[float, typer.Option(help="Seconds of training.", min=10.0)] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of what strikes whom, and when.")] = 0,
+) -> None:
+    """Train as launch does, kill, stop and end groups at random, and tell what it cost."""
+    from composer_replication.chaos import chaos as run
+
+    checked = load_config(config, overrides or [])
+    status = run(
+        checked,
+        config,
+        replicas=replicas,
+        nproc=nproc,
+        faults_per_minute=faults_per_minute,
+        duration_s=duration,
+        seed=seed,
     )
     raise typer.Exit(status)
 

@@ -55,7 +55,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     def __init__(self, token: str, hostname: str | None, timeout: float) -> None:
         self._token = token
         self._timeout = timeout
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._bodies: dict[str, bytes] = {}
         self._current: dict[str, Any] | None = None  # while the donor waits in a quorum
         self._current_step = -1
@@ -84,6 +84,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         rest = {"user": user, "torchft": state_dict["torchft"], "state": name}
         with self._lock:
             self._current, self._current_step = rest, step
+            self._lock.notify_all()
 
     def disallow_checkpoint(self) -> None:
         with self._lock:
@@ -116,10 +117,15 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
                 latest["state"] = name = self._keep(snapshot())
                 latest["num_bytes"] = len(self._bodies[name])
             return json.dumps(latest).encode()
-        with self._lock:
-            if kind == "rest" and self._current is not None and which == str(self._current_step):
-                return dump(self._current)
+        if kind == "rest":
+            with self._lock:  # a joiner may be quicker to ask than this group is to offer
+                offers = self._lock.wait_for(lambda: self._offers(which), self._timeout)
+                if offers:
+                    return dump(self._current)
         raise KeyError(path)
+
+    def _offers(self, step: str) -> bool:
+        return self._current is not None and str(self._current_step) == step
 
     def sign(self, nonce: str, content: bytes) -> str:
         """What proves the knowledge of the token, for this nonce and content."""
@@ -159,8 +165,11 @@ def load(body: bytes) -> Any:
     """What ``dump`` made, and nothing that could run code."""
     try:
         return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise HealError(f"a peer's state is refused: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # torch's own text is a page of advice; its cause is one line
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise HealError(
+            f"a peer's state is refused, it is more than tensors and plain containers: {reason}"
+        ) from error
 
 
 def sign(token: str, nonce: str, content: bytes) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from composer_replication.config import ConfigError, save_config
 from composer_replication.display import Display
-from composer_replication.lighthouse import start_lighthouse
+from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 from composer_replication.options import TOKEN
 from composer_replication.processes import Interrupts, ReplicaGroups
 from composer_replication.report import write_report
@@ -33,14 +33,11 @@ from composer_replication.run_record import (
     read_run,
     write_summary,
 )
-from composer_replication.supervision import Supervisor
+from composer_replication.supervision import MAX_RESTARTS, Supervisor
 
 FAILED = 1
 INTERRUPTED = 130
 
-
-MAX_RESTARTS = 3
-STRAGGLER_TIMEOUT_S = 60.0
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """After how long a silent group is gone: short, since on one machine no network loses packets."""

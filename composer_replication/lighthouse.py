@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
 
+STRAGGLER_TIMEOUT_S = 60.0
+"""How long a quorum waits for a group that is alive and has not asked for it, in seconds."""
+
+
 def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
     """Check that something listens at a lighthouse's address. Imports neither torch nor torchft.
 
@@ -98,7 +102,10 @@ def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatu
 
 
 def start_lighthouse(
-    *, min_replicas: int = 1, join_timeout_ms: int = 60_000, heartbeat_timeout_ms: int = 5_000
+    *,
+    min_replicas: int = 1,
+    join_timeout_ms: int = round(1000 * STRAGGLER_TIMEOUT_S),
+    heartbeat_timeout_ms: int = 5_000,
 ) -> LighthouseServer:
     """Start a lighthouse in this process, on a free port of every interface.
 

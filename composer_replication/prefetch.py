@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from torchft.coordination import ManagerClient
 
@@ -22,7 +23,7 @@ from composer_replication.heal_transport import (
     fetch,
     fetch_state,
 )
-from composer_replication.lighthouse import read_status
+from composer_replication.lighthouse import can_connect, read_status
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +85,11 @@ def prefetch(
 def _donors(lighthouse_addr: str, rank: int, token: str, connect_timeout: float) -> Iterator[str]:
     """The heal servers of the groups in the last quorum, the most advanced first."""
     members = read_status(lighthouse_addr, connect_timeout).members
+    limit = timedelta(seconds=connect_timeout)
     for member in sorted(members, key=lambda member: -member.step):
-        limit = timedelta(seconds=connect_timeout)
+        server = urlsplit(member.manager_addr)
+        if not can_connect(server.hostname or "", server.port or 0, connect_timeout):
+            continue  # it has died, which torchft's client would find out after connect_timeout
         try:
             client = ManagerClient(member.manager_addr, connect_timeout=limit)
             address = client._checkpoint_metadata(rank, timeout=limit)

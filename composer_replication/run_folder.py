@@ -11,6 +11,9 @@ from typing import Any
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 RESULT = "result.json"
+STOP = "STOP"
+"""A file of this name in the run's folder ends training at the next sync, in all groups."""
+
 STATUS_EVERY_S = 0.5
 
 
@@ -37,6 +40,11 @@ class ReplicaFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._phase = ""
         self._status_due = 0.0
+
+    @property
+    def asks_to_stop(self) -> bool:
+        """Whether somebody has put a file ``STOP`` into the run's folder."""
+        return self._folder is not None and (self._folder.parent / STOP).exists()
 
     def append_sync(self, line: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""

@@ -14,6 +14,7 @@ from composer_replication.run_folder import METRICS, STATUS, log_path
 BAD_INPUT = 2
 """Exit status of a group that was started wrongly: it would fail the same way again."""
 
+MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
@@ -104,15 +105,14 @@ class Supervisor:
                 record.status = 0
             elif status is not None:
                 self._has_died(replica_id, record, status)
-            elif record.restarts and self._is_left_alone(replica_id):
+            elif self._is_out(replica_id, record) and self._is_left_alone(replica_id):
                 self._give_up(replica_id, record)
 
     def _has_died(self, replica_id: int, record: GroupRecord, status: int) -> None:
         self.groups.end(replica_id)  # ranks and loader workers that have outlived their parent
         if self._metrics_size(replica_id) > record.committed:
             record.in_a_row = 0
-        others = [other for id, other in self.records.items() if id != replica_id]
-        if others and all(other.status == 0 or other.is_given_up for other in others):
+        if self._is_left_alone(replica_id):
             self._give_up(replica_id, record)
             return
         has_begun = any(self._metrics_size(id) for id in self.records)
@@ -133,11 +133,17 @@ class Supervisor:
         self.start(replica_id)
 
     def _is_left_alone(self, replica_id: int) -> bool:
-        """Whether a group that was started again has not joined, and all others have finished."""
-        others = [record for id, record in self.records.items() if id != replica_id]
-        if not others or any(record.status != 0 for record in others):
-            return False
-        return self._phase(replica_id) in ("restarting", "joining")
+        """Whether some have finished, and nobody is left in training whom this group could join."""
+        others = {id: record for id, record in self.records.items() if id != replica_id}
+        has_ended = any(record.status == 0 for record in others.values())
+        return has_ended and all(
+            record.status is not None or record.due is not None or self._is_out(id, record)
+            for id, record in others.items()
+        )
+
+    def _is_out(self, replica_id: int, record: GroupRecord) -> bool:
+        """Whether a group was started again and has not joined yet."""
+        return bool(record.restarts) and self._phase(replica_id) in ("restarting", "joining")
 
     def _give_up(self, replica_id: int, record: GroupRecord) -> None:
         self.groups.end(replica_id)

@@ -41,7 +41,7 @@ def receive(joiner, donor, step=4):
 
 
 def test_a_joiner_gets_what_the_donor_offers_for_that_step_and_only_while_it_does(transports):
-    donor, joiner = transports(), transports()
+    donor, joiner = transports(timeout=0.2), transports()
     with pytest.raises(HealError, match="answers 404 Not Found to /rest/4"):
         receive(joiner, donor)
     donor.send_checkpoint([1], 4, SENT, LIMIT)
@@ -53,6 +53,12 @@ def test_a_joiner_gets_what_the_donor_offers_for_that_step_and_only_while_it_doe
     donor.disallow_checkpoint()
     with pytest.raises(HealError, match="404"):
         receive(joiner, donor)
+
+
+def test_a_joiner_that_asks_before_the_donor_offers_is_kept_waiting(transports):
+    donor, joiner = transports(), transports()
+    threading.Timer(0.3, donor.send_checkpoint, ([1], 4, SENT, LIMIT)).start()
+    assert receive(joiner, donor)["torchft"] == {"step": 4}
 
 
 def test_without_the_token_nothing_is_given_and_the_donor_says_who_asked(transports, caplog):
@@ -108,7 +114,7 @@ def test_even_a_peer_s_pickle_is_not_run(transports, tmp_path):
     marker = tmp_path / "executed"
     sent = {"user": {"diloco": STATE, "more": Marker(marker)}, "torchft": {}}
     donor.send_checkpoint([1], 4, sent, LIMIT)
-    with pytest.raises(HealError, match="a peer's state is refused"):
+    with pytest.raises(HealError, match="a peer's state is refused, it is more than tensors"):
         receive(joiner, donor)
     assert not marker.exists()
 

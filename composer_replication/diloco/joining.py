@@ -29,16 +29,19 @@ class StartBarrier:
     Args:
         manager: The torchft manager, or its simulated double.
         policy: How many groups to wait for, how long, and what then.
-        max_retries: How many starts in a row may fail for another reason.
     """
+
+    MAX_FAILURES = 2
+    """Of starts, for another reason than that too few are there. Fewer than the syncs that those in
+    training try again: they must not give up because of one that cannot join."""
 
     POLL_S = 0.5
     SAY_EVERY_S = 30.0
 
-    def __init__(self, manager: DiLoCoManager, policy: StartPolicy, max_retries: int) -> None:
+    def __init__(self, manager: DiLoCoManager, policy: StartPolicy) -> None:
         self._manager = manager
         self._policy = policy
-        self._failures_left = max_retries
+        self._failures = 0
         self._began = time.monotonic()
         self._said = self._began - self.SAY_EVERY_S + 2.0
 
@@ -71,11 +74,13 @@ class StartBarrier:
         """
         situation = str(error)
         if not isinstance(error, TooFewGroups):  # for example since a group left again
-            self._failures_left -= 1
+            self._failures += 1
             situation = f"the start did not commit: {cause}"
             log.warning("%s%s", situation[0].upper(), situation[1:])
-            if self._failures_left < 0:
-                raise TimeoutError(f"{situation}. This group has tried often enough and leaves")
+            if self._failures == self.MAX_FAILURES:
+                raise TimeoutError(
+                    f"{situation}. This group has tried {self._failures} times and leaves"
+                )
         if self._is_late() and self._policy.on_start_timeout == "error":
             raise TimeoutError(
                 f"no start within start_timeout_s={self._policy.start_timeout_s:g}: {situation}. "

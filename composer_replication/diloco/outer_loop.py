@@ -68,6 +68,7 @@ class OuterLoop:
         self._give_up_after_s = give_up_after_s
         self._healed = False
         self._sick_in_a_row = 0
+        self._steps_lost = 0
         self.ends_with_next_step = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
@@ -170,8 +171,8 @@ class OuterLoop:
         moved = fragment.total_contribution > 0
         if moved:
             self._state.end_outer_step()  # begun when the fragment was handed the mean
-        fragment.settle()
         if fragment.mean.is_finite:
+            fragment.settle()
             self._sick_in_a_row = 0
         else:
             self._recover()
@@ -193,12 +194,14 @@ class OuterLoop:
                 bytes_sent=fragment.mean.num_bytes,
                 pseudo_gradient_norm=fragment.mean.norm,
                 outer_momentum_norm=fragment.globals.momentum_norm(),
+                steps_lost=self._steps_lost,
                 retries=retries,
                 healed=self._healed,
                 global_digest=self._state.digest() if has_digest else None,
             )
         )
         self._healed = False
+        self._steps_lost = 0
 
     def _recover(self) -> None:
         """After a pseudo-gradient that was not finite: continue from the global parameters.
@@ -219,9 +222,14 @@ class OuterLoop:
             "the group goes on from the global parameters with a fresh inner optimizer state",
             self._state.outer_step,
         )
+        self._drop_local()
+        self._inner_optimizer.state.clear()
+
+    def _drop_local(self) -> None:
+        """Continue from the global parameters, without what was trained since the last syncs."""
+        self._steps_lost += max(fragment.inner_steps for fragment in self._fragments)
         for fragment in self._fragments:
             fragment.take_global()
-        self._inner_optimizer.state.clear()
 
     def join(self, policy: StartPolicy) -> bool:
         """Take the global state and contribute nothing, before the first inner step.
@@ -233,7 +241,7 @@ class OuterLoop:
         Returns:
             Whether this group has joined others in training.
         """
-        barrier = StartBarrier(self._manager, policy, self._max_retries)
+        barrier = StartBarrier(self._manager, policy)
         device = self._fragments[0].device
         while True:
             self._manager.start_quorum()
@@ -296,7 +304,6 @@ class OuterLoop:
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
         self._state.load_state_dict(state, "the replica groups in training")
-        for fragment in self._fragments:
-            fragment.take_global()
+        self._drop_local()
         self._healed = self._state.was_taken = True
         log.info("Took over the global state after outer step %d", self._state.outer_step)

@@ -25,6 +25,8 @@ class SyncReport:
         bytes_sent: Size of this group's messages.
         pseudo_gradient_norm: L2 norm of this group's own pseudo-gradient.
         outer_momentum_norm: L2 norm of the fragment's momentum after the outer step.
+        steps_lost: Inner steps that this group has thrown away since the sync before, because it
+            took the global state from a peer or was not finite. 0 for a joiner.
         retries: Attempts that did not commit before this one did.
         healed: Whether this group took the global state from a peer in it.
         global_digest: SHA-256 of the global parameters after it, as often as asked for.
@@ -42,6 +44,7 @@ class SyncReport:
     bytes_sent: int
     pseudo_gradient_norm: float
     outer_momentum_norm: float
+    steps_lost: int
     retries: int
     healed: bool
     global_digest: str | None

@@ -60,7 +60,7 @@ class DiLoCoSettings:
     outer_nesterov: bool = True
     weight_by: str = "uniform"
     bucket_cap_mb: float = 32.0
-    max_sync_retries: int = 3
+    max_sync_retries: int = 8
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "num_fragments"):
