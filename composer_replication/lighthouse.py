@@ -75,13 +75,16 @@ class Member:
 
 @dataclass(frozen=True)
 class LighthouseStatus:
-    """What a lighthouse says of itself: the last quorum, and what the next one waits for."""
+    """What a lighthouse says of itself: the last quorum, what the next one waits for, and of which
+    groups it has had a heartbeat."""
 
-    members: tuple[Member, ...]
-    situation: str
+    members: tuple[Member, ...] = ()
+    situation: str = "no reason given"
+    heard_of: frozenset[str] = frozenset()
 
 
 _MEMBER = re.compile(r"<b>([^<]+)</b>.*?Step: (\d+).*?Manager: (\S+)", re.DOTALL)
+_HEARTBEAT = re.compile(r'class="heartbeat[^>]*>\s*(\S+): seen')
 _SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
 
 
@@ -95,10 +98,14 @@ def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatu
         with urlopen(f"{lighthouse_addr}/status", timeout=timeout_s) as answer:
             page = answer.read().decode(errors="replace")
     except (URLError, OSError) as error:
-        return LighthouseStatus((), f"the lighthouse at {lighthouse_addr} is away ({error})")
+        return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")
     members = tuple(Member(name, int(step), addr) for name, step, addr in _MEMBER.findall(page))
     situation = _SITUATION.search(page)
-    return LighthouseStatus(members, situation[1].strip() if situation else "no reason given")
+    return LighthouseStatus(
+        members,
+        situation[1].strip() if situation else LighthouseStatus.situation,
+        frozenset(_HEARTBEAT.findall(page)),
+    )
 
 
 def start_lighthouse(

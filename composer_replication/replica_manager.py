@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent import futures
 from datetime import timedelta
 from threading import Thread
@@ -40,13 +40,14 @@ class ReplicaManager(Manager):
     """
 
     SAY_EVERY_S = 30.0
+    HEARD_WITHIN_S = 5.0
 
     store: object = None
     give_up_after_s: float | None = None
     _lighthouse_addr = ""
     _is_shut_down = False
     _members: tuple[str, ...] = ()
-    _replica_names: list[str]
+    _last_id = -1
     _max_step = 0
 
     def take_over(self, lighthouse_addr: str, give_up_after_s: float | None) -> ReplicaManager:
@@ -58,17 +59,37 @@ class ReplicaManager(Manager):
         return self
 
     def _note_quorum(self, quorum: Any) -> None:
-        """Make torchft reconfigure when an id it knows comes with other members."""
-        members = tuple(quorum.reconfigure_handles)
-        if quorum.quorum_id == self._quorum_id and members != self._members:
+        """Look at a quorum before torchft acts on it.
+
+        Ids only grow while a lighthouse lives. One that has come back counts from 1 again, and
+        gives the first that asks a quorum of its own, since it has not heard of the others yet.
+
+        Raises:
+            LighthouseRestarted: It has, and groups of the quorum before are not in this one.
+        """
+        names = tuple(quorum.replica_ids)
+        same_id = quorum.quorum_id == self._last_id
+        has_restarted = quorum.quorum_id < self._last_id or (same_id and names != self._members)
+        missing = set(self._members) - set(names)
+        if has_restarted:
+            self._quorum_id = -1  # torchft would keep connections that it knows under this id
             log.warning(
-                "Quorum id %d came again with other members: the lighthouse has been restarted",
+                "Quorum id %d comes after %d: the lighthouse has been restarted",
                 quorum.quorum_id,
+                self._last_id,
             )
-            self._quorum_id = -1
-        self._members = members
-        self._replica_names = [name.partition(":")[0] for name in quorum.replica_ids]
+        self._last_id, self._members = quorum.quorum_id, names
         self._max_step = quorum.max_step
+        if has_restarted and missing:
+            raise LighthouseRestarted(missing)
+
+    def _wait_for_heartbeats(self, names: Set[str]) -> None:
+        """Give a restarted lighthouse time to hear of the groups that it should wait for."""
+        deadline = time.monotonic() + self.HEARD_WITHIN_S
+        while time.monotonic() < deadline:
+            if names <= read_status(self._lighthouse_addr).heard_of:
+                return
+            time.sleep(0.1)
 
     def register_state_dict_fn(
         self,
@@ -93,12 +114,15 @@ class ReplicaManager(Manager):
             TimeoutError: There is none after ``give_up_after_s``.
         """
         if self.errored():
-            self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+            self._close_connections()
         began = time.monotonic()
         while True:
             try:
                 super().start_quorum(allow_heal, shrink_only, timeout)
                 break
+            except LighthouseRestarted as error:
+                self._quorum_future = None
+                self._wait_for_heartbeats(error.missing)
             except QuorumFailed as error:
                 self._quorum_future = None  # torchft would raise its error again
                 log.warning("No quorum: %s. Asking again", error)
@@ -108,7 +132,11 @@ class ReplicaManager(Manager):
                 self._quorum_future = None
                 raise
         if self.errored():  # a heal or a connection failed: peers need not wait for our part
-            self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+            self._close_connections()
+
+    def _close_connections(self) -> None:
+        self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+        self._quorum_id = -1  # what is aborted has to be made anew, also under the same id
 
     def wait_quorum(self) -> None:
         """Wait for the quorum, and say every ``SAY_EVERY_S`` what it is waiting for."""
@@ -138,12 +166,12 @@ class ReplicaManager(Manager):
         the store would still hold the addresses that the last quorum of that number left in it.
         """
         hosts = [json.loads(handle)["store"] for handle in handles]
-        for name, address in zip(self._replica_names, hosts, strict=True):
+        for name, address in zip(self._members, hosts, strict=True):
             host, _, port = address.rpartition(":")
             if not can_connect(host.strip("[]"), int(port), self._connect_timeout.total_seconds()):
                 raise ConnectionError(
-                    f"replica group {name} says it is at {address}, which does not answer here: "
-                    "it has died, or set hostname (callbacks.diloco.hostname) in that group to a "
+                    f"replica group {name.partition(':')[0]} says it is at {address}, which does "
+                    "not answer here: it has died, or set hostname (callbacks.diloco.hostname) in that group to a "
                     "name or address of its machine that this one can reach"
                 )
         identity = json.dumps([communicator_id, self._max_step, handles]).encode()
@@ -184,6 +212,14 @@ class ReplicaManager(Manager):
 
 class QuorumFailed(ConnectionError):
     """The lighthouse, or the group's own manager server, gave no quorum."""
+
+
+class LighthouseRestarted(Exception):
+    """The lighthouse has been away, and its first quorum lacks groups that may well be alive."""
+
+    def __init__(self, missing: Set[str]) -> None:
+        super().__init__(", ".join(sorted(missing)))
+        self.missing = missing
 
 
 class _WatchedClient:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from composer_replication.lighthouse import check_lighthouse, start_lighthouse
+from composer_replication.lighthouse import check_lighthouse, read_status, start_lighthouse
 
 
 @pytest.fixture
@@ -92,3 +92,30 @@ def test_two_lighthouses_on_one_machine_take_different_ports():
     finally:
         for lighthouse in lighthouses:
             lighthouse.shutdown()
+
+
+@pytest.mark.integration
+def test_the_status_page_tells_members_heartbeats_and_what_it_waits_for():
+    # torchft has no other place that tells them without making the asker a member.
+    from composer_replication.replica import make_manager
+
+    lighthouse = start_lighthouse()
+    try:
+        assert read_status(lighthouse.address()).members == ()
+        manager = make_manager(replica_id="a", lighthouse_addr=lighthouse.address())
+        manager.load_state_dict({"step": 7, "batches_committed": 7})
+        manager.start_quorum()
+        status = read_status(lighthouse.address())
+        manager.shutdown()
+    finally:
+        lighthouse.shutdown()
+    [member] = status.members
+    assert member.replica_id.startswith("a:") and member.step == 7
+    assert member.manager_addr.startswith("http://")
+    assert status.heard_of == {member.replica_id}
+    assert "only have 0 participants" in status.situation
+
+
+def test_a_lighthouse_that_is_away_has_no_members_and_says_so():
+    status = read_status("http://localhost:1", timeout_s=0.5)
+    assert status.members == () and "is away" in status.situation

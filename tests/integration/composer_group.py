@@ -1,13 +1,15 @@
 """One rank of a replica group that is a Composer job, under any launcher.
 
-python composer_group.py OUT DTYPE MICROBATCH_SIZE. Writes OUT/<group>_<rank>.jsonl: at the
-start and after every sync, what this rank holds. See test_composer_launchers.py.
+python composer_group.py OUT DTYPE MICROBATCH_SIZE [BATCHES [PAUSE_S]]. Writes
+OUT/<group>_<rank>.jsonl: at the start and after every sync, what this rank holds. A file OUT/STOP
+ends training at the next sync. See test_composer_launchers.py.
 """
 
 import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -69,7 +71,17 @@ class Record(Callback):
             file.write(json.dumps(line) + "\n")
 
 
-def main(out, dtype, microbatch_size):
+class Pause(Callback):
+    """Makes batches take their time."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def batch_start(self, state, logger):
+        time.sleep(self._seconds)
+
+
+def main(out, dtype, microbatch_size, batches="7", pause_s="0"):
     dist.initialize_dist("cpu")
     group, rank = int(os.environ["REPLICA_GROUP_ID"]), dist.get_global_rank()
     assert dist.get_world_size() == 2
@@ -79,15 +91,19 @@ def main(out, dtype, microbatch_size):
     x, y = (tensor.to(getattr(torch, dtype)) for tensor in batch(0, 0, size=4 * 7 * 8))
     dataset = TensorDataset(x, y)
     sampler = DistributedSampler(
-        dataset, replica_rank=group, num_replica_groups=2, group_rank=rank, num_replicas=2
+        dataset, replica_rank=group % 2, num_replica_groups=2, group_rank=rank, num_replicas=2
     )
-    diloco = DiLoCoCallback(sync_every=2, timeout=30.0, start_timeout_s=90.0)
+    diloco = DiLoCoCallback(sync_every=2, timeout=30.0, start_timeout_s=90.0, run_dir=out)
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
         train_dataloader=DataLoader(dataset, batch_size=8, sampler=sampler),
-        max_duration="7ba",  # so that it ends in mid-round
-        callbacks=[diloco, Record(diloco, Path(out) / f"{group}_{rank}.jsonl")],
+        max_duration=f"{batches}ba",
+        callbacks=[
+            Pause(float(pause_s)),
+            diloco,
+            Record(diloco, Path(out) / f"{group}_{rank}.jsonl"),
+        ],
         device="cpu",
         device_train_microbatch_size=int(microbatch_size),
         progress_bar=False,
