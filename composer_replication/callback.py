@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from composer import Callback, Logger, State, Timestamp
+from composer import Callback, Logger, State
 from composer.core import DataSpec
 from composer.utils import dist
 from torch import nn
@@ -16,6 +16,7 @@ from torchft.manager import Manager
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.handover import Handover
 from composer_replication.options import ReplicaOptions
 from composer_replication.process_group import host_store
 from composer_replication.progress import Progress, max_batches
@@ -100,6 +101,7 @@ class DiLoCoCallback(Callback):
         backup_device: str | None = None,
         pin_memory: bool = ReplicaOptions.pin_memory,
         final_sync: bool = ReplicaOptions.final_sync,
+        heal_inner_state: str = ReplicaOptions.heal_inner_state,
         digest_every: int = ReplicaOptions.digest_every,
         run_dir: str | None = None,
         manager: Any = None,
@@ -133,6 +135,7 @@ class DiLoCoCallback(Callback):
             backup_device=backup_device,
             pin_memory=pin_memory,
             final_sync=final_sync,
+            heal_inner_state=heal_inner_state,
             digest_every=digest_every,
             run_dir=run_dir,
         ).with_environment()
@@ -143,6 +146,7 @@ class DiLoCoCallback(Callback):
         self._given_manager = manager
         self._manager: Any = None
         self._kept: dict[str, Any] | None = None
+        self._handover: Handover | None = None
         self._folder = ReplicaFolder(None, "")
         self._progress = Progress(self._folder, sync_every)
 
@@ -223,9 +227,14 @@ class DiLoCoCallback(Callback):
         """Tell of what has happened. True if there was a sync."""
         assert self.diloco is not None
         reports = self.diloco.pop_finished_syncs()
+        if self._handover is not None and any(report.healed for report in reports):
+            self._handover.take_inner_state()
         self._progress.tell_syncs(reports, state, logger)
         self._progress.tell_phase(phase, state, self.diloco)
         return bool(reports)
+
+    def _is_in_batch(self) -> bool:
+        return self.diloco is not None and self.diloco.counts_steps
 
     def _is_asked_to_stop(self) -> bool:
         """Whether rank 0 has found ``STOP`` in the run's folder; every rank hears it."""
@@ -278,11 +287,8 @@ class DiLoCoCallback(Callback):
         if len(state.optimizers) != 1:
             raise ValueError(f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one")
         settings = self.settings
-        self._manager.register_state_dict_fn(
-            "composer_timestamp",
-            lambda saved: self._take_timestamp(state, saved),
-            lambda: {"timestamp": _counts(state.timestamp)},
-        )
+        self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)
+        self._manager.register_state_dict_fn("composer", self._handover.take, self._handover.give)
         return DiLoCo(
             cast(Manager, self._manager),
             cast(nn.Module, state.model.module if state.is_model_ddp else state.model),
@@ -305,32 +311,6 @@ class DiLoCoCallback(Callback):
             digest_every=self.options.digest_every,
         )
 
-    def _take_timestamp(self, state: State, saved: dict[str, Any]) -> None:
-        """At a heal: stand where the donor stands, so that both end at the same batch.
-
-        The position within the epoch stays: Composer would otherwise fetch every skipped batch.
-        """
-        own = state.timestamp
-        donor = Timestamp()
-        donor.load_state_dict(saved["timestamp"])
-        if self.diloco is None or not self.diloco.counts_steps:
-            # We join before our first batch, the donor is inside one that it has not counted yet.
-            samples = donor.sample.value // max(1, donor.batch.value)
-            tokens = donor.token.value // max(1, donor.batch.value)
-            donor = donor.to_next_batch(samples=samples, tokens=tokens)
-        # A new object: savers keep references to the old one.
-        state.timestamp = donor.copy(
-            epoch=own.epoch,
-            batch_in_epoch=own.batch_in_epoch,
-            sample_in_epoch=own.sample_in_epoch,
-            token_in_epoch=own.token_in_epoch,
-            total_wct=own.total_wct,
-            epoch_wct=own.epoch_wct,
-            iteration_wct=own.iteration_wct,
-            batch_wct=own.batch_wct,
-        )
-        log.info("Continuing at batch %d, where the other replica groups are", donor.batch.value)
-
     def _leave(self) -> None:
         if self.diloco is not None:
             self.diloco.__exit__(None, None, None)
@@ -342,11 +322,6 @@ class DiLoCoCallback(Callback):
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None
-
-
-def _counts(timestamp: Timestamp) -> dict[str, int]:
-    """The counters of a timestamp; its clocks are each group's own, and no plain numbers."""
-    return {name: n for name, n in timestamp.state_dict().items() if isinstance(n, int)}
 
 
 def _samples_in_batch(state: State) -> int:

@@ -57,7 +57,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self._timeout = timeout
         self._lock = threading.Condition()
         self._bodies: dict[str, bytes] = {}
-        self._current: dict[str, Any] | None = None  # while the donor waits in a quorum
+        self._current: bytes | None = None  # while the donor waits in a quorum
         self._current_step = -1
         self.source: tuple[Callable[[], int], Callable[[], Mapping[str, Any]]] | None = None
         """Gives the manager's step and the global state, at any time and from any thread."""
@@ -81,7 +81,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         user = dict(state_dict["user"])
         state = user.pop(STATE)
         name = self._keep(state)
-        rest = {"user": user, "torchft": state_dict["torchft"], "state": name}
+        # As bytes, now: with a delay the group trains on while a joiner is still to ask for it.
+        rest = dump({"user": user, "torchft": state_dict["torchft"], "state": name})
         with self._lock:
             self._current, self._current_step = rest, step
             self._lock.notify_all()
@@ -119,9 +120,9 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             return json.dumps(latest).encode()
         if kind == "rest":
             with self._lock:  # a joiner may be quicker to ask than this group is to offer
-                offers = self._lock.wait_for(lambda: self._offers(which), self._timeout)
-                if offers:
-                    return dump(self._current)
+                self._lock.wait_for(lambda: self._offers(which), self._timeout)
+                if self._current is not None and self._offers(which):
+                    return self._current
         raise KeyError(path)
 
     def _offers(self, step: str) -> bool:

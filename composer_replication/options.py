@@ -39,6 +39,10 @@ class ReplicaOptions:
         pin_memory: Whether they are pinned there, if there is an accelerator.
         final_sync: Whether training ends with a sync of what has been trained since the last one,
             after which the model holds the global parameters.
+        heal_inner_state: The inner optimizer's state of a group that takes over the others' global
+            state: its ``own`` (a group that was started again has none, and begins fresh), or the
+            ``donor``'s, of one donor for all ranks; equal in all groups then. It adds the size of
+            that state to what travels while the others wait.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
@@ -62,6 +66,7 @@ class ReplicaOptions:
     backup_device: str | None = None
     pin_memory: bool = True
     final_sync: bool = True
+    heal_inner_state: str = "own"
     digest_every: int = 0
     run_dir: str | None = None
 
@@ -76,6 +81,8 @@ class ReplicaOptions:
             )
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
+        if self.heal_inner_state not in ("own", "donor"):
+            raise ValueError(f"heal_inner_state={self.heal_inner_state!r}: use own or donor")
         StartPolicy(self.num_replicas or 1, self.start_timeout_s, self.on_start_timeout)
         if self.num_replicas is not None:
             _check_count("num_replicas", self.num_replicas, 1)

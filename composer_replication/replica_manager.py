@@ -171,8 +171,8 @@ class ReplicaManager(Manager):
             if not can_connect(host.strip("[]"), int(port), self._connect_timeout.total_seconds()):
                 raise ConnectionError(
                     f"replica group {name.partition(':')[0]} says it is at {address}, which does "
-                    "not answer here: it has died, or set hostname (callbacks.diloco.hostname) in that group to a "
-                    "name or address of its machine that this one can reach"
+                    "not answer here: it has died, or set hostname (callbacks.diloco.hostname) in "
+                    "that group to a name or address of its machine that this one can reach"
                 )
         identity = json.dumps([communicator_id, self._max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,7 @@ class SharedBuffer:
             number=self._quorum.number + 1 if self._quorum else 0,
             members=tuple(sorted(self._asking)),
             max_step=max_step,
-            state=next(donors)() if behind else None,
+            state=copy.deepcopy(next(donors)()) if behind else None,  # no memory is shared
         )
         self._asking.clear()
 

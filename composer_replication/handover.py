@@ -1,0 +1,106 @@
+"""What goes to a joiner beside the global state: the position in training, and, if asked for, the
+inner optimizer's state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from composer import State, Timestamp
+from composer.utils import dist
+from torch.distributed.tensor import DTensor
+
+from composer_replication.diloco.settings import SettingsMismatch
+
+log = logging.getLogger(__name__)
+
+
+class Handover:
+    """Gives them and takes them, as part of torchft's heal.
+
+    Args:
+        state: Composer's.
+        heal_inner_state: ``own`` or ``donor``, see ``ReplicaOptions``.
+        is_in_batch: Whether this group stands inside a batch that it has not counted yet.
+
+    Raises:
+        ValueError: The inner optimizer's state is sharded, so that no rank has all of it.
+    """
+
+    def __init__(
+        self, state: State, heal_inner_state: str, is_in_batch: Callable[[], bool]
+    ) -> None:
+        self._state = state
+        self._wants_inner_state = heal_inner_state == "donor"
+        self._is_in_batch = is_in_batch
+        self._received: dict[str, Any] | None = None
+        if self._wants_inner_state and any(
+            isinstance(p, DTensor) for p in state.model.parameters()
+        ):
+            raise ValueError(
+                "heal_inner_state='donor' with FSDP: a rank has only its own shard of the inner "
+                "optimizer's state. Use heal_inner_state='own'"
+            )
+
+    def give(self) -> dict[str, Any]:
+        """What a joiner gets. Rank 0 alone gives the inner optimizer's state."""
+        gives = self._wants_inner_state and dist.get_global_rank() == 0
+        inner = self._state.optimizers[0].state_dict() if gives else None
+        return {"timestamp": _counts(self._state.timestamp), "inner_optimizer": inner}
+
+    def take(self, saved: dict[str, Any]) -> None:
+        """Stand where the donor stands, so that both end at the same batch.
+
+        Raises:
+            SettingsMismatch: The donor gives no inner optimizer state, and it is wanted.
+        """
+        self._take_timestamp(saved["timestamp"])
+        self._received = saved["inner_optimizer"]
+        wants = self._wants_inner_state and dist.get_global_rank() == 0
+        if wants and self._received is None:
+            raise SettingsMismatch(
+                "heal_inner_state='donor' here, and the replica groups in training have 'own': "
+                "make them equal"
+            )
+
+    def take_inner_state(self) -> None:
+        """After a heal: rank 0's donor's inner optimizer state, for all ranks of the group.
+
+        torchft picks a donor for each rank; states of several would make the ranks differ.
+        """
+        if not self._wants_inner_state:
+            return
+        received = [self._received]
+        dist.broadcast_object_list(received, src=0)
+        assert received[0] is not None, "rank 0 has refused a donor without it"
+        self._state.optimizers[0].load_state_dict(received[0])
+        self._received = None
+
+    def _take_timestamp(self, counts: dict[str, int]) -> None:
+        """The position within the epoch stays: Composer would fetch every skipped batch."""
+        own = self._state.timestamp
+        donor = Timestamp()
+        donor.load_state_dict(counts)
+        if not self._is_in_batch():
+            # We join before our first batch, the donor is inside one that it has not counted yet.
+            samples = donor.sample.value // max(1, donor.batch.value)
+            tokens = donor.token.value // max(1, donor.batch.value)
+            donor = donor.to_next_batch(samples=samples, tokens=tokens)
+        # A new object: savers keep references to the old one.
+        self._state.timestamp = donor.copy(
+            epoch=own.epoch,
+            batch_in_epoch=own.batch_in_epoch,
+            sample_in_epoch=own.sample_in_epoch,
+            token_in_epoch=own.token_in_epoch,
+            total_wct=own.total_wct,
+            epoch_wct=own.epoch_wct,
+            iteration_wct=own.iteration_wct,
+            batch_wct=own.batch_wct,
+        )
+        log.info("Continuing at batch %d, where the other replica groups are", donor.batch.value)
+
+
+def _counts(timestamp: Timestamp) -> dict[str, int]:
+    """The counters of a timestamp; its clocks are each group's own, and no plain numbers."""
+    return {name: n for name, n in timestamp.state_dict().items() if isinstance(n, int)}
