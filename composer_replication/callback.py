@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -147,6 +148,7 @@ class DiLoCoCallback(Callback):
         self._manager: Any = None
         self._kept: dict[str, Any] | None = None
         self._handover: Handover | None = None
+        self._parent = os.getppid()
         self._folder = ReplicaFolder(None, "")
         self._progress = Progress(self._folder, sync_every)
 
@@ -190,6 +192,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         self.diloco.counts_steps = False
+        self._check_launcher()
         self._progress.count_batch(state)
         if self._tell("training", state, logger) and self._is_asked_to_stop():
             log.info(
@@ -232,6 +235,18 @@ class DiLoCoCallback(Callback):
         self._progress.tell_syncs(reports, state, logger)
         self._progress.tell_phase(phase, state, self.diloco)
         return bool(reports)
+
+    def _check_launcher(self) -> None:
+        """A rank that outlives its launcher would go on voting beside the group started anew.
+
+        Raises:
+            RuntimeError: The launcher has died.
+        """
+        if _has_launcher() and os.getppid() != self._parent:
+            raise RuntimeError(
+                "the launcher of this group's ranks has died, so this rank ends. Start the group "
+                "again: it takes over what the others have"
+            )
 
     def _is_in_batch(self) -> bool:
         return self.diloco is not None and self.diloco.counts_steps
@@ -322,6 +337,11 @@ class DiLoCoCallback(Callback):
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None
+
+
+def _has_launcher() -> bool:
+    """Whether this process is a rank that Composer's launcher or torchrun has started."""
+    return "LOCAL_RANK" in os.environ
 
 
 def _samples_in_batch(state: State) -> int:

@@ -66,7 +66,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         threading.Thread(target=self._server.serve_forever, name="heal", daemon=True).start()
         host = hostname or socket.gethostname()
         host = f"[{host}]" if ":" in host else host
-        self._address = f"http://{host}:{self._server.server_address[1]}"
+        self.port = self._server.server_address[1]
+        self._address = f"http://{host}:{self.port}"
 
     # ---- the donor ---------------------------------------------------------------------------
 

@@ -6,12 +6,16 @@ import json
 import os
 import socket
 from datetime import timedelta
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 import psutil
 import torch
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from composer_replication.lighthouse import can_connect
 
 
 class AdvertisedHost(ProcessGroup):
@@ -123,6 +127,49 @@ def interface_of(hostname: str | None) -> str | None:
         if found & {address.address.partition("%")[0] for address in addresses}:
             return name
     return None  # behind a gateway: the peers' address is none of ours
+
+
+def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeout: float) -> None:
+    """Check that a name leads back to this machine, and is not one that leads everybody home.
+
+    Args:
+        hostname: What this group is going to tell its peers.
+        port: Something of ours that listens.
+        lighthouse_addr: ``http://host:port``: on which machine the others meet.
+        connect_timeout: In seconds.
+
+    Raises:
+        ValueError: Peers could not reach this group under it.
+    """
+    if not can_connect(hostname, port, connect_timeout):
+        raise ValueError(
+            f"hostname={hostname!r} does not lead to this machine: set hostname "
+            "(callbacks.diloco.hostname) to a name or address under which the other groups reach it"
+        )
+    lighthouse = urlsplit(lighthouse_addr).hostname or ""
+    if _is_loopback(hostname) and not _is_loopback(lighthouse) and not _is_local(lighthouse):
+        raise ValueError(
+            f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
+            "machine: the other groups would look for this one at home. Set hostname "
+            "(callbacks.diloco.hostname) to an address of this machine that they can reach"
+        )
+
+
+def _addresses(hostname: str) -> set[str]:
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(hostname, None)}
+    except OSError:
+        return set()
+
+
+def _is_loopback(hostname: str) -> bool:
+    found = _addresses(hostname)
+    return bool(found) and all(ip_address(a.partition("%")[0]).is_loopback for a in found)
+
+
+def _is_local(hostname: str) -> bool:
+    own = {a.address.partition("%")[0] for each in psutil.net_if_addrs().values() for a in each}
+    return bool(_addresses(hostname) & own)
 
 
 def host_store(hostname: str | None = None) -> TCPStore:

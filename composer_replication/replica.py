@@ -13,7 +13,7 @@ from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.prefetch import prefetch
-from composer_replication.process_group import host_store, make_process_group
+from composer_replication.process_group import check_hostname, host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def make_manager(
         The manager; call ``shutdown()`` at the end.
 
     Raises:
-        ValueError: An argument is missing or out of range.
+        ValueError: An argument is missing or out of range, or ``hostname`` leads nowhere.
         ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
             had (``HealError``). This group has not been seen by the others then.
     """
@@ -94,6 +94,8 @@ def make_manager(
         )
     transport = HealTransport(token or "", hostname, timeout)
     try:
+        own_name = hostname or socket.gethostname()
+        check_hostname(own_name, transport.port, lighthouse_addr, connect_timeout)
         prefetch(
             transport,
             lighthouse_addr=lighthouse_addr,
@@ -130,7 +132,7 @@ def make_manager(
         quorum_retries=quorum_retries,
     )
     manager.store = store
-    return manager.take_over(lighthouse_addr, give_up_after_s)
+    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s)
 
 
 class _OneLine(logging.Filter):

@@ -43,15 +43,20 @@ class ReplicaManager(Manager):
     HEARD_WITHIN_S = 5.0
 
     store: object = None
+    replica_name = ""
     give_up_after_s: float | None = None
     _lighthouse_addr = ""
     _is_shut_down = False
     _members: tuple[str, ...] = ()
     _last_id = -1
+    _connected: tuple[int, tuple[str, ...]] | None = None
     _max_step = 0
 
-    def take_over(self, lighthouse_addr: str, give_up_after_s: float | None) -> ReplicaManager:
+    def take_over(
+        self, replica_name: str, lighthouse_addr: str, give_up_after_s: float | None
+    ) -> ReplicaManager:
         """Put our parts in the place of torchft's; once, after construction."""
+        self.replica_name = replica_name
         self._lighthouse_addr = lighthouse_addr
         self.give_up_after_s = give_up_after_s
         self._executor = DaemonExecutor()
@@ -72,13 +77,23 @@ class ReplicaManager(Manager):
         has_restarted = quorum.quorum_id < self._last_id or (same_id and names != self._members)
         missing = set(self._members) - set(names)
         if has_restarted:
-            self._quorum_id = -1  # torchft would keep connections that it knows under this id
             log.warning(
                 "Quorum id %d comes after %d: the lighthouse has been restarted",
                 quorum.quorum_id,
                 self._last_id,
             )
+        own = self.replica_name
+        if sum(name.partition(":")[0] == own for name in names) > 1:
+            log.warning(
+                "replica_id=%r is in this quorum twice: ranks of a group whose launcher has died "
+                "may be left, or two groups have been given the same one",
+                own,
+            )
         self._last_id, self._members = quorum.quorum_id, names
+        # torchft keeps its connections when it knows the id. All members must come to the same
+        # answer, whatever each of them has been through: it depends on what they connect alone.
+        knows = self._connected == (quorum.quorum_id, names)
+        self._quorum_id = quorum.quorum_id if knows else -1
         self._max_step = quorum.max_step
         if has_restarted and missing:
             raise LighthouseRestarted(missing)
@@ -136,7 +151,7 @@ class ReplicaManager(Manager):
 
     def _close_connections(self) -> None:
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
-        self._quorum_id = -1  # what is aborted has to be made anew, also under the same id
+        self._connected = None
 
     def wait_quorum(self) -> None:
         """Wait for the quorum, and say every ``SAY_EVERY_S`` what it is waiting for."""
@@ -165,6 +180,7 @@ class ReplicaManager(Manager):
         Under an id made of all that is known of it: a restarted lighthouse counts from 1 again, and
         the store would still hold the addresses that the last quorum of that number left in it.
         """
+        self._connected = None
         hosts = [json.loads(handle)["store"] for handle in handles]
         for name, address in zip(self._members, hosts, strict=True):
             host, _, port = address.rpartition(":")
@@ -177,6 +193,7 @@ class ReplicaManager(Manager):
         identity = json.dumps([communicator_id, self._max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         super()._reconfigure_pg(unique, handles)
+        self._connected = (communicator_id, self._members)
 
     def allreduce(
         self,

@@ -25,7 +25,7 @@ from integration.replicas import Group, run_groups
 from torch import nn
 from torchft.manager import Manager
 
-from composer_replication import heal_transport
+from composer_replication import heal_transport, replica_manager
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
 from composer_replication.heal_transport import HealError
 from composer_replication.lighthouse import can_connect, start_lighthouse
@@ -109,6 +109,27 @@ def test_one_group_that_has_waited_long_enough_starts_all_that_are_present():
     assert first[0][:3] == (1, 2, 1.0)
 
 
+def advertise_what_peers_cannot_reach(group: Group) -> str:
+    if group.replica_id == 1:  # as behind a firewall: nothing that the other tells answers here
+        replica_manager.can_connect = lambda *_: False  # type: ignore[assignment]
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with group.manager(timeout=5.0) as manager:
+        diloco = DiLoCo(manager, model, optimizer, num_replicas=2, start_timeout_s=20.0)
+        with pytest.raises(TimeoutError) as caught:
+            diloco.__enter__()
+    return str(caught.value)
+
+
+def test_an_address_that_a_peer_cannot_reach_is_named_at_the_start():
+    # torchft: every round fails silently, for ever (research).
+    began = time.monotonic()
+    _, cannot = run_groups(advertise_what_peers_cannot_reach)
+    assert re.search("replica group group_[01] says it is at .*, which does not answer", cannot)
+    assert "callbacks.diloco.hostname" in cannot
+    assert time.monotonic() - began < 40.0
+
+
 # ---- a lighthouse that dies and comes back -----------------------------------------------------
 
 
@@ -141,25 +162,21 @@ MOVES = (-1.0, -2.0, -3.0, -4.0)
 
 
 def train_through_lighthouse_restarts(
-    group: Group, address: str, restarted_twice: str
+    group: Group, address: str, folder: str
 ) -> list[tuple[Any, ...]]:
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     mine = Group(group.replica_id, group.num_replicas, address, group.signal)
-    while group.replica_id == 3 and not Path(restarted_twice).exists():
+    while group.replica_id == 3 and not Path(folder, "restart 2").exists():
         time.sleep(0.05)
     with (
         mine.manager(quorum_timeout=60.0, quorum_retries=120) as manager,
         DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
     ):
-        seen = train(
-            mine,
-            diloco,
-            optimizer,
-            2 * 14 if group.replica_id < 3 else 2,
-            move=MOVES[group.replica_id],
-            step_s=0.4,
-        )
+        seen, rounds_after = [], 0
+        while rounds_after < 2:
+            seen += train(mine, diloco, optimizer, 2, move=MOVES[group.replica_id], step_s=0.4)
+            rounds_after += Path(folder, "restart 3").exists()
         diloco.final_sync()
         reports = diloco.pop_finished_syncs()
         theta = next(iter(diloco.global_parameters().values())).item()
@@ -177,11 +194,9 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
                 return
             lighthouse.kill()
             lighthouse.start()
-            if number == 2:
-                (tmp_path / "twice").touch()
+            (tmp_path / f"restart {number}").touch()
 
     thread = Thread(target=kill_and_restart, daemon=True)
-
     thread.start()
     try:
         groups = run_groups(
@@ -189,10 +204,9 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
             num_replicas=4,
             timeout_s=120.0,
             address=lighthouse.address,
-            restarted_twice=str(tmp_path / "twice"),
+            folder=str(tmp_path),
         )
     finally:
-        is_killing = thread.is_alive()
         over.set()
         thread.join()
         lighthouse.kill()
@@ -215,7 +229,6 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
         theta += sum(contributed) / len(contributed)
         assert after == pytest.approx(theta, abs=1e-5), outer_step
     assert max(line[1] for line in first) == 4  # the fourth was there
-    assert not is_killing  # all three times were within the run
 
 
 # ---- a joiner behind a slow line ---------------------------------------------------------------
