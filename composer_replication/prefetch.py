@@ -16,13 +16,8 @@ from urllib.parse import urlsplit
 
 from torchft.coordination import ManagerClient
 
-from composer_replication.heal_transport import (
-    SLOWEST_BYTES_PER_S,
-    HealError,
-    HealTransport,
-    fetch,
-    fetch_state,
-)
+from composer_replication.heal_client import SLOWEST_BYTES_PER_S, HealError, fetch, fetch_state
+from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import can_connect, read_status
 
 log = logging.getLogger(__name__)

@@ -96,7 +96,7 @@ def make_process_group(backend: str, timeout: float, hostname: str | None = None
     kinds: dict[str, type[AdvertisedHost]] = {"nccl": Nccl, "gloo": Gloo}
     if backend not in kinds:
         raise ValueError(f"backend={backend!r}: use 'gloo' or 'nccl'")
-    if backend == "gloo" and not hasattr(TorchGloo._Options, "global_ranks_in_group"):
+    if backend == "gloo" and not hasattr(TorchGloo._Options, "global_ranks_in_group"):  # pyright: ignore[reportAttributeAccessIssue]
         kinds["gloo"] = GlooOnTorch27
     group = kinds[backend](timeout=timedelta(seconds=timeout))  # pyright: ignore[reportCallIssue]
     group.advertised_host = hostname

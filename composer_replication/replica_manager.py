@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Set
 from concurrent import futures
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torchft.manager import Manager
 
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import can_connect, read_status
+from composer_replication.waiting import DaemonExecutor, InterruptibleWork
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class ReplicaManager(Manager):
     ) -> Any:
         """torchft's, with a wait on the CPU that a signal can interrupt."""
         work = super().allreduce(tensor, should_quantize, reduce_op)
-        return _InterruptibleWork(work) if tensor.device.type == "cpu" else work
+        return InterruptibleWork(work) if tensor.device.type == "cpu" else work
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """torchft's vote, awaited so that a signal can interrupt it.
@@ -254,38 +254,3 @@ class _WatchedClient:
             raise QuorumFailed(str(error).splitlines()[0]) from error
         self._note_quorum(quorum)
         return quorum
-
-
-class _InterruptibleWork:
-    """Waits for an allreduce in small sleeps: gloo's own wait holds signals up for ``timeout``."""
-
-    LONGEST_NAP_S = 0.01
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        sent = getattr(self._work, "_work", None)  # none if the manager had failed before
-        began = time.monotonic()
-        while sent is not None and not sent.is_completed():
-            time.sleep(min(self.LONGEST_NAP_S, (time.monotonic() - began) / 20))
-        return self._work.wait() if timeout is None else self._work.wait(timeout)
-
-
-class DaemonExecutor(futures.Executor):
-    """Runs each call on a thread of its own that does not hold up the end of the process.
-
-    Python waits for the threads of a ThreadPoolExecutor, here for a quorum of up to an hour.
-    """
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: B036 - raised where the result is read
-                future.set_exception(error)
-
-        Thread(target=run, name="torchft", daemon=True).start()
-        return future

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from composer_replication import heal_transport, prefetch
-from composer_replication.heal_transport import HealError, HealTransport
+from composer_replication.heal_client import HealError
+from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import LighthouseStatus, Member
 
 STATE = {"outer_step": 3, "fragments": [{"theta": {"w": torch.arange(4.0)}}]}

@@ -54,6 +54,19 @@ if replica_id == "1":
 time.sleep(60)
 """
 
+# The first group stays until the second one, which dies after its first syncs, has come back.
+COMES_BACK = """
+with (folder / "lives").open("a") as file:
+    file.write("x")
+if replica_id == "1" and (folder / "lives").read_text() == "x":
+    (folder / "metrics.jsonl").write_text("{}\\n")
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    os.kill(os.getpid(), signal.SIGKILL)
+(folder / "metrics.jsonl").unlink(missing_ok=True)
+while replica_id == "0" and not (run_dir / "replica_1" / "result.json").exists():
+    time.sleep(0.05)
+"""
+
 WAITS = """
 time.sleep(60)
 """
@@ -177,6 +190,16 @@ def test_a_group_that_crashes_ends_the_run_with_its_error(tmp_path, capsys):
     assert str(tmp_path / "run" / "replica_1" / "log.txt") in said
     assert "ValueError: invalid literal for int() with base 10: 'no number'" in said
     assert "Traceback" not in said and "File" not in said
+
+
+@pytest.mark.integration
+def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_path, capsys):
+    assert launch_script(tmp_path, COMES_BACK + TRAINS, "ab") == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [replica["restarts"] for replica in summary["replicas"]] == [0, 1]
+    assert (tmp_path / "run" / "replica_1" / "lives").read_text() == "xx"
+    assert "started again           group 1 1 time" in capsys.readouterr().out
+    assert alive(pids_of(tmp_path)) == []
 
 
 @pytest.mark.integration

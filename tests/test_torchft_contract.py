@@ -55,7 +55,8 @@ def test_the_list_of_private_names_is_complete():
     for path, ours in {
         "torchft.local_sgd.DiLoCo": "diloco/algorithm.py",
         "torchft.local_sgd._StreamingDiLoCoFragment": "diloco/fragment_sync.py",
-        "torchft.process_group.ProcessGroupGloo": "replica.py",
+        "torchft.process_group.ProcessGroupGloo": "process_group.py",
+        "torchft.manager.Manager": "replica_manager.py",
     }.items():
         source = (PACKAGE / ours).read_text()
         used = set(re.findall(r"(?:self|super\(\)|def )\.?\s?(_[a-z]\w+)\b", source))
@@ -118,6 +119,32 @@ def test_perform_sync_still_votes_before_it_applies_anything():
 def test_prepare_sync_still_forms_before_it_sends():
     order = ["_save_grads", "_average_grads"]
     assert calls_in(FRAGMENT.prepare_sync, *order) == order
+
+
+def test_the_manager_still_does_what_ours_hangs_on():
+    quorum = inspect.getsource(Manager._async_quorum)
+    # We look at a quorum, and may change _quorum_id, between these two.
+    assert quorum.index("self._client._quorum(") < quorum.index("quorum_id != self._quorum_id")
+    assert "self._reconfigure_pg(quorum_id, quorum.reconfigure_handles)" in quorum
+    start = inspect.getsource(Manager.start_quorum)
+    assert "self._executor.submit(" in start and "self.wait_quorum()" in start
+    # The heal state has these two parts, and the transport is told when it may go.
+    assert '"user": {' in inspect.getsource(Manager._manager_state_dict)
+    assert "_checkpoint_transport.disallow_checkpoint()" in inspect.getsource(Manager.should_commit)
+
+
+def test_a_quorum_has_what_we_read_of_it():
+    from torchft import _torchft
+
+    stub = Path(_torchft.__file__).with_name("_torchft.pyi").read_text()
+    fields = stub[stub.index("class QuorumResult") : stub.index("class ManagerServer")]
+    for name in (
+        "quorum_id: int",
+        "max_step: int",
+        "replica_ids: list",
+        "reconfigure_handles: list",
+    ):
+        assert name in fields
 
 
 def test_the_schedule_still_asks_for_the_quorum_before_it_picks_the_fragment():

@@ -27,7 +27,7 @@ class GlobalState:
 
     def __init__(self, fragments: Sequence[GlobalParameters], fingerprint: dict[str, Any]) -> None:
         self._fragments = fragments
-        self._whole = threading.Lock()
+        self._whole = threading.RLock()
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.was_given = self.was_taken = False

@@ -252,7 +252,7 @@ class OuterLoop:
             else:
                 if self._manager.num_participants() > 1 or policy.num_replicas == 1:
                     self._sync_joining()
-                    if self.reports:
+                    if not self._roll_call.are_all_joining:
                         return True
                 # Alone, or all are resuming: whoever else resumes would find us training.
                 barrier.hears_start(device)

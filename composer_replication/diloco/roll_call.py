@@ -17,7 +17,7 @@ from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-_PRESENT, _PENDING, _HEALED, _OUTER_STEP, _DIGESTS = range(5)
+_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _DIGESTS = range(6)
 _BITS = 22
 """Of a number that a sum in fp32 keeps exactly, with room for the 1 that says it was given."""
 
@@ -57,7 +57,7 @@ class RollCall:
         self._digest_every = digest_every
         self.fragments: Sequence[Syncing] = ()
         self.is_training = True
-        self.is_over = False
+        self.is_over = self.are_all_joining = False
 
     def send(self, fragment: Syncing) -> RollCallWork:
         """Start the table's allreduce, for the sync of a fragment."""
@@ -67,6 +67,7 @@ class RollCall:
         table = torch.zeros(rows, _DIGESTS + 2 * len(self.fragments))
         table[rank, _PRESENT] = 1
         table[rank, _PENDING] = float(self.is_training or left)
+        table[rank, _JOINING] = float(fragment.is_joining)
         table[rank, _HEALED] = float(self._state.was_taken)
         table[rank, _OUTER_STEP] = self._state.outer_step % 2**_BITS
         if self._digest_is_due():
@@ -102,6 +103,7 @@ class RollCall:
             return
         self._check_agreement(table)
         self.is_over = not table[:, _PENDING].any()
+        self.are_all_joining = bool(table[:, _JOINING].all())
         self._state.was_given = self._state.was_taken = False
 
     def _check_agreement(self, table: Tensor) -> None:

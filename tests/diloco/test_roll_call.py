@@ -64,6 +64,19 @@ def test_a_last_step_that_is_expected_needs_no_further_sync():
     assert simulate(replica, num_replicas=2) == [(0, 6.0)] * 2
 
 
+def test_a_group_that_joins_when_the_others_have_just_ended_trains_and_all_end_equal():
+    # The others have nothing to send any more, so that nothing moves when it joins.
+    def replica(sim):
+        if sim.replica_id == 2:
+            return run_scripted(sim, -4.0, 2, sync_every=2, final=True)
+        return run_scripted(sim, -1.0, 4, sync_every=2, final=True)
+
+    late = [Fault("late", replica_id=2, step=3)]  # after the cold start and two syncs
+    first, second, joiner = simulate(replica, num_replicas=3, faults=late)
+    assert first[-2] == (6.0, 6.0)
+    assert first[-1] == second[-1] == joiner[-1] == (6.0 - 8.0,) * 2
+
+
 # ---- who took part ---------------------------------------------------------------------------
 
 

@@ -25,9 +25,9 @@ from integration.replicas import Group, run_groups
 from torch import nn
 from torchft.manager import Manager
 
-from composer_replication import heal_transport, replica_manager
+from composer_replication import heal_client, replica_manager
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
-from composer_replication.heal_transport import HealError
+from composer_replication.heal_client import HealError
 from composer_replication.lighthouse import can_connect, start_lighthouse
 from composer_replication.process_group import host_store, make_process_group
 
@@ -267,7 +267,7 @@ def commit_while_a_slow_one_joins(group: Group, with_joiner: bool) -> Any:
 
 def _read_slowly() -> None:
     """A line of 0.2 MB/s: ten times the process group's timeout of 2 s for 4 MB."""
-    read = heal_transport.HTTPConnection
+    read = heal_client.HTTPConnection
 
     class Slow(read):
         def getresponse(self) -> Any:
@@ -281,7 +281,7 @@ def _read_slowly() -> None:
             answer.read1 = slowly  # type: ignore[method-assign]
             return answer
 
-    heal_transport.HTTPConnection = Slow  # type: ignore[misc]
+    heal_client.HTTPConnection = Slow  # type: ignore[misc]
 
 
 def test_a_joiner_on_a_slow_line_leaves_with_the_reason_and_costs_the_others_nothing():

@@ -1,0 +1,133 @@
+"""Which groups are started again, when, and which are not. Run: pytest tests/test_supervision.py
+
+Stood in for: the processes, by exit statuses; the clock's pauses, by shorter ones.
+"""
+
+import json
+
+import pytest
+
+from composer_replication import supervision
+from composer_replication.processes import Interrupts
+from composer_replication.supervision import Supervisor
+
+
+class Groups:
+    """Exit statuses by script: what each life of a group ends with, None while it goes on."""
+
+    def __init__(self, lives):
+        self.lives = {replica_id: list(each) for replica_id, each in lives.items()}
+        self.started = []
+        self.ended = []
+
+    def exit_statuses(self):
+        return {replica_id: each[0] for replica_id, each in self.lives.items()}
+
+    def start(self, replica_id):
+        self.started.append(replica_id)
+        self.lives[replica_id].pop(0)
+
+    def end(self, replica_id):
+        self.ended.append(replica_id)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervision, "POLL_S", 0.001)
+
+
+def write(folder, replica_id, phase="training", syncs=1):
+    folder = folder / f"replica_{replica_id}"
+    folder.mkdir(exist_ok=True)
+    (folder / "status.json").write_text(json.dumps({"phase": phase}))
+    (folder / "metrics.jsonl").write_text("{}\n" * syncs)
+
+
+def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None):
+    groups = Groups(lives)
+    looks = []
+    supervisor = Supervisor(groups, folder, groups.start, len(lives), max_restarts, Interrupts())
+
+    def show(statuses, is_last):
+        looks.append(statuses)
+        on_look(groups, looks)
+        assert len(looks) < 5_000, "it does not end"
+
+    return supervisor.watch(show), supervisor, groups
+
+
+def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    failed, supervisor, groups = supervise(
+        tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back
+    )
+    assert failed == {}
+    assert supervisor.restarts == {"0": 0, "1": 1}
+    assert groups.started == [1]
+    assert groups.ended == [1]  # its other ranks and workers, before it starts again
+
+
+def test_a_group_that_dies_again_and_again_without_a_sync_ends_the_run(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [1, 1, 1, 7]})
+    assert failed == {1: 7}
+    assert groups.started == [1, 1, 1]
+
+
+def test_a_sync_in_between_starts_the_count_anew(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+
+    def commit(groups, looks):
+        write(tmp_path, 1, syncs=1 + len(groups.started))
+        if len(groups.started) == 6:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    failed, supervisor, _ = supervise(
+        tmp_path, {0: [None], 1: [1] * 7}, max_restarts=2, on_look=commit
+    )
+    assert failed == {} and supervisor.restarts["1"] == 6
+
+
+@pytest.mark.parametrize("status", [2, 1])
+def test_bad_input_and_a_run_that_never_began_are_not_tried_again(tmp_path, status):
+    if status == 2:
+        write(tmp_path, 0), write(tmp_path, 1)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [status]})
+    assert failed == {1: status} and groups.started == []
+
+
+def test_without_restarts_the_first_death_ends_the_run(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [-9]}, max_restarts=0)
+    assert failed == {1: -9} and groups.started == []
+
+
+def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, supervisor, groups = supervise(tmp_path, {0: [0], 1: [-9]})
+    assert failed == {} and groups.started == []
+    assert supervisor.records[1].is_given_up
+
+
+def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_path):
+    for replica_id in range(3):
+        write(tmp_path, replica_id)
+
+    def the_first_finishes_while_they_start(groups, looks):
+        if sorted(groups.started) == [1, 2]:
+            write(tmp_path, 1, "joining"), write(tmp_path, 2, "joining")
+            groups.lives[0][0] = 0
+
+    failed, supervisor, groups = supervise(
+        tmp_path,
+        {0: [None], 1: [-9, None], 2: [-9, None]},
+        on_look=the_first_finishes_while_they_start,
+    )
+    assert failed == {}
+    assert supervisor.records[1].is_given_up and supervisor.records[2].is_given_up
