@@ -242,7 +242,7 @@ class DiLoCoCallback(Callback):
         Raises:
             RuntimeError: The launcher has died.
         """
-        if _has_launcher() and os.getppid() != self._parent:
+        if dist.get_world_size() > 1 and os.getppid() != self._parent:
             raise RuntimeError(
                 "the launcher of this group's ranks has died, so this rank ends. Start the group "
                 "again: it takes over what the others have"
@@ -337,11 +337,6 @@ class DiLoCoCallback(Callback):
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None
-
-
-def _has_launcher() -> bool:
-    """Whether this process is a rank that Composer's launcher or torchrun has started."""
-    return "LOCAL_RANK" in os.environ
 
 
 def _samples_in_batch(state: State) -> int:

@@ -8,6 +8,7 @@ replica groups are threads over the simulation's shared buffer.
 import dataclasses
 import inspect
 import json
+import os
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ from common import TinyMLP, batch
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
+from composer.utils import dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication.callback import DiLoCoCallback
@@ -386,6 +388,15 @@ def fail_at_batch(number):
             raise Broken
 
     return Each(look)
+
+
+def test_a_rank_ends_when_its_launcher_has_died_and_a_lone_process_has_none(monkeypatch):
+    callback = DiLoCoCallback(replica_id=0)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    callback._check_launcher()  # a lone process may lose its parent: a shell that was left
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="the launcher of this group's ranks has died"):
+        callback._check_launcher()
 
 
 def test_when_user_code_raises_the_peers_do_not_wait_for_this_group():
