@@ -1,4 +1,4 @@
-"""The cold start: what groups do together before any of them has trained."""
+"""Waiting for each other, and the cold start: what groups do before any of them has trained."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from composer_replication.diloco.settings import StartPolicy, compare_fingerprin
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
+
+
+class SyncError(RuntimeError):
+    """A sync did not commit, and its retries are used up."""
+
 
 FINGERPRINT_BYTES = 8192
 """Room for one group's fingerprint as JSON."""
@@ -98,6 +103,48 @@ class StartBarrier:
 
 class TooFewGroups(Exception):
     """Not an error: the start waits for more."""
+
+
+class Patience:
+    """How survivors that are fewer than ``min_replica_size`` wait for the others to come back.
+
+    Args:
+        manager: The torchft manager, or its simulated double.
+        give_up_after_s: How long, in seconds; None for ever.
+    """
+
+    POLL_S = 1.0
+    SAY_EVERY_S = 30.0
+
+    def __init__(self, manager: DiLoCoManager, give_up_after_s: float | None) -> None:
+        self._manager = manager
+        self._give_up_after_s = give_up_after_s
+        self._began = time.monotonic()
+        self._say_at = 0.0
+
+    def has_too_few(self) -> bool:
+        """Whether the last vote failed for no other reason."""
+        present, needed = self._manager.num_participants(), self._manager._min_replica_size
+        return self._manager.errored() is None and present < needed
+
+    def wait(self) -> None:
+        """Wait a moment, and say so now and then.
+
+        Raises:
+            SyncError: It has been too long.
+        """
+        present, needed = self._manager.num_participants(), self._manager._min_replica_size
+        waited = time.monotonic() - self._began
+        situation = f"{present} replica groups are there, and min_replica_size={needed}"
+        if self._give_up_after_s is not None and waited > self._give_up_after_s:
+            raise SyncError(
+                f"{situation}, for {waited:.0f} s, above give_up_after_s={self._give_up_after_s:g}."
+                " Start the missing groups again, or lower min_replica_size"
+            )
+        if waited >= self._say_at:
+            self._say_at = waited + self.SAY_EVERY_S
+            log.warning("Waiting to sync for %.0f s: %s", waited, situation)
+        time.sleep(self.POLL_S)
 
 
 def agree_on_settings(

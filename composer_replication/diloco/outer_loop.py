@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ import torch
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.joining import (
+    Patience,
     StartBarrier,
+    SyncError,
     agree_on_settings,
     share_initial_parameters,
 )
@@ -21,10 +22,6 @@ from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
-
-
-class SyncError(RuntimeError):
-    """A sync did not commit, and its retries are used up."""
 
 
 class OuterLoop:
@@ -41,9 +38,6 @@ class OuterLoop:
         digest_every: Every how many outer steps a report has the digest; 0 for never.
         give_up_after_s: How long a sync waits for enough groups; None for ever.
     """
-
-    POLL_S = 1.0
-    SAY_EVERY_S = 30.0
 
     def __init__(
         self,
@@ -110,12 +104,11 @@ class OuterLoop:
         pseudo-gradient again. (torchft resets the model and drops the round.)
         """
         retries = 0
-        self._say_waiting_at = 0.0
-        began = time.monotonic()
+        patience = Patience(self._manager, self._give_up_after_s)
         while not self._fragments[self.turn].committed:
             cause = self._why_not_committed()
-            if self._has_too_few():
-                self._wait_for_groups(began)
+            if patience.has_too_few():
+                patience.wait()
             elif retries == self._max_retries:
                 raise SyncError(
                     f"the sync after outer step {self._state.outer_step} did not commit in "
@@ -137,25 +130,6 @@ class OuterLoop:
             # If a peer has committed it, that quorum healed us, and the next fragment has its turn.
             self._sync_in_quorum()
         self._account(self._fragments[self.turn], retries)
-
-    def _has_too_few(self) -> bool:
-        present, needed = self._manager.num_participants(), self._manager._min_replica_size
-        return self._manager.errored() is None and present < needed
-
-    def _wait_for_groups(self, began: float) -> None:
-        """Survivors fewer than ``min_replica_size`` wait for the others to come back."""
-        present, needed = self._manager.num_participants(), self._manager._min_replica_size
-        waited = time.monotonic() - began
-        situation = f"{present} replica groups are there, and min_replica_size={needed}"
-        if self._give_up_after_s is not None and waited > self._give_up_after_s:
-            raise SyncError(
-                f"{situation}, for {waited:.0f} s, above give_up_after_s={self._give_up_after_s:g}."
-                " Start the missing groups again, or lower min_replica_size"
-            )
-        if waited >= self._say_waiting_at:
-            self._say_waiting_at = waited + self.SAY_EVERY_S
-            log.warning("Waiting to sync for %.0f s: %s", waited, situation)
-        time.sleep(self.POLL_S)
 
     def _why_not_committed(self) -> str:
         error = self._manager.errored()
