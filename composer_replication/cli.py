@@ -229,7 +229,9 @@ def is_known(error: BaseException | None) -> bool:
         # A library's, from deep inside a training step, says little without its traceback.
         return raised_by_us(error)
     name = type(error).__name__  # by name: importing these would import torch
-    return name in ("SyncError", "DivergenceError") or (name == "SimulationError" and is_known(error.__cause__))
+    return name in ("SyncError", "DivergenceError") or (
+        name == "SimulationError" and is_known(error.__cause__)
+    )
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -39,6 +39,10 @@ STATE = "diloco"
 """Key of the part of the heal state that is large, and that a joiner can fetch ahead."""
 
 
+KEPT_S = 60.0
+"""How long a copy of the state is kept for the joiner who has asked for its name."""
+
+
 class HealTransport(CheckpointTransport[dict[str, Any]]):
     """Serves this group's state to joiners, and fetches a donor's; one in each rank.
 
@@ -52,7 +56,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self._token = token
         self._timeout = timeout
         self._lock = threading.Condition()
-        self._bodies: dict[str, bytes] = {}
+        self._bodies: dict[str, tuple[float, bytes]] = {}
         self._current: bytes | None = None  # while the donor waits in a quorum
         self._current_step = -1
         self.source: tuple[Callable[[], int], Callable[[], Mapping[str, Any]]] | None = None
@@ -85,17 +89,20 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             self._lock.notify_all()
 
     def disallow_checkpoint(self) -> None:
+        """End the offer; torchft calls it at every vote. Copies that nobody fetched in time go."""
         with self._lock:
             self._current = None
+            oldest = time.monotonic() - KEPT_S
+            self._bodies = {n: kept for n, kept in self._bodies.items() if kept[0] > oldest}
 
     def _keep(self, state: Mapping[str, Any]) -> str:
         body = dump(state)
         name = hashlib.sha256(body).hexdigest()
         with self._lock:
-            # A joiner may still be fetching the one before; what is being sent stays alive anyway.
+            # A joiner may be about to fetch the one before; what is being sent stays alive anyway.
             while len(self._bodies) > 1:
                 del self._bodies[next(iter(self._bodies))]
-            self._bodies[name] = body
+            self._bodies[name] = time.monotonic(), body
         return name
 
     def answer(self, path: str) -> bytes:
@@ -107,13 +114,13 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         kind, _, which = path.strip("/").partition("/")
         if kind == "state":
             with self._lock:
-                return self._bodies[which]
+                return self._bodies[which][1]
         if kind == "latest" and self.source is not None:
             step, snapshot = self.source
             latest: dict[str, Any] = {"step": step()}
             if which == "offer":
                 latest["state"] = name = self._keep(snapshot())
-                latest["num_bytes"] = len(self._bodies[name])
+                latest["num_bytes"] = len(self._bodies[name][1])
             return json.dumps(latest).encode()
         if kind == "rest":
             with self._lock:  # a joiner may be quicker to ask than this group is to offer

@@ -124,7 +124,8 @@ def test_a_state_that_is_not_what_its_name_says_is_refused(transports):
     donor, joiner = transports(), transports()
     donor.send_checkpoint([1], 4, SENT, LIMIT)
     [name] = donor._bodies
-    donor._bodies[name] = donor._bodies[name][:-1] + b"!"
+    kept_at, body = donor._bodies[name]
+    donor._bodies[name] = kept_at, body[:-1] + b"!"
     with pytest.raises(HealError, match="damaged"):
         receive(joiner, donor)
 
@@ -135,8 +136,18 @@ def test_what_travels_is_the_state_and_not_five_models(transports):
     donor = transports()
     state = {"outer_step": 1, "fragments": [{"theta": theta, "optimizer": momentum}]}
     donor.send_checkpoint([1], 1, {"user": {"diloco": state}, "torchft": {}}, LIMIT)
-    [body] = donor._bodies.values()
+    [(_, body)] = donor._bodies.values()
     assert 800_000 < len(body) < 810_000  # 8 bytes a parameter
+
+
+def test_a_donor_does_not_keep_copies_that_nobody_fetches(transports, monkeypatch):
+    donor = transports()
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    donor.disallow_checkpoint()
+    assert len(donor._bodies) == 1  # its joiner may be about to fetch it
+    monkeypatch.setattr(heal_transport, "KEPT_S", 0.0)
+    donor.disallow_checkpoint()
+    assert donor._bodies == {}
 
 
 # ---- ahead of the quorum -----------------------------------------------------------------------
