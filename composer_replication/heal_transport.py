@@ -63,7 +63,9 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Gives the manager's step and the global state, at any time and from any thread."""
         self.fetched: dict[str, bytes] = {}
         self._server = _Server(self)
-        threading.Thread(target=self._server.serve_forever, name="heal", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="heal", daemon=True
+        ).start()
         host = hostname or socket.gethostname()
         host = f"[{host}]" if ":" in host else host
         self.port = self._server.server_address[1]
