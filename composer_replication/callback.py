@@ -24,6 +24,7 @@ from composer_replication.progress import Progress, max_batches
 from composer_replication.replica import backend_for, make_manager
 from composer_replication.replica_manager import ReplicaManager
 from composer_replication.run_folder import ReplicaFolder
+from composer_replication.stopping import expect_end, watch_for_stops
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -161,6 +162,7 @@ class DiLoCoCallback(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
             return
+        watch_for_stops()
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, self._replica_id)
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -219,7 +221,9 @@ class DiLoCoCallback(Callback):
         self._leave()
 
     def close(self, state: State, logger: Logger) -> None:
-        self._leave()  # after an exception fit_end does not come
+        if self.diloco is not None:  # after an exception, since fit_end has not come
+            expect_end(status=1)  # Composer's barrier comes next, and the other ranks may not
+        self._leave()
 
     def state_dict(self) -> dict[str, Any]:
         if self.diloco is not None:
