@@ -27,7 +27,7 @@ MAX_RESTARTS = 1000
 STOPPED_S = (1.0, 8.0)
 """How long a group is stopped: within the heartbeat's timeout, or beyond it."""
 
-QUIET_START_S, QUIET_END_S = 5.0, 30.0
+QUIET_START_S, QUIET_END_S = 5.0, 45.0
 """Without faults: until the groups have started, and for the last ones to be back."""
 
 KINDS = ("kill", "kill", "stop", "end")
