@@ -72,7 +72,7 @@ def _end_if_stuck(status: int) -> None:
         if now_at is None or now_at != place:
             place, since = now_at, time.monotonic()
         elif time.monotonic() - since > STUCK_S:
-            log.warning("Told to stop while waiting in %s: ended with status %d", place[0], status)
+            log.warning("Told to stop while waiting in %s: ended with status %d", now_at[0], status)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
