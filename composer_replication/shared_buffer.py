@@ -6,12 +6,12 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-FAULTS = (
+FaultKind = Literal[
     "kill",
     "kill_before_vote",
     "kill_after_vote",
@@ -22,7 +22,7 @@ FAULTS = (
     "fail_heal",
     "stale_quorum",
     "late",
-)
+]
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,15 @@ class Fault:
             happens, once.
     """
 
-    kind: Literal[
-        "kill",
-        "kill_before_vote",
-        "kill_after_vote",
-        "kill_in_heal",
-        "restart",
-        "fail_allreduce",
-        "fail_commit",
-        "fail_heal",
-        "stale_quorum",
-        "late",
-    ]
+    kind: FaultKind
     replica_id: int
     step: int
 
     def __post_init__(self) -> None:
-        if self.kind not in FAULTS:
-            raise ValueError(f"Fault kind={self.kind!r}: use one of {', '.join(FAULTS)}")
+        if self.kind not in get_args(FaultKind):
+            raise ValueError(
+                f"Fault kind={self.kind!r}: use one of {', '.join(get_args(FaultKind))}"
+            )
 
 
 class Stopped(Exception):
