@@ -1,35 +1,38 @@
 """Faults among real processes, a real lighthouse and real gloo.
 
 Run: pytest -m integration tests/integration/test_faults.py. Nothing is faked; a slow line is a
-joiner that reads slowly, and a stranger is torchft's own Manager with a step of its own invention.
+joiner that reads slowly; a stranger is a Manager without the token, with a step of its own
+invention and a heal server that sends pickles.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
-from common import Constant, plain_sgd, take_step
+from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
 from integration.replicas import Group, run_groups
 from torch import nn
-from torchft.manager import Manager
+from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication import heal_client, replica_manager
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
 from composer_replication.heal_client import HealError
 from composer_replication.lighthouse import can_connect, start_lighthouse
-from composer_replication.process_group import host_store, make_process_group
+from composer_replication.replica import make_manager
 
 pytestmark = pytest.mark.integration
 
@@ -130,6 +133,38 @@ def test_an_address_that_a_peer_cannot_reach_is_named_at_the_start():
     assert time.monotonic() - began < 40.0
 
 
+def join_late(group: Group, num_before: int) -> dict[int, str]:
+    if group.replica_id == 2:
+        group.signal.wait(60)
+    model = TinyMLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    digests: dict[int, str] = {}
+    with (
+        group.manager() as manager,
+        DiLoCo(manager, model, optimizer, None, 2, num_replicas=2, digest_every=1) as diloco,
+    ):
+        digests |= {r.outer_step: r.global_digest for r in diloco.pop_finished_syncs()}
+        for step in range(2 * (num_before + 3)):
+            if step == 2 * num_before and group.replica_id < 2 and group.num_replicas == 3:
+                group.signal.set()
+                time.sleep(6.0)  # it is there when these two ask for their next quorum
+            optimizer.zero_grad()
+            mse(model, *batch(group.replica_id, step)).backward()
+            optimizer.step()
+            digests |= {r.outer_step: r.global_digest for r in diloco.pop_finished_syncs()}
+    return digests
+
+
+def test_the_commit_at_which_a_group_joins_is_bitwise_the_one_without_it():
+    alone = run_groups(join_late, num_replicas=2, num_before=3)[0]
+    first, second, joiner = run_groups(join_late, num_replicas=3, num_before=3)
+    joined_at = min(joiner)
+    assert joined_at == 4
+    assert joiner[joined_at] == first[joined_at] == second[joined_at] == alone[joined_at]
+    assert first[joined_at + 1] != alone[joined_at + 1]  # from then on it counts
+    assert first[joined_at + 1] == joiner[joined_at + 1]
+
+
 # ---- a lighthouse that dies and comes back -----------------------------------------------------
 
 
@@ -218,7 +253,7 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
             held.setdefault(line[0], set()).add(line[3])
     assert all(len(digests) == 1 for digests in held.values())
     first = groups[0]
-    theta = 0.0
+    before = 0.0
     for outer_step, _, _, _, after in first:
         contributed = [
             2 * MOVES[i]
@@ -226,8 +261,9 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
             for line in seen
             if line[0] == outer_step and line[2] > 0
         ]
-        theta += sum(contributed) / len(contributed)
-        assert after == pytest.approx(theta, abs=1e-5), outer_step
+        mean = sum(contributed) / len(contributed)
+        assert after - before == pytest.approx(mean, abs=1e-6), outer_step
+        before = after
     assert max(line[1] for line in first) == 4  # the fourth was there
 
 
@@ -334,31 +370,58 @@ class Trap:
         return open, (self.path, "w")
 
 
-def meet_a_stranger(group: Group, marker: str) -> str:
+class SendsPickles(CheckpointTransport[Any]):
+    """Answers whatever it is asked with a pickle that runs code."""
+
+    def __init__(self, marker: str) -> None:
+        body = pickle.dumps({"user": Trap(marker), "torchft": Trap(marker), "state": "0" * 64})
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("X-Mac", "0" * 64)
+                self.end_headers()
+                self.wfile.write(body)
+
+        self._server = HTTPServer(("", 0), Handler)
+        Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def metadata(self) -> str:
+        return f"http://localhost:{self._server.server_address[1]}"
+
+    def send_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def recv_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError("nobody is ahead of it")
+
+
+def pose_as_a_donor(group: Group, marker: str) -> None:
+    """All that the lighthouse's address gives away, and our own connections, without the token."""
+    manager = make_manager(
+        replica_id="stranger", lighthouse_addr=group.lighthouse_addr, timeout=5.0, token="guessed"
+    )
+    manager.register_state_dict_fn("any", lambda _: None, dict)
+    manager._checkpoint_transport = SendsPickles(marker)
+    manager._step = 10**6
+    for _ in range(4):
+        manager.start_quorum()
+        manager.report_error(RuntimeError("so that the next quorum is a new one"))
+        time.sleep(0.5)
+    manager.shutdown()
+
+
+def meet_a_stranger(group: Group, marker: str) -> Any:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("composer_replication").addHandler(handler)
     os.environ["COMPOSER_REPLICATION_TOKEN"] = "of the run"
-    if group.replica_id == 2:  # stock torchft, which knows only the lighthouse's address
+    if group.replica_id == 2:
         group.signal.wait(30)
-        store = host_store()
-        stranger = Manager(
-            pg=make_process_group("gloo", 5.0),
-            load_state_dict=lambda _: None,
-            state_dict=lambda: Trap(marker),
-            min_replica_size=1,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=10),
-            rank=0,
-            world_size=1,
-            store_addr=store.host,
-            store_port=store.port,
-            lighthouse_addr=group.lighthouse_addr,
-            replica_id="stranger",
-        )
-        stranger._step = 10**6
-        for _ in range(4):
-            stranger.start_quorum()
-            time.sleep(0.5)
-        stranger.shutdown(wait=False)
-        return "done"
+        pose_as_a_donor(group, marker)
+        return None
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with (
@@ -373,7 +436,8 @@ def meet_a_stranger(group: Group, marker: str) -> str:
             train(group, diloco, optimizer, 20, move=-1.0, step_s=0.3)
         except SyncError as error:
             return str(error)
-        return f"went on to {diloco.outer_step}, theta {model.w.item()}"
+        refused = [line for line in said if "HealError" in line]
+        return diloco.outer_step, model.w.item(), refused
 
 
 def test_a_stranger_who_claims_a_higher_step_is_refused_and_its_pickle_not_run(tmp_path):
@@ -383,7 +447,10 @@ def test_a_stranger_who_claims_a_higher_step_is_refused_and_its_pickle_not_run(t
         meet_a_stranger, num_replicas=3, timeout_s=90.0, marker=str(marker)
     )
     assert not marker.exists()
-    assert first == second == "went on to 12, theta -24.0"
+    for outer_step, theta, refused in (first, second):
+        assert (outer_step, theta) == (12, -24.0)  # nothing lost, nothing taken over
+        assert refused  # it was in a quorum with the stranger, and said why it did not commit
+        assert all("does not know this run's token" in line for line in refused)
 
 
 # ---- stopping ----------------------------------------------------------------------------------
