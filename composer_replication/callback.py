@@ -9,20 +9,28 @@ from typing import Any, cast
 
 import torch
 from composer import Callback, Logger, State
-from composer.core import DataSpec
 from composer.utils import dist
-from torch import nn
+from torch import Tensor
 from torchft.manager import Manager
 
+from composer_replication.checkpoint import CheckpointLayout, pack
+from composer_replication.composer_job import (
+    broadcast,
+    build_manager,
+    check_parallelism,
+    replica_id_of,
+    samples_in_batch,
+    unwrapped,
+    why_not_start,
+)
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.outer_optimizer import local_tensor, nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.global_weights import GlobalWeights
 from composer_replication.handover import Handover
 from composer_replication.options import ReplicaOptions
-from composer_replication.process_group import host_store
 from composer_replication.progress import Progress, max_batches
-from composer_replication.replica import backend_for, make_manager
-from composer_replication.replica_manager import ReplicaManager
+from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.stopping import expect_end, watch_for_stops
 
@@ -86,6 +94,7 @@ class DiLoCoCallback(Callback):
         outer_momentum: float = DiLoCoSettings.outer_momentum,
         outer_nesterov: bool = DiLoCoSettings.outer_nesterov,
         weight_by: str = DiLoCoSettings.weight_by,
+        sync_buffers: str = DiLoCoSettings.sync_buffers,
         bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
         max_sync_retries: int = DiLoCoSettings.max_sync_retries,
         replica_id: str | int | None = None,
@@ -104,6 +113,8 @@ class DiLoCoCallback(Callback):
         pin_memory: bool = ReplicaOptions.pin_memory,
         final_sync: bool = ReplicaOptions.final_sync,
         heal_inner_state: str = ReplicaOptions.heal_inner_state,
+        eval_weights: str = ReplicaOptions.eval_weights,
+        on_bad_state: str = ReplicaOptions.on_bad_state,
         digest_every: int = ReplicaOptions.digest_every,
         run_dir: str | None = None,
         manager: Any = None,
@@ -118,6 +129,7 @@ class DiLoCoCallback(Callback):
             outer_momentum=outer_momentum,
             outer_nesterov=outer_nesterov,
             weight_by=weight_by,
+            sync_buffers=sync_buffers,
             bucket_cap_mb=bucket_cap_mb,
             max_sync_retries=max_sync_retries,
         )
@@ -138,6 +150,8 @@ class DiLoCoCallback(Callback):
             pin_memory=pin_memory,
             final_sync=final_sync,
             heal_inner_state=heal_inner_state,
+            eval_weights=eval_weights,
+            on_bad_state=on_bad_state,
             digest_every=digest_every,
             run_dir=run_dir,
         ).with_environment()
@@ -147,7 +161,12 @@ class DiLoCoCallback(Callback):
         self.result: dict[str, Any] = {}
         self._given_manager = manager
         self._manager: Any = None
-        self._kept: dict[str, Any] | None = None
+        self._must_not_start: str | None = None
+        self._resume = Resume(self.settings, on_bad_state)
+        self._ended: dict[str, Any] | None = None
+        """What the fit before this one has left."""
+        self._weights: GlobalWeights | None = None
+        self._layout: CheckpointLayout | None = None
         self._handover: Handover | None = None
         self._parent = os.getppid()
         self._folder = ReplicaFolder(None, "")
@@ -155,28 +174,39 @@ class DiLoCoCallback(Callback):
 
     # ---- Composer's events, in the order in which they come ---------------------------------
 
+    def before_load(self, state: State, logger: Logger) -> None:
+        self._resume.before_load(state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Composer loads checkpoints before fit_start: keep it until there is something to load.
-        self._kept = state or None
+        self._resume.keep(state)
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        self._resume.after_load(state)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
             return
+        check_parallelism(state)
+        resumed = self._resume.read(state)
         watch_for_stops()
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
-        self._folder = ReplicaFolder(run_dir, self._replica_id)
+        self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
-        self._manager = self._given_manager or self._build_manager(state)
+        is_new = resumed is None and self._ended is None
+        self._must_not_start = why_not_start(self.options, state) if is_new else None
+        self._manager = self._given_manager or build_manager(self.options, state)
         try:
             self.diloco = self._build_diloco(state)
-            if self._kept is not None:  # from a checkpoint, or from the fit() before
-                self.diloco.load_state_dict(self._kept)
+            self._continue_from(resumed, state)
             self.diloco.counts_steps = False
             self._progress.tell_phase("joining", state, self.diloco)
             self.diloco.__enter__()
         except BaseException:
             self._leave()  # no heartbeat of ours may hold the others up
             raise
+        if resumed is not None:
+            self._progress.tell_resume(state, self.diloco)
         self._tell("training", state, logger)
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -188,7 +218,7 @@ class DiLoCoCallback(Callback):
         if max_batches(state) == state.timestamp.batch.value + 1:
             self.diloco.expect_last_step()
         if self.settings.weight_by == "samples":
-            self.diloco.count_samples(_samples_in_batch(state))
+            self.diloco.count_samples(samples_in_batch(state))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
@@ -196,11 +226,34 @@ class DiLoCoCallback(Callback):
         self.diloco.counts_steps = False
         self._check_launcher()
         self._progress.count_batch(state)
-        if self._tell("training", state, logger) and self._is_asked_to_stop():
+        if self._tell("training", state, logger) and broadcast(self._folder.asks_to_stop):
             log.info(
                 "Ending after outer step %d: the run's folder says STOP", self.diloco.outer_step
             )
             state.stop_training()
+
+    # During a fit Composer evaluates between the first two of these, in Trainer.eval between the
+    # others; a fit inside a fit there is not.
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        if self._weights is not None and self.options.eval_weights == "global":
+            self._weights.show()
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        if self._weights is not None:
+            self._weights.hide()
+
+    def eval_standalone_start(self, state: State, logger: Logger) -> None:
+        self.eval_before_all(state, logger)
+
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
+        self.eval_after_all(state, logger)
+
+    def state_dict(self) -> dict[str, Any]:
+        # A collective under FSDP, and every rank is asked.
+        if self.diloco is not None:
+            return self._packed(self.diloco.state_dict())
+        return self._resume.state_dict() if self._ended is None else self._packed(self._ended)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
@@ -209,7 +262,7 @@ class DiLoCoCallback(Callback):
             self.diloco.final_sync()
         self._tell("evaluating", state, logger)
         self.result = {
-            "replica_id": self._replica_id,
+            "replica_id": replica_id_of(self.options),
             "inner_steps": self.diloco.inner_steps,
             "outer_steps": self.diloco.outer_step,
             "global_digest": self.diloco.global_digest(),
@@ -217,25 +270,22 @@ class DiLoCoCallback(Callback):
             "eval": {},
         }
         self._folder.write_result(self.result)
-        self._kept = self.diloco.state_dict()
+        self._ended = self.diloco.state_dict()
         self._leave()
 
     def close(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:  # after an exception, since fit_end has not come
             expect_end(status=1)  # Composer's barrier comes next, and the other ranks may not
         self._leave()
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.diloco is not None:
-            return self.diloco.state_dict()
-        return self._kept or {}
+        if self._weights is not None:
+            self._weights.remove()
 
     def _tell(self, phase: str, state: State, logger: Logger) -> bool:
         """Tell of what has happened. True if there was a sync."""
         assert self.diloco is not None
         reports = self.diloco.pop_finished_syncs()
-        if self._handover is not None and any(report.healed for report in reports):
-            self._handover.take_inner_state()
+        if self._handover is not None:
+            self._handover.level_ranks()
         self._progress.tell_syncs(reports, state, logger)
         self._progress.tell_phase(phase, state, self.diloco)
         return bool(reports)
@@ -255,52 +305,7 @@ class DiLoCoCallback(Callback):
     def _is_in_batch(self) -> bool:
         return self.diloco is not None and self.diloco.counts_steps
 
-    def _is_asked_to_stop(self) -> bool:
-        """Whether rank 0 has found ``STOP`` in the run's folder; every rank hears it."""
-        asked = [self._folder.asks_to_stop]
-        dist.broadcast_object_list(asked, src=0)
-        return asked[0]
-
     # ---- building ---------------------------------------------------------------------------
-
-    @property
-    def _replica_id(self) -> str:
-        if self.options.replica_id is None:
-            raise ValueError(
-                "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
-                "of each group, or callbacks.diloco.replica_id"
-            )
-        return str(self.options.replica_id)
-
-    def _build_manager(self, state: State) -> ReplicaManager:
-        options = self.options
-        if options.lighthouse_addr is None:
-            raise ValueError(
-                "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
-                "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
-            )
-        store = host_store(options.hostname) if dist.get_global_rank() == 0 else None
-        address = [(store.host, store.port) if store else None]
-        dist.broadcast_object_list(address, src=0)
-        assert address[0] is not None, "rank 0 hosts the store"
-        manager = make_manager(
-            replica_id=self._replica_id,
-            lighthouse_addr=options.lighthouse_addr,
-            min_replica_size=options.min_replica_size,
-            timeout=options.timeout,
-            quorum_timeout=options.quorum_timeout,
-            connect_timeout=options.connect_timeout,
-            quorum_retries=options.quorum_retries,
-            give_up_after_s=options.give_up_after_s,
-            rank=dist.get_global_rank(),
-            world_size=dist.get_world_size(),
-            store_addr=address[0][0],
-            store_port=address[0][1],
-            hostname=options.hostname,
-            backend=backend_for(next(state.model.parameters()).device),
-        )
-        manager.store = store
-        return manager
 
     def _build_diloco(self, state: State) -> DiLoCo:
         if len(state.optimizers) != 1:
@@ -310,7 +315,7 @@ class DiLoCoCallback(Callback):
         self._manager.register_state_dict_fn("composer", self._handover.take, self._handover.give)
         return DiLoCo(
             cast(Manager, self._manager),
-            cast(nn.Module, state.model.module if state.is_model_ddp else state.model),
+            unwrapped(state),
             state.optimizers[0],
             nesterov_sgd(settings.outer_lr, settings.outer_momentum, settings.outer_nesterov),
             settings.sync_every,
@@ -319,6 +324,7 @@ class DiLoCoCallback(Callback):
             fragment_sync_delay=settings.fragment_sync_delay,
             fragment_update_alpha=settings.fragment_update_alpha,
             weight_by=settings.weight_by,
+            sync_buffers=settings.sync_buffers,
             bucket_cap_mb=settings.bucket_cap_mb,
             max_sync_retries=settings.max_sync_retries,
             backup_device=self.options.backup_device,
@@ -326,27 +332,38 @@ class DiLoCoCallback(Callback):
             num_replicas=self.options.num_replicas or 1,
             start_timeout_s=self.options.start_timeout_s,
             on_start_timeout=self.options.on_start_timeout,
+            must_not_start=self._must_not_start,
             give_up_after_s=self.options.give_up_after_s,
             digest_every=self.options.digest_every,
         )
 
+    def _continue_from(
+        self, resumed: tuple[dict[str, Any], dict[str, Tensor]] | None, state: State
+    ) -> None:
+        """Take over what a checkpoint or the fit before has left, if there is either."""
+        assert self.diloco is not None, "it has just been built"
+        if self._weights is not None:
+            self._weights.remove()
+        self._layout = self._resume.layout(state)
+        if resumed is not None:
+            diloco_state, local = resumed
+            self.diloco.load_state_dict(diloco_state)
+            with torch.no_grad():
+                for name, tensor in local.items():
+                    local_tensor(self._layout.live[name]).copy_(tensor)
+        elif self._ended is not None:
+            self.diloco.load_state_dict(self._ended)
+        self._weights = GlobalWeights(unwrapped(state), self.diloco.global_parameters())
+
+    def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
+        assert self._weights is not None and self._layout is not None, "fit_start has made them"
+        return pack(diloco_state, self._weights.local(), self._layout)
+
     def _leave(self) -> None:
+        """Stop counting and stop the heartbeats, before the last evaluation: others would wait."""
         if self.diloco is not None:
             self.diloco.__exit__(None, None, None)
             self.diloco = None
-        self._shut_down()
-
-    def _shut_down(self) -> None:
-        """Stop the heartbeats before the last evaluation: the others would wait for this group."""
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None
-
-
-def _samples_in_batch(state: State) -> int:
-    """Samples of the current batch, over all ranks of the group."""
-    # The default count, of tensors, lists and dicts: the state does not have the loader's own.
-    own = DataSpec([]).get_num_samples_in_batch(state.batch)
-    total = state.device.tensor_to_device(torch.tensor([own]))
-    dist.all_reduce(total)
-    return int(total.item())

@@ -168,6 +168,26 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's file or folder.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="Where to write it.")],
+) -> None:
+    """Write the global weights of a checkpoint alone, as safetensors."""
+    from composer_replication.export import export as run
+
+    told = run(checkpoint, out)
+    when = f" after outer step {told['outer_step']}" if told["outer_step"] is not None else ""
+    print(
+        f"{out}: the global weights{when}, {told['num_tensors']} tensors, "
+        f"{told['num_parameters']:,} parameters"
+    )
+    if not when:
+        print("The checkpoint has no DiLoCo state, so these may be any weights.")
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
 ) -> None:

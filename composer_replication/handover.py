@@ -34,6 +34,7 @@ class Handover:
         self._state = state
         self._wants_inner_state = heal_inner_state == "donor"
         self._is_in_batch = is_in_batch
+        self._has_taken = False
         self._received: dict[str, Any] | None = None
         if self._wants_inner_state and any(
             isinstance(p, DTensor) for p in state.model.parameters()
@@ -47,7 +48,11 @@ class Handover:
         """What a joiner gets. Rank 0 alone gives the inner optimizer's state."""
         gives = self._wants_inner_state and dist.get_global_rank() == 0
         inner = self._state.optimizers[0].state_dict() if gives else None
-        return {"timestamp": _counts(self._state.timestamp), "inner_optimizer": inner}
+        return {
+            "timestamp": _counts(self._state.timestamp),
+            "is_in_batch": self._is_in_batch(),
+            "inner_optimizer": inner,
+        }
 
     def take(self, saved: dict[str, Any]) -> None:
         """Stand where the donor stands, so that both end at the same batch.
@@ -55,7 +60,8 @@ class Handover:
         Raises:
             SettingsMismatch: The donor gives no inner optimizer state, and it is wanted.
         """
-        self._take_timestamp(saved["timestamp"])
+        self._has_taken = True
+        self._take_timestamp(saved["timestamp"], saved["is_in_batch"])
         self._received = saved["inner_optimizer"]
         wants = self._wants_inner_state and dist.get_global_rank() == 0
         if wants and self._received is None:
@@ -64,11 +70,18 @@ class Handover:
                 "make them equal"
             )
 
-    def take_inner_state(self) -> None:
-        """After a heal: rank 0's donor's inner optimizer state, for all ranks of the group.
+    def level_ranks(self) -> None:
+        """What rank 0's donor gave, for all ranks of the group, if there has been a heal.
 
-        torchft picks a donor for each rank; states of several would make the ranks differ.
+        torchft picks a donor for each rank. Donors may stand at different batches, when some have
+        skipped steps; and inner states of several would make the ranks differ.
         """
+        if not self._has_taken:
+            return
+        self._has_taken = False
+        counts = [_counts(self._state.timestamp)]
+        dist.broadcast_object_list(counts, src=0)
+        self._adopt(counts[0])
         if not self._wants_inner_state:
             return
         received = [self._received]
@@ -77,16 +90,22 @@ class Handover:
         self._state.optimizers[0].load_state_dict(received[0])
         self._received = None
 
-    def _take_timestamp(self, counts: dict[str, int]) -> None:
+    def _take_timestamp(self, counts: dict[str, int], donor_is_in_batch: bool) -> None:
+        if donor_is_in_batch and not self._is_in_batch():
+            # We join before our first batch, the donor is inside one that it has not counted yet.
+            donor = Timestamp()
+            donor.load_state_dict(counts)
+            samples = donor.sample.value // max(1, donor.batch.value)
+            tokens = donor.token.value // max(1, donor.batch.value)
+            counts = _counts(donor.to_next_batch(samples=samples, tokens=tokens))
+        self._adopt(counts)
+        log.info("Continuing at batch %d, where the other replica groups are", counts["batch"])
+
+    def _adopt(self, counts: dict[str, int]) -> None:
         """The position within the epoch stays: Composer would fetch every skipped batch."""
         own = self._state.timestamp
         donor = Timestamp()
         donor.load_state_dict(counts)
-        if not self._is_in_batch():
-            # We join before our first batch, the donor is inside one that it has not counted yet.
-            samples = donor.sample.value // max(1, donor.batch.value)
-            tokens = donor.token.value // max(1, donor.batch.value)
-            donor = donor.to_next_batch(samples=samples, tokens=tokens)
         # A new object: savers keep references to the old one.
         self._state.timestamp = donor.copy(
             epoch=own.epoch,
@@ -98,7 +117,6 @@ class Handover:
             iteration_wct=own.iteration_wct,
             batch_wct=own.batch_wct,
         )
-        log.info("Continuing at batch %d, where the other replica groups are", donor.batch.value)
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:

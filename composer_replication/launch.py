@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -22,7 +23,7 @@ from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthous
 from composer_replication.options import TOKEN
 from composer_replication.processes import Interrupts, ReplicaGroups
 from composer_replication.report import write_report
-from composer_replication.run_folder import METRICS, RESULT, STATUS, log_path
+from composer_replication.run_folder import METRICS, RESULT, STATUS, STOP, log_path
 from composer_replication.run_record import (
     CONFIG,
     SUMMARY,
@@ -154,6 +155,8 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
 def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
     """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
 
+    With ``autoresume`` a run that is in it goes on.
+
     Raises:
         ConfigError: There is a run in it, or it is no folder.
     """
@@ -162,14 +165,24 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
     written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
-    if any(path for pattern in written for path in run_dir.glob(pattern)):
+    goes_on = bool(config.get("autoresume"))
+    if not goes_on and any(path for pattern in written for path in run_dir.glob(pattern)):
         raise ConfigError(
-            f"run_dir={str(run_dir)!r} holds a run already: give another run_dir=..., leave it out "
-            "for a new folder below runs/, or remove that one"
+            f"run_dir={str(run_dir)!r} holds a run already: continue it (autoresume=true with a "
+            "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
+            "remove that one"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
+    # What is left of a start that failed, or of the end of the run that goes on, is not the new
+    # one's. Metrics and logs stay.
+    for pattern in (SUMMARY, STOP, f"replica_*/{RESULT}"):
+        for path in run_dir.glob(pattern):
+            path.unlink()
     for path in run_dir.glob(f"replica_*/{STATUS}"):
-        path.unlink()  # of a start that failed: it would pass for the new one's
+        if goes_on:  # it says how far the group had come
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "starting"}))
+        else:
+            path.unlink()
     return run_dir
 
 

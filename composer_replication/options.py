@@ -14,6 +14,12 @@ from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 
+_CHOICES = {
+    "heal_inner_state": ("own", "donor"),
+    "eval_weights": ("global", "local"),
+    "on_bad_state": ("error", "fresh"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
@@ -43,6 +49,10 @@ class ReplicaOptions:
             state: its ``own`` (a group that was started again has none, and begins fresh), or the
             ``donor``'s, of one donor for all ranks; equal in all groups then. It adds the size of
             that state to what travels while the others wait.
+        eval_weights: What evaluators see: the ``global`` parameters, which are what the run is
+            about, or this group's ``local`` ones.
+        on_bad_state: What to do with a checkpoint that cannot be continued from, for example since
+            it was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
@@ -67,6 +77,8 @@ class ReplicaOptions:
     pin_memory: bool = True
     final_sync: bool = True
     heal_inner_state: str = "own"
+    eval_weights: str = "global"
+    on_bad_state: str = "error"
     digest_every: int = 0
     run_dir: str | None = None
 
@@ -81,8 +93,9 @@ class ReplicaOptions:
             )
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
-        if self.heal_inner_state not in ("own", "donor"):
-            raise ValueError(f"heal_inner_state={self.heal_inner_state!r}: use own or donor")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use {' or '.join(choices)}")
         StartPolicy(self.num_replicas or 1, self.start_timeout_s, self.on_start_timeout)
         if self.num_replicas is not None:
             _check_count("num_replicas", self.num_replicas, 1)

@@ -25,6 +25,7 @@ class Progress:
 
     def __init__(self, folder: ReplicaFolder, sync_every: int) -> None:
         self._folder = folder
+        self._reached = folder.reached()
         self._sync_every = sync_every
         self._losses: list[float] = []
         self._began: tuple[int, float] | None = None
@@ -64,6 +65,23 @@ class Progress:
                 report.sync_seconds,
                 f", {report.retries} retries" if report.retries else "",
             )
+
+    def tell_resume(self, state: State, diloco: DiLoCo) -> None:
+        """Say where the group goes on, and what it had made beyond that and makes again."""
+        batch, reached = state.timestamp.batch.value, self._reached
+        again = {
+            "batches_again": max(0, reached.get("batch", 0) - batch),
+            "outer_steps_again": max(0, reached.get("outer_step", 0) - diloco.outer_step),
+        }
+        self._folder.append_resume(
+            {"batch": batch, "outer_step": diloco.outer_step, **again, "time": time.time()}
+        )
+        log.info(
+            "Resumed at batch %d, outer step %d; %d batches and %d outer steps are made again",
+            batch,
+            diloco.outer_step,
+            *again.values(),
+        )
 
     def tell_phase(self, phase: str, state: State, diloco: DiLoCo) -> None:
         """Say where the group stands; cheap enough for every batch."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication.run_folder import METRICS
-from composer_replication.run_record import Run, count, read_run
+from composer_replication.run_record import Run, count, read_run, that_count
 
 PICTURE = "loss.png"
 
@@ -92,7 +92,8 @@ def _draw_costs(axes: Any, run: Run) -> None:
 
 
 def _draw_groups(axes: Any, run: Run, key: str, scale: float) -> None:
-    for i, (replica_id, lines) in enumerate(run.metrics.items()):
+    for i, (replica_id, all_lines) in enumerate(run.metrics.items()):
+        lines = that_count(all_lines)
         points = [
             (x["inner_steps"] / (run.sync_every or 1), x[key] * scale)
             for x in lines

@@ -11,6 +11,7 @@ from typing import Any
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 RESULT = "result.json"
+RESUMES = "resumes.jsonl"
 STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
 
@@ -22,11 +23,28 @@ def log_path(run_dir: Path, replica_id: str | int) -> Path:
     return run_dir / f"replica_{replica_id}" / "log.txt"
 
 
+def last_outer_step(run_dir: str | Path | None) -> int:
+    """Outer steps that the groups of a run have made by now, as its folder says; 0 without one."""
+    paths = [] if run_dir is None else Path(run_dir).glob(f"replica_*/{METRICS}")
+    lines = (line for path in paths if (line := _last_line(path)))
+    return max((int(line["diloco/outer_step"]) for line in lines), default=0)
+
+
+def _last_line(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a file of JSON lines: its writer may have been killed in the next."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**14))
+        whole, _, _ = file.read().rpartition(b"\n")
+    return json.loads(whole.rpartition(b"\n")[2]) if whole else None
+
+
 class ReplicaFolder:
     """The folder ``<run_dir>/replica_<id>``.
 
     * ``metrics.jsonl``: one line a committed sync;
     * ``status.json``: where the group is, replaced about twice a second;
+    * ``resumes.jsonl``: one line each time it continued from a checkpoint: where, and how many
+      batches and outer steps since then are made again;
     * ``result.json``: how it ended.
 
     Args:
@@ -48,9 +66,32 @@ class ReplicaFolder:
 
     def append_sync(self, line: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
+        self._append(METRICS, line)
+
+    def reached(self) -> dict[str, int]:
+        """How far the group has come, before it was stopped: ``batch`` and ``outer_step``."""
+        if self._folder is None:
+            return {}
+        line = _last_line(self._folder / METRICS) if (self._folder / METRICS).exists() else None
+        path = self._folder / STATUS
+        status = json.loads(path.read_text()) if path.exists() else {}
+        return {
+            "batch": max(int(status.get("batch") or 0), line["batch"] if line else 0),
+            "outer_step": int(line["diloco/outer_step"]) if line else 0,
+        }
+
+    def append_resume(self, line: dict[str, Any]) -> None:
+        """Append a line to ``resumes.jsonl``."""
+        self._append(RESUMES, line)
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is not None:
-            with (self._folder / METRICS).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            with (self._folder / name).open("ab+") as file:
+                # A line that its writer was killed in must not swallow this one.
+                file.seek(0, os.SEEK_END)
+                if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                    file.write(b"\n")
+                file.write(json.dumps(line).encode() + b"\n")
 
     def write_status(self, phase: str, **progress: float | None) -> None:
         """Replace ``status.json``; within a phase not more often than ``STATUS_EVERY_S``."""

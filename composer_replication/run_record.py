@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from composer_replication.run_folder import METRICS, RESULT, STATUS
+from composer_replication.run_folder import METRICS, RESULT, RESUMES, STATUS
 
 CONFIG = "config.yaml"
 
@@ -37,7 +37,8 @@ class Run:
     Attributes:
         run_dir: The folder.
         sync_every: Inner steps in a round; None if the folder does not say.
-        metrics: The committed syncs of each replica group, by its id.
+        metrics: The committed syncs of each replica group, by its id, in the order of their making.
+        resumes: Where each group continued from a checkpoint, and what it made again.
         results: How each group ended, by its id; those that did are in it.
     """
 
@@ -45,6 +46,7 @@ class Run:
     sync_every: int | None
     metrics: dict[str, list[dict[str, Any]]]
     results: dict[str, dict[str, Any]]
+    resumes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def outer_steps(self) -> int:
@@ -86,12 +88,23 @@ def read_run(run_dir: str | Path) -> Run:
         run_dir=run_dir,
         sync_every=_sync_every(run_dir),
         metrics={id: read_lines(folders[id] / METRICS)[0] for id in ids},
+        resumes={id: read_lines(folders[id] / RESUMES)[0] for id in ids},
         results={
             id: json.loads((folders[id] / RESULT).read_text())
             for id in ids
             if (folders[id] / RESULT).exists()
         },
     )
+
+
+def that_count(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A group's syncs without those that it made again after a resume: these are void."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        while kept and kept[-1]["diloco/outer_step"] >= line["diloco/outer_step"]:
+            kept.pop()
+        kept.append(line)
+    return kept
 
 
 def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -104,8 +117,13 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     with path.open("rb") as file:
         file.seek(offset)
         whole, end, _ = file.read().rpartition(b"\n")
-    lines = [json.loads(line) for line in whole.splitlines() if line.strip()]
+    lines = [json.loads(line) for line in whole.splitlines() if _is_whole(line)]
     return lines, offset + len(whole) + len(end)
+
+
+def _is_whole(line: bytes) -> bool:
+    """A writer that was killed leaves half a line, and goes on below it when it is back."""
+    return line.startswith(b"{") and line.endswith(b"}")
 
 
 def _sync_every(run_dir: Path) -> int | None:
@@ -171,8 +189,19 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
+    rows += [("resumed", text) for text in _describe_resumes(run)]
     rows += _describe_traffic(run)
     return rows
+
+
+def _describe_resumes(run: Run) -> list[str]:
+    return [
+        f"group {id} at batch {line['batch']}, outer step {line['outer_step']}; made again: "
+        f"{count(line['batches_again'], 'batch', 'batches')}, "
+        f"{count(line['outer_steps_again'], 'outer step')}"
+        for id, lines in run.resumes.items()
+        for line in lines
+    ]
 
 
 def describe_digests(run: Run) -> str:
@@ -205,8 +234,8 @@ def _describe_traffic(run: Run) -> list[tuple[str, str]]:
     return [("sent by each group", text)]
 
 
-def count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + "s" * (number != 1)
+def count(number: int, thing: str, things: str = "") -> str:
+    return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
 def _size(num_bytes: float) -> str:

@@ -14,6 +14,7 @@ from composer import Trainer
 from composer.utils import dist, reproducibility
 
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.checkpoint_files import usable_checkpoint
 from composer_replication.components import COMPONENTS
 from composer_replication.config import ConfigError, check_keys
 from composer_replication.options import ReplicaEnv
@@ -55,6 +56,8 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     section = {"run_dir": run_dir} | (config["callbacks"].get("diloco") or {})
     callback = build("callbacks", "diloco", section)
     replica_id = callback.options.replica_id
+    folder = _save_folder(config.get("save_folder"), run_dir, replica_id or 0)
+    config = usable_checkpoint(config, folder, callback.options.on_bad_state)
     trainer = build_trainer(
         config,
         callback,
@@ -115,6 +118,11 @@ def build_trainer(
     model = build_named("model", config["model"])
     others = {k: v for k, v in (config.get("callbacks") or {}).items() if k != "diloco"}
     loggers = config.get("loggers") or {}
+    if config.get("autoresume"):
+        # Composer wants a name, which it does nothing with, and refuses to make the checkpoints
+        # again that a group had written beyond the one it continues from.
+        defaults = {"run_name": "diloco", "save_overwrite": True}
+        config = defaults | {key: value for key, value in config.items() if value is not None}
     return Trainer(
         model=model,
         optimizers=build_named("optimizer", config["optimizer"], params=model.parameters()),

@@ -15,12 +15,16 @@ import time
 
 import pytest
 import torch
-from common import TinyMLP, batch
-from composer import Callback, Trainer
+from composer import Callback
 from composer.loggers import InMemoryLogger
-from composer.models import ComposerModel
 from composer.utils import dist
-from torch.utils.data import DataLoader, TensorDataset
+from composer_jobs import (
+    Each,
+    callback_of,
+    data,
+    fit_alone,
+    trainer_of,
+)
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.diloco.reports import SyncReport
@@ -29,80 +33,7 @@ from composer_replication.lighthouse import start_lighthouse
 from composer_replication.options import ReplicaOptions
 from composer_replication.simulation import Fault, SimulationError, simulate
 
-BATCHES_IN_EPOCH = 4
 NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
-
-
-class TinyModel(ComposerModel):
-    """``TinyMLP`` for Composer."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        self.mlp = TinyMLP(seed)
-
-    def forward(self, batch):
-        return self.mlp(batch[0])
-
-    def loss(self, outputs, batch):
-        return torch.nn.functional.mse_loss(outputs, batch[1])
-
-
-class Each(Callback):
-    """Calls a function at every end of a batch."""
-
-    def __init__(self, look):
-        self._look = look
-
-    def batch_end(self, state, logger):
-        self._look(state)
-
-
-def data(replica_id=0):
-    """An epoch of four batches of eight samples, always in the same order."""
-    parts = [batch(replica_id, step) for step in range(BATCHES_IN_EPOCH)]
-    return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True))), 8)
-
-
-building = threading.Lock()  # Composer seeds torch's generator, which the replicas' threads share
-
-
-def trainer_of(*callbacks, replica_id=0, optimizer=None, **arguments):
-    with building:
-        model = TinyModel(seed=replica_id)
-        build = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-        return Trainer(
-            model=model,
-            optimizers=build(model.parameters()),
-            train_dataloader=data(replica_id),
-            callbacks=list(callbacks),
-            device="cpu",
-            precision=arguments.pop("precision", "fp32"),
-            seed=1,
-            progress_bar=False,
-            auto_log_hparams=False,
-            **arguments,
-        )
-
-
-def callback_of(sim, **arguments):
-    return DiLoCoCallback(
-        manager=sim.manager,
-        replica_id=sim.replica_id,
-        **{"num_replicas": sim.num_replicas, "sync_every": 2} | arguments,
-    )
-
-
-def fit_alone(max_duration="4ba", *, others=(), diloco=(), **arguments):
-    """Train one simulated replica group; its callback and trainer, closed."""
-
-    def replica(sim):
-        callback = callback_of(sim, **dict(diloco))
-        trainer = trainer_of(callback, *others, max_duration=max_duration, **arguments)
-        trainer.fit()
-        trainer.close()
-        return callback, trainer
-
-    return simulate(replica, num_replicas=1)[0]
 
 
 # ---- arguments ------------------------------------------------------------------------------
@@ -132,6 +63,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "outer_momentum": 0.75,
         "outer_nesterov": False,
         "weight_by": "steps",
+        "sync_buffers": "mean",
         "bucket_cap_mb": 1.5,
         "max_sync_retries": 4,
         "replica_id": "berlin",
@@ -150,6 +82,8 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "pin_memory": False,
         "final_sync": False,
         "heal_inner_state": "donor",
+        "eval_weights": "local",
+        "on_bad_state": "fresh",
         "digest_every": 13,
         "run_dir": "/runs/1",
     }
@@ -335,7 +269,7 @@ def test_a_group_in_mid_round_ends_on_the_same_global_parameters_as_its_peer():
         trainer = trainer_of(callback, look, replica_id=sim.replica_id, max_duration="6ba")
         trainer.fit()
         trainer.close()
-        theta = callback.state_dict()["fragments"][0]["theta"]
+        theta = callback._ended["fragments"][0]["theta"]
         local = dict(trainer.state.model.named_parameters())
         assert local.keys() == theta.keys()
         assert all(torch.equal(local[name], value) for name, value in theta.items())
@@ -350,9 +284,11 @@ def test_a_group_in_mid_round_ends_on_the_same_global_parameters_as_its_peer():
 def test_without_a_final_sync_the_last_steps_stay_local():
     callback, trainer = fit_alone("3ba", diloco={"final_sync": False})
     assert callback.result["outer_steps"] == 1
-    theta = callback.state_dict()["fragments"][0]["theta"]
-    local = dict(trainer.state.model.named_parameters())
-    assert not any(torch.equal(local[name], value) for name, value in theta.items())
+    before, after = callback.state_dict()["local"], dict(trainer.state.model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], local) for name, local in before.items())
+    theta = callback._ended["fragments"][0]["theta"]
+    assert not any(torch.equal(after[name], value) for name, value in theta.items())
 
 
 def test_closing_again_and_again_is_harmless():
@@ -361,11 +297,11 @@ def test_closing_again_and_again_is_harmless():
         trainer = trainer_of(callback, max_duration="2ba")
         callback.close(trainer.state, trainer.logger)  # before anything has begun
         trainer.fit()
-        kept = callback.state_dict()
+        kept = callback.state_dict()["progress"]
         for _ in range(2):
             callback.close(trainer.state, trainer.logger)
             trainer.close()
-        assert callback.state_dict() is kept
+        assert callback.state_dict()["progress"] == kept
         return callback
 
     [callback] = simulate(replica, num_replicas=1)

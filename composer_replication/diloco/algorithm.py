@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.fragments import check_trained_by, model_fingerprint, split_model
+from composer_replication.diloco.fragments import (
+    check_trained_by,
+    model_fingerprint,
+    split_buffers,
+    split_model,
+)
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_loop import OuterLoop, SyncError
 from composer_replication.diloco.outer_optimizer import (
@@ -69,6 +74,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             joins these whatever their number.
         start_timeout_s: How long a cold start waits for them, in seconds.
         on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
+        must_not_start: Why this group must not begin a run; it then waits for one that has the
+            run's state. None: it may.
         give_up_after_s: How long a sync waits for ``min_replica_size`` groups, in seconds; None for
             ever.
         digest_every: Every how many outer steps the groups compare digests of their global
@@ -96,6 +103,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay,
         fragment_update_alpha: float = DiLoCoSettings.fragment_update_alpha,
         weight_by: str = DiLoCoSettings.weight_by,
+        sync_buffers: str = DiLoCoSettings.sync_buffers,
         bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
         max_sync_retries: int = DiLoCoSettings.max_sync_retries,
         backup_device: torch.device | str | None = None,
@@ -103,6 +111,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         num_replicas: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
         on_start_timeout: str = ON_START_TIMEOUT[0],
+        must_not_start: str | None = None,
         give_up_after_s: float | None = None,
         digest_every: int = 0,
     ) -> None:
@@ -116,6 +125,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             fragment_sync_delay=fragment_sync_delay,
             fragment_update_alpha=fragment_update_alpha,
             weight_by=weight_by,
+            sync_buffers=sync_buffers,
             bucket_cap_mb=bucket_cap_mb,
             max_sync_retries=max_sync_retries,
         )
@@ -130,11 +140,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         check_sign(outer_optimizer)
         fragments = split_model(model_fragments, num_fragments, fragment_patterns)
         check_trained_by(fragments, inner_optimizer)
+        buffers = split_buffers(model_fragments, len(fragments))
+        if settings.sync_buffers == "none":
+            buffers = [{} for _ in fragments]
+        backup = torch.device(backup_device or "cpu")
         owned = [
-            GlobalParameters(
-                parameters, outer_optimizer, torch.device(backup_device or "cpu"), pin_memory
-            )
-            for parameters in fragments
+            GlobalParameters(parameters, outer_optimizer, backup, pin_memory, own_buffers)
+            for parameters, own_buffers in zip(fragments, buffers, strict=True)
         ]
         super().__init__(
             cast(Manager, manager),
@@ -147,7 +159,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         )
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
-            "model": model_fingerprint(fragments),
+            "model": model_fingerprint([*fragments, *buffers]),
         }
         self._state = GlobalState(owned, fingerprint)
         self._clock = SyncClock()
@@ -178,7 +190,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             give_up_after_s,
         )
         self.counts_steps = True
-        self._start = StartPolicy(num_replicas, start_timeout_s, on_start_timeout)
+        self._start = StartPolicy(num_replicas, start_timeout_s, on_start_timeout, must_not_start)
         self._samples = 0
 
     # ---- the schedule is torchft's; behind it, the retry ------------------------------------
@@ -205,12 +217,20 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._samples = 0
         counted = self._local_step
         with self._clock.blocking():
+            if counted + 1 == self._sync_every and self._is_to_be_sent_again:
+                # torchft's hook has no place for it: its time to send has passed.
+                self._manager.allow_state_dict_read()
+                self._outer.send_again()
             super()._step_post_hook(*step)
             if self._local_step <= counted:  # back at 0: torchft has performed a sync
                 self._outer.settle()
 
     def _current_fragment(self) -> int:
         return self._outer.turn
+
+    @property
+    def _is_to_be_sent_again(self) -> bool:
+        return any(fragment.is_to_be_sent_again for fragment in self._fragments)
 
     # ---- joining and ending -----------------------------------------------------------------
 
@@ -220,6 +240,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             if self._outer.join(self._start):
                 # As far from the next sync as the others, who apply this one after the delay.
                 self._local_step = -self.settings.fragment_sync_delay
+            elif self._outer.has_healed:
+                self._local_step = 0  # all are resuming, and this group's checkpoint was behind
         super().__enter__()
         return self
 
@@ -253,6 +275,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def global_parameters(self) -> dict[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.
 
+        With ``sync_buffers``, the global buffers too.
+
         The names are the model's own when one module was given, else ``<fragment>.<name>``. Under
         FSDP2 a tensor is this rank's shard.
         """
@@ -265,30 +289,38 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the model and the inner optimizer.
 
-        Tensors and plain containers only. A sync in flight is not in it: after a resume that
-        fragment is formed again.
+        Tensors and plain containers only. Of a sync in flight it has what was sent: after a resume
+        that is sent again, when its outer step is due.
         """
-        before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
-        in_flight = any(fragment.is_in_flight for fragment in self._fragments)
+        in_flight = (fragment.in_flight_state() for fragment in self._fragments)
         return self._state.state_dict() | {
             "manager": self._manager.state_dict(),
             "inner_steps": self.inner_steps,
-            "local_step": before_prepare if in_flight else self._local_step,
+            "local_step": self._local_step,
             "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
+            "in_flight": next(filter(None, in_flight), None),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave. The model's parameters are loaded elsewhere.
+        """Continue from what ``state_dict`` gave. The model's parameters are loaded elsewhere.
+
+        Settings may have changed, but for those that say what a fragment is; what has is logged.
 
         Raises:
-            SettingsMismatch: It was saved under other settings or for another model.
+            SettingsMismatch: It was saved for another model, other fragments or another kind of
+                outer optimizer.
         """
-        self._state.load_state_dict(state_dict, "the checkpoint")
+        self._state.resume(state_dict)
         self._manager.load_state_dict(state_dict["manager"])
         self._outer.inner_steps = state_dict["inner_steps"]
-        self._local_step = state_dict["local_step"]
         for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
             fragment.inner_steps, fragment.samples = counted
+        self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
+        before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
+        if in_flight and before_prepare < self._local_step < self._sync_every:
+            self._fragments[in_flight["fragment"]].load_in_flight_state(in_flight)
+        else:  # under a new sync_every or delay, what was in flight is formed anew
+            self._local_step = min(self._local_step, before_prepare)
 
     def _register_state_dict_fn(self) -> None:
         """torchft's own heal state is not used; the outer loop registers ours."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torchft.manager import Manager
 
@@ -20,6 +21,21 @@ from composer_replication.diloco.reports import SyncClock
 from composer_replication.diloco.roll_call import RollCall
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager, _StreamingDiLoCoFragment
+
+
+@dataclass
+class Formed:
+    """What a pseudo-gradient was formed of.
+
+    Attributes:
+        inner_steps: Inner steps since the fragment was last synchronised.
+        samples: Samples in them.
+        local: The local parameters then, kept while the sync is in flight; None without a delay.
+    """
+
+    inner_steps: int
+    samples: int
+    local: list[Tensor] | None
 
 
 class FragmentSync(_StreamingDiLoCoFragment):
@@ -83,7 +99,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean = WeightedMean([theta.numel() for theta in self._theta], settings.bucket_cap_mb)
         self.inner_steps = 0
         self.samples = 0
-        self._formed = (0, 0)
+        self._formed = Formed(0, 0, None)
+        self._unsent: Formed | None = None
+        self._keeps_what_it_sends = settings.fragment_sync_delay > 0
         self.contribution = 0.0
         self.total_contribution = 0.0
         self.is_joining = False
@@ -93,6 +111,29 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def is_in_flight(self) -> bool:
         """Whether its allreduce has been started and its outer step not taken."""
         return bool(self._allreduce_work)
+
+    @property
+    def is_to_be_sent_again(self) -> bool:
+        """Whether it was in flight when the state was saved that this group continues from."""
+        return self._unsent is not None
+
+    def in_flight_state(self) -> dict[str, Any] | None:
+        """What a group that continues from here has to send again; None if nothing."""
+        formed = self._formed if self.is_in_flight else self._unsent
+        if formed is None:
+            return None
+        assert formed.local is not None, "only a sync with a delay is ever in flight"
+        return {
+            "fragment": self.fragment_id,
+            "inner_steps": formed.inner_steps,
+            "samples": formed.samples,
+            "local": dict(zip(self.globals.theta, formed.local, strict=True)),
+        }
+
+    def load_in_flight_state(self, state: dict[str, Any]) -> None:
+        """Send, at the next sync, what ``in_flight_state`` says was in flight."""
+        local = [state["local"][name] for name in self.globals.theta]
+        self._unsent = Formed(state["inner_steps"], state["samples"], local)
 
     def prepare_sync(self) -> None:
         """In a quorum: form the pseudo-gradient and start its allreduce, without waiting for it."""
@@ -119,38 +160,54 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """
         if self.is_joining and self.total_contribution == 0.0:
             return
-        kept = self._alpha and not self.is_joining
-        steps, samples = self._formed if kept else (self.inner_steps, self.samples)
-        self.inner_steps -= steps
-        self.samples -= samples
+        if self._alpha and not self.is_joining:
+            self.inner_steps -= self._formed.inner_steps
+            self.samples -= self._formed.samples
+        else:
+            self.inner_steps = self.samples = 0
+        self._unsent = None
 
     def take_global(self) -> None:
         """Continue from the global parameters: nothing trained here since the last sync stays."""
         self.globals.write_back()
         self.inner_steps = self.samples = 0
+        self._unsent = None
 
     def _save_grads(self) -> None:
+        if self._unsent is not None and not self.is_joining:
+            self._formed = self._unsent
+        else:
+            keeps = self._keeps_what_it_sends and not self.is_joining
+            kept = self.globals.copy_of_local() if keeps else None
+            self._formed = Formed(self.inner_steps, self.samples, kept)
         self.contribution = self._own_contribution()
-        self._formed = (self.inner_steps, self.samples)
         self.mean.form(self._pseudo_gradient, self.contribution, self.device)
         if not self.mean.is_finite:
             self.contribution = 0.0
+        if not self.is_joining:
+            self._unsent = None  # should this attempt fail, the next one forms what is there then
 
     def _own_contribution(self) -> float:
-        if self.is_joining or not self.inner_steps:
+        formed = self._formed
+        if self.is_joining or not formed.inner_steps:
             return 0.0
-        if self._weight_by == "samples" and not self.samples:
+        if self._weight_by == "samples" and not formed.samples:
             raise ValueError(
                 "weight_by='samples' but no samples were counted: call count_samples(n) before "
                 "each optimizer step, or use weight_by='steps'"
             )
-        by = {"uniform": 1, "steps": self.inner_steps, "samples": self.samples}
+        by = {"uniform": 1, "steps": formed.inner_steps, "samples": formed.samples}
         return float(by[self._weight_by])
 
     def _pseudo_gradient(self, piece: Piece) -> torch.Tensor:
         theta = self._theta[piece.tensor].detach().view(-1)[piece.start : piece.stop]
-        local = local_tensor(self._local[piece.tensor]).reshape(-1)[piece.start : piece.stop]
-        return pseudo_gradient(theta.to(self.device, non_blocking=True), local)
+        local = local_tensor(self._local[piece.tensor])
+        if self._unsent is not None and not self.is_joining:
+            assert self._unsent.local is not None, "it was saved in flight"
+            local = self._unsent.local[piece.tensor].to(self.device)
+        return pseudo_gradient(
+            theta.to(self.device, non_blocking=True), local.reshape(-1)[piece.start : piece.stop]
+        )
 
     def initial_values(self, piece: Piece) -> torch.Tensor:
         """The local parameters in fp32, for the cold start."""
@@ -174,8 +231,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self.total_contribution == 0.0:
             return  # the gradients stay None, and the outer optimizer steps over them
         self._state.begin_outer_step()
-        for theta, gradient in zip(self._theta, gradients, strict=True):
-            theta.grad = gradient
+        self.globals.set_mean(gradients)
 
     def _merge_parameters(self) -> None:
         if self.is_joining and self.total_contribution == 0.0:

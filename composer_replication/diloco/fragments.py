@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from composer_replication.diloco.settings import DiLoCoSettings
 
 Parameters = dict[str, nn.Parameter]
 """A fragment: its trainable parameters by name, in the model's order."""
+
+Buffers = dict[str, Tensor]
+"""Persistent floating-point buffers by name."""
 
 
 def split_model(
@@ -74,12 +79,47 @@ def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Opt
         )
 
 
-def model_fingerprint(fragments: Sequence[Parameters]) -> str:
-    """SHA-256 over the sorted names, shapes and dtypes of the trainable parameters."""
+def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) -> list[Buffers]:
+    """The buffers that go with each of ``count`` fragments.
+
+    Those of a model cut here go with the first one: they are few, and need not move with the block
+    that they belong to.
+    """
+    if isinstance(model_fragments, nn.Module):
+        return [dict(_float_buffers(model_fragments)), *({} for _ in range(count - 1))]
+    return [
+        {f"{index}.{name}": buffer for name, buffer in _float_buffers(module)}
+        for index, module in enumerate(model_fragments)
+    ]
+
+
+def synced_tensors(model: nn.Module, settings: DiLoCoSettings) -> list[dict[str, Tensor]]:
+    """All that is synchronised, by fragment and name: parameters, then buffers.
+
+    Raises:
+        ValueError: See ``split_model``.
+    """
+    fragments = split_model(model, settings.num_fragments, settings.fragment_patterns)
+    if settings.sync_buffers == "none":
+        return [dict(fragment) for fragment in fragments]
+    buffers = split_buffers(model, len(fragments))
+    return [{**f, **own} for f, own in zip(fragments, buffers, strict=True)]
+
+
+def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            is_kept = name not in module._non_persistent_buffers_set
+            if is_kept and buffer.is_floating_point():
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
+    """SHA-256 over the sorted names, shapes and dtypes of what is synchronised."""
     rows = sorted(
-        f"{name} {tuple(p.shape)} {p.dtype}"
-        for fragment in fragments
-        for name, p in fragment.items()
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        for fragment in tensors
+        for name, tensor in fragment.items()
     )
     return f"{len(rows)} tensors, sha256 {hashlib.sha256(chr(10).join(rows).encode()).hexdigest()}"
 

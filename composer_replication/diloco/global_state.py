@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 
 from composer_replication.diloco.outer_optimizer import GlobalParameters
-from composer_replication.diloco.settings import compare_fingerprints
+from composer_replication.diloco.settings import adopt_changes, compare_fingerprints
+
+log = logging.getLogger(__name__)
 
 
 class GlobalState:
@@ -47,6 +51,10 @@ class GlobalState:
         """The same of each fragment alone."""
         return [_digest(fragment.theta) for fragment in self._fragments]
 
+    def settings_digest(self) -> str:
+        """SHA-256, in hex, of the settings and the model's names, shapes and dtypes."""
+        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
+
     def state_dict(self) -> dict[str, Any]:
         """A copy, in tensors and plain containers; never one of half an outer step.
 
@@ -68,16 +76,36 @@ class GlobalState:
         self.outer_step += 1
         self._whole.release()
 
-    def load_state_dict(self, state_dict: dict[str, Any], whose: str) -> None:
-        """Take over what ``state_dict`` gave, here or in another group.
+    def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
+        """Take over what ``state_dict`` gave in another group.
 
         Raises:
-            SettingsMismatch: It was saved under other settings or for another model.
+            SettingsMismatch: That group has other settings, or another model.
         """
         compare_fingerprints(self.fingerprint, state_dict["settings"], whose)
+        self._load(state_dict, keeps_hyperparameters=False)
+        self.was_taken = True
+
+    def resume(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` gave in this group, perhaps under new settings.
+
+        Raises:
+            SettingsMismatch: They have changed in what the saved state does not allow.
+        """
+        changes = adopt_changes(self.fingerprint, state_dict["settings"])
+        for change in changes:
+            log.warning("Resuming with changed settings: %s", change)
+        has_other_outer = self.fingerprint["outer_optimizer"] != state_dict["settings"].get(
+            "outer_optimizer"
+        )
+        self._load(state_dict, keeps_hyperparameters=has_other_outer)
+        # Peers that resume as well may have another checkpoint of the same outer step: compare.
+        self.was_given = True
+
+    def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
         with self._whole:
             for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
-                fragment.load_state_dict(saved)
+                fragment.load_state_dict(saved, keeps_hyperparameters=keeps_hyperparameters)
             self.outer_step = state_dict["outer_step"]
 
 

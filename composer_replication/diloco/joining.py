@@ -53,18 +53,27 @@ class StartBarrier:
     def hears_start(self, device: torch.device) -> bool:
         """Whether the groups in this quorum start. If not, the manager has an error: vote.
 
-        One group's yes is enough, and all of the quorum hear it: they start together or not at all,
-        however long each of them has been waiting.
+        One group's yes is enough, unless one must not start, and all of the quorum hear it: they
+        start together or not at all, however long each of them has been waiting.
+
+        Raises:
+            TimeoutError: This group must not start, and whoever could have the run's state is here.
         """
         policy, num_present = self._policy, self._manager.num_participants()
         is_enough = num_present >= policy.num_replicas
         starts_late = policy.on_start_timeout == "start" and self._is_late()
-        votes = torch.tensor([float(is_enough or starts_late)], device=device)
+        may_not = policy.must_not_start is not None and self._manager.current_step() == 0
+        votes = torch.tensor([float(is_enough or starts_late), float(may_not)], device=device)
         self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
         if self._manager.errored() is not None:
             return False
         situation = f"{num_present} of {policy.num_replicas} replica groups are there"
-        if votes.item() == 0:
+        yes, no = votes.tolist()
+        if may_not:
+            situation += f", and none of them has the run's state. {policy.must_not_start}"
+            if is_enough:
+                raise TimeoutError(situation)
+        if no or not yes:
             self._manager.report_error(TooFewGroups(situation))
             return False
         if not is_enough:
@@ -86,7 +95,8 @@ class StartBarrier:
                 raise TimeoutError(
                     f"{situation}. This group has tried {self._failures} times and leaves"
                 )
-        if self._is_late() and self._policy.on_start_timeout == "error":
+        ends = self._policy.on_start_timeout == "error" or self._policy.must_not_start is not None
+        if self._is_late() and ends:
             raise TimeoutError(
                 f"no start within start_timeout_s={self._policy.start_timeout_s:g}: {situation}. "
                 "Start the missing groups with the same lighthouse, or lower num_replicas"

@@ -60,7 +60,7 @@ class OuterLoop:
         self._inner_optimizer = inner_optimizer
         self._digest_every = digest_every
         self._give_up_after_s = give_up_after_s
-        self._healed = False
+        self.has_healed = False
         self._sick_in_a_row = 0
         self._steps_lost = 0
         self.ends_with_next_step = False
@@ -84,6 +84,11 @@ class OuterLoop:
         self._roll_call.is_training = not self.ends_with_next_step
         for fragment in self._fragments:
             fragment.count_inner_step(samples)
+
+    def send_again(self) -> None:
+        """Send what was in flight when the state was saved that this group continues from."""
+        self._manager.start_quorum()
+        self._fragments[self.turn].prepare_sync()
 
     def sync(self) -> None:
         """One sync from quorum to vote, and again until it commits."""
@@ -170,11 +175,11 @@ class OuterLoop:
                 outer_momentum_norm=fragment.globals.momentum_norm(),
                 steps_lost=self._steps_lost,
                 retries=retries,
-                healed=self._healed,
+                healed=self.has_healed,
                 global_digest=self._state.digest() if has_digest else None,
             )
         )
-        self._healed = False
+        self.has_healed = False
         self._steps_lost = 0
 
     def _recover(self) -> None:
@@ -228,6 +233,7 @@ class OuterLoop:
                     self._sync_joining()
                     if not self._roll_call.are_all_joining:
                         return True
+                    agree_on_settings(self._manager, self._state.fingerprint, device)
                 # Alone, or all are resuming: whoever else resumes would find us training.
                 barrier.hears_start(device)
                 if self._manager.should_commit():
@@ -277,7 +283,7 @@ class OuterLoop:
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
-        self._state.load_state_dict(state, "the replica groups in training")
+        self._state.take_over(state, "the replica groups in training")
         self._drop_local()
-        self._healed = self._state.was_taken = True
+        self.has_healed = True
         log.info("Took over the global state after outer step %d", self._state.outer_step)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from composer_replication.diloco.fragments import Parameters
+from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.settings import DiLoCoSettings
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -92,6 +92,7 @@ class GlobalParameters:
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
         pin_memory: Whether to pin them for copies to an accelerator, if there is one.
+        buffers: Buffers that are averaged with them; they simply become the mean.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters.
@@ -103,16 +104,18 @@ class GlobalParameters:
         outer_optimizer: OuterOptimizer,
         backup_device: torch.device,
         pin_memory: bool,
+        buffers: Buffers | None = None,
     ) -> None:
-        self.local = parameters
+        self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
         pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
         self.theta: dict[str, nn.Parameter] = {}
-        for name, parameter in parameters.items():
+        for name, parameter in self.local.items():
             shard = local_tensor(parameter)
             theta = torch.empty(shard.shape, dtype=torch.float32, device=backup_device)
             theta.copy_(shard)
             self.theta[name] = nn.Parameter(theta.pin_memory() if pin else theta)
-        owned = list(self.theta.values())
+        owned = [self.theta[name] for name in parameters]
+        self._buffers = frozenset(buffers or {})
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
@@ -137,14 +140,40 @@ class GlobalParameters:
                 kept = theta.to(target.device).lerp(target.float(), alpha)
                 target.copy_(kept)
 
+    @torch.no_grad()
+    def set_mean(self, means: Sequence[Tensor]) -> None:
+        """Give the mean pseudo-gradients, in the order of ``theta``, to the outer optimizer.
+
+        Buffers take theirs at once: global minus the mean of (global minus local) is the mean, and
+        a buffer that is a constant stays what it is to the bit.
+        """
+        for (name, theta), mean in zip(self.theta.items(), means, strict=True):
+            if name in self._buffers:
+                theta.sub_(mean)
+            else:
+                theta.grad = mean
+
+    def copy_of_local(self) -> list[Tensor]:
+        """Copies of the local parameters, in their own dtypes, beside the global ones."""
+        return [
+            local_tensor(parameter).to(theta.device, copy=True)
+            for parameter, theta in zip(self.local.values(), self.theta.values(), strict=True)
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of the global parameters by name and of the outer optimizer's state."""
         state = {"theta": dict(self.theta), "optimizer": self.optimizer.state_dict()}
         return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool = False
+    ) -> None:
         """Take over what ``state_dict`` gave, here or in another group.
+
+        Args:
+            state_dict: What it gave.
+            keeps_hyperparameters: Keep this optimizer's own learning rate, momentum, ...
 
         Raises:
             ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
@@ -159,7 +188,10 @@ class GlobalParameters:
                 )
         for name, theta in self.theta.items():
             theta.copy_(state_dict["theta"][name])
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
+        self.optimizer.load_state_dict(
+            {"state": state_dict["optimizer"]["state"], "param_groups": groups["param_groups"]}
+        )
 
     def momentum_norm(self) -> float:
         """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step."""

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _DIGESTS = range(6)
+_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _SETTINGS = range(6)
+_DIGESTS = _SETTINGS + 2
 _BITS = 22
 """Of a number that a sum in fp32 keeps exactly, with room for the 1 that says it was given."""
 
@@ -42,8 +44,8 @@ class RollCall:
     * whether all groups of the quorum were in this sum (under a quorum id that was used before they
       can be others, or fewer);
     * whether any group still trains or has steps to send: when none has, training is over for all;
-    * whether all groups hold the same: their outer step at every sync, and a digest of each
-      fragment every ``digest_every`` outer steps and after a heal.
+    * whether all groups hold the same: their settings and their outer step at every sync, and a
+      digest of each fragment every ``digest_every`` outer steps, after a heal and after a resume.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -70,6 +72,7 @@ class RollCall:
         table[rank, _JOINING] = float(fragment.is_joining)
         table[rank, _HEALED] = float(self._state.was_taken)
         table[rank, _OUTER_STEP] = self._state.outer_step % 2**_BITS
+        table[rank, _SETTINGS:_DIGESTS] = torch.tensor(_as_numbers(self._state.settings_digest()))
         if self._digest_is_due():
             numbers = [n for digest in self._state.fragment_digests() for n in _as_numbers(digest)]
             table[rank, _DIGESTS:] = torch.tensor(numbers)
@@ -87,6 +90,7 @@ class RollCall:
         Raises:
             DivergenceError: This group holds other global parameters than most, or there is no
                 majority.
+            SettingsMismatch: It joins groups in training that have other settings.
         """
         self.is_over = False
         if self._manager.errored():
@@ -101,10 +105,32 @@ class RollCall:
                 )
             )
             return
+        self._check_settings(table)
         self._check_agreement(table)
         self.is_over = not table[:, _PENDING].any()
         self.are_all_joining = bool(table[:, _JOINING].all())
         self._state.was_given = self._state.was_taken = False
+
+    def _check_settings(self, table: Tensor) -> None:
+        """A group that resumes at the outer step of those in training is not healed by them."""
+        joining = table[:, _JOINING].bool().tolist()
+        if all(joining):
+            return  # they compare them key by key
+        given = [tuple(row) for row in table[:, _SETTINGS:_DIGESTS].tolist()]
+        right = given[joining.index(False)]
+        odd = [rank for rank, value in enumerate(given) if value != right]
+        if not odd:
+            return
+        mismatch = SettingsMismatch(
+            f"replica groups {', '.join(map(str, odd))} (by their place in the quorum) have other "
+            "settings than those in training"
+        )
+        if self._manager.participating_rank() in odd:
+            raise SettingsMismatch(
+                f"{mismatch}. This group is one of them, with {self._state.fingerprint}: make its "
+                "settings equal to theirs"
+            )
+        self._manager.report_error(mismatch)
 
     def _check_agreement(self, table: Tensor) -> None:
         healed = table[:, _HEALED].bool().tolist()

@@ -15,6 +15,8 @@ ON_START_TIMEOUT = ("error", "start")
 
 WEIGHT_BY = ("uniform", "steps", "samples")
 
+SYNC_BUFFERS = ("none", "mean")
+
 
 class SettingsMismatch(ValueError):
     """Two replica groups of one run were started with different settings or models."""
@@ -43,6 +45,10 @@ class DiLoCoSettings:
         outer_nesterov: Whether that momentum is Nesterov's.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
             (``steps``) or its samples (``samples``) since the fragment was last synchronised.
+        sync_buffers: What becomes of floating-point buffers, such as BatchNorm's running
+            statistics: each group keeps its own (``none``), or they are averaged with the
+            parameters and are then part of the global state (``mean``). Buffers of integers and
+            booleans, and those that are not persistent, are always each group's own.
         bucket_cap_mb: Largest message of a sync, in MiB of fp32.
         max_sync_retries: How often in a row a sync that did not commit is tried again.
 
@@ -59,6 +65,7 @@ class DiLoCoSettings:
     outer_momentum: float = 0.9
     outer_nesterov: bool = True
     weight_by: str = "uniform"
+    sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
     max_sync_retries: int = 8
 
@@ -75,6 +82,8 @@ class DiLoCoSettings:
             raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
         if self.weight_by not in WEIGHT_BY:
             raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
+        if self.sync_buffers not in SYNC_BUFFERS:
+            raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
         self._check_patterns()
         check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
 
@@ -130,6 +139,8 @@ class StartPolicy:
         num_replicas: How many groups it waits for.
         start_timeout_s: How long, in seconds.
         on_start_timeout: What it does then, one of ``ON_START_TIMEOUT``.
+        must_not_start: Why this group must not begin a run, for example since the run has made
+            outer steps already: it waits for a group that has the run's state. None: it may.
 
     Raises:
         ValueError: A value is out of range.
@@ -138,6 +149,7 @@ class StartPolicy:
     num_replicas: int = 1
     start_timeout_s: float = START_TIMEOUT_S
     on_start_timeout: str = ON_START_TIMEOUT[0]
+    must_not_start: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("num_replicas", self.num_replicas, at_least=1)
@@ -179,6 +191,34 @@ def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], who
             f"this replica group's settings differ from those of {whose}; make them equal:\n"
             + "\n".join(lines)
         )
+
+
+def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Compare the settings of a resume with those of its checkpoint.
+
+    Returns:
+        What has changed and is adopted, one phrase each.
+
+    Raises:
+        SettingsMismatch: Something has changed that the saved state does not allow.
+    """
+    # What a fragment is, and what a message is: others that resume have these from the checkpoint,
+    # and messages of other sizes would abort them inside gloo before anything could be compared.
+    kept = {"model", "num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers"}
+    compare_fingerprints(
+        {key: mine.get(key) for key in kept},
+        {key: saved.get(key) for key in kept},
+        "the checkpoint",
+    )
+    name = "outer_optimizer"
+    if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
+        compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
+    keys = sorted(mine.keys() | saved.keys())
+    return [
+        f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now"
+        for key in keys
+        if mine.get(key) != saved.get(key)
+    ]
 
 
 def _check_integer(name: str, value: object, *, at_least: int) -> None:

@@ -395,53 +395,6 @@ def test_a_group_with_nan_contributes_nothing_and_recovers(caplog):
     assert any("not finite" in record.message for record in caplog.records)
 
 
-def test_a_state_dict_resumes_in_mid_round_bit_for_bit():
-    def run(sim, stops_at):
-        model, states = TinyMLP(), []
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        diloco = DiLoCo(sim.manager, model, inner, sync_every=6, num_fragments=3)
-        diloco.__enter__()
-        for step in range(20):
-            if step == stops_at:
-                states = [diloco.state_dict(), model.state_dict(), inner.state_dict()]
-                diloco.__exit__(None, None, None)
-                sim.manager._state_dict_fns.clear()  # as a new process has none
-                model = TinyMLP(seed=5)
-                inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-                model.load_state_dict(states[1])
-                inner.load_state_dict(states[2])
-                diloco = DiLoCo(sim.manager, model, inner, sync_every=6, num_fragments=3)
-                diloco.load_state_dict(states[0])
-                diloco.__enter__()
-            inner.zero_grad()
-            mse(model, *batch(sim.replica_id, step)).backward()
-            inner.step()
-        return diloco.global_digest()
-
-    whole = simulate(lambda sim: run(sim, None), num_replicas=2)
-    assert simulate(lambda sim: run(sim, 9), num_replicas=2) == whole
-
-
-def test_groups_that_resume_wait_for_each_other():
-    # The first would otherwise train by itself, and so would the second, without a word.
-    def replica(sim):
-        sim.manager.load_state_dict({"step": 3, "batches_committed": 6})
-        return run_scripted(sim, -1.0, 2, sync_every=2, num_replicas=2)
-
-    late = [Fault("late", replica_id=1, step=3)]
-    assert simulate(replica, num_replicas=2, faults=late) == [[(9.0, 10.0), (8.0, 8.0)]] * 2
-    alone = [Fault("late", replica_id=1, step=99)]
-    with pytest.raises(SimulationError, match="no start within start_timeout_s=1: 1 of 2"):
-        simulate(
-            lambda sim: (
-                sim.manager.load_state_dict({"step": 3, "batches_committed": 6}),
-                run_scripted(sim, -1.0, 2, sync_every=2, num_replicas=2, start_timeout_s=1),
-            ),
-            num_replicas=2,
-            faults=alone,
-        )
-
-
 def largest_difference(model, other):
     return max(
         (a - b).abs().max().item()

@@ -1,0 +1,240 @@
+"""DiLoCo's part of a Composer checkpoint: what it looks like, there and back.
+
+Beside the model, which is saved with the global weights, the inner optimizer and the timestamp,
+all of which Composer saves, it has
+
+* ``progress``: outer step, manager step, position in the round, contribution counters, settings and
+  outer hyperparameters, as JSON;
+* ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
+* ``momentum``: the outer momentum by name, fp32, if there is any;
+* ``theta``: the global parameters by name, of those that are not fp32 in the model;
+* ``in_flight``: what a sync in flight had sent, as the bytes of a ``torch.save``; else empty.
+
+The keys depend on model and settings alone: a sharded checkpoint is loaded into a template, and one
+whose keys came and went would not load (docs/adrs/ADR-013).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from composer_replication.diloco.outer_optimizer import local_tensor
+from composer_replication.diloco.settings import DiLoCoSettings, compare_fingerprints
+from composer_replication.global_weights import as_dtensor
+
+FORMAT = 1
+_PLAIN = ("outer_step", "settings", "manager", "inner_steps", "local_step", "since_sync")
+
+
+class BadStateError(ValueError):
+    """A checkpoint from which this group cannot continue."""
+
+
+class CheckpointLayout:
+    """How what the ranks of a group hold lies in its checkpoint.
+
+    Args:
+        fragments: The model's parameters and buffers in each fragment, by name.
+        is_sharded: Whether each rank writes its shards (DCP), or rank 0 all of it.
+    """
+
+    def __init__(self, fragments: Sequence[Mapping[str, Tensor]], is_sharded: bool) -> None:
+        self.fragments = [list(fragment) for fragment in fragments]
+        self.live = {name: t for fragment in fragments for name, t in fragment.items()}
+        self._is_sharded = is_sharded
+
+    def save(self, name: str, shard: Tensor) -> Tensor:
+        """What goes into the checkpoint. A collective, if the tensor is sharded and it is not."""
+        like = self.live[name]
+        if not isinstance(like, DTensor):
+            return shard.detach()
+        tensor = as_dtensor(shard.detach(), like)
+        return tensor if self._is_sharded else tensor.full_tensor().cpu()
+
+    def load(self, name: str, saved: object) -> Tensor:
+        """This rank's part of what ``save`` gave, on whatever number of ranks that was.
+
+        Raises:
+            BadStateError: It is another tensor's.
+        """
+        like = self.live[name]
+        if not isinstance(saved, Tensor) or saved.shape != like.shape:
+            what = f"is {tuple(saved.shape)}" if isinstance(saved, Tensor) else "is missing"
+            raise BadStateError(f"{name} {what} in it, and {tuple(like.shape)} in the model")
+        if isinstance(saved, DTensor):
+            return saved.to_local()
+        if not isinstance(like, DTensor):
+            return saved
+        mesh, placements = like.device_mesh, like.placements
+        on_device = saved.to(mesh.device_type)
+        return distribute_tensor(on_device, mesh, placements, src_data_rank=None).to_local()
+
+    def whole(self, name: str, shard: Tensor) -> Tensor:
+        """All of a tensor, in host memory."""
+        like = self.live[name]
+        if isinstance(like, DTensor):
+            return as_dtensor(shard, like).full_tensor().cpu()
+        return shard.detach().cpu()
+
+
+def pack(
+    state: Mapping[str, Any], local: Mapping[str, Tensor], layout: CheckpointLayout
+) -> dict[str, Any]:
+    """Turn ``DiLoCo.state_dict()`` and the local parameters into DiLoCo's part of a checkpoint."""
+    fragments = state["fragments"]
+    theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
+    momentum = _momentum(fragments)
+    progress = {key: state[key] for key in _PLAIN} | {
+        "format": FORMAT,
+        "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
+        "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
+    }
+    saved = {
+        "progress": json.dumps(progress),
+        "in_flight": _in_flight_bytes(state["in_flight"], layout),
+        "local": {name: layout.save(name, tensor) for name, tensor in local.items()},
+        "momentum": {name: layout.save(name, tensor) for name, tensor in momentum.items()},
+        "theta": {
+            name: layout.save(name, tensor)
+            for name, tensor in theta.items()
+            if layout.live[name].dtype != torch.float32
+        },
+    }
+    return {key: value for key, value in saved.items() if value != {}}
+
+
+def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, Any]:
+    """Something of the shape of what ``pack`` gives, for a sharded checkpoint to be loaded into."""
+
+    def empty(name: str, dtype: torch.dtype) -> Tensor:
+        shard = torch.empty_like(local_tensor(layout.live[name]), dtype=dtype)
+        return layout.save(name, shard)
+
+    trained = [name for name, t in layout.live.items() if t.requires_grad]
+    with_momentum = trained if settings.outer_momentum else []
+    saved = {
+        "progress": "",
+        "in_flight": b"",
+        "local": {name: empty(name, tensor.dtype) for name, tensor in layout.live.items()},
+        "momentum": {name: empty(name, torch.float32) for name in with_momentum},
+        "theta": {
+            name: empty(name, torch.float32)
+            for name, tensor in layout.live.items()
+            if tensor.dtype != torch.float32
+        },
+    }
+    return {key: value for key, value in saved.items() if value != {}}
+
+
+def unpack(
+    saved: Mapping[str, Any], settings: DiLoCoSettings, layout: CheckpointLayout
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Turn DiLoCo's part of a checkpoint back; the model holds the global weights of the same one.
+
+    Returns:
+        What ``DiLoCo.load_state_dict`` takes, and the local parameters by name.
+
+    Raises:
+        BadStateError: It is another model's, or damaged.
+        SettingsMismatch: It was saved with other fragments.
+    """
+    progress = _read_progress(saved)
+    mine, theirs = settings.fingerprint(), progress["settings"]
+    kept = ("num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers")
+    compare_fingerprints(
+        {key: mine.get(key) for key in kept},
+        {key: theirs.get(key) for key in kept},
+        "the checkpoint",
+    )
+    names = saved["local"].keys()
+    if names != layout.live.keys():
+        odd = sorted(names ^ layout.live.keys())[0]
+        where = "in the model and not in it" if odd in layout.live else "in it and not in the model"
+        raise BadStateError(f"{odd} is {where}: it is another model's")
+    local = {name: layout.load(name, tensor) for name, tensor in saved["local"].items()}
+    for name, tensor in local.items():
+        if tensor.dtype != layout.live[name].dtype:
+            raise BadStateError(
+                f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
+            )
+    in_flight = _in_flight_state(saved["in_flight"], layout)
+    state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
+    state["fragments"] = _fragments(saved, progress, layout)
+    return state, local
+
+
+def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(saved.get("progress"), str) or "local" not in saved:
+        raise BadStateError(
+            f"it has {', '.join(sorted(saved)) or 'nothing'} where progress and "
+            "local parameters should be"
+        )
+    progress = json.loads(saved["progress"])
+    if progress.get("format") != FORMAT:
+        raise BadStateError(
+            f"its format is {progress.get('format')!r} and this version reads {FORMAT}: use the "
+            "version of composer-replication that wrote it"
+        )
+    return progress
+
+
+def _momentum(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The momentum of every trained parameter; zeros, as good as none, before the first step."""
+    momentum = {}
+    for fragment in fragments:
+        names, optimizer = list(fragment["theta"]), fragment["optimizer"]
+        for group in optimizer["param_groups"]:
+            for index in group["params"] if group["momentum"] else ():
+                name = names[index]
+                found = optimizer["state"].get(index, {}).get("momentum_buffer")
+                momentum[name] = (
+                    torch.zeros_like(fragment["theta"][name]) if found is None else found
+                )
+    return momentum
+
+
+def _fragments(
+    saved: Mapping[str, Any], progress: Mapping[str, Any], layout: CheckpointLayout
+) -> list[dict[str, Any]]:
+    """The global parameters and outer optimizers, as ``GlobalParameters.load_state_dict`` does."""
+    momentum = {name: layout.load(name, t) for name, t in saved.get("momentum", {}).items()}
+    given = saved.get("theta", {})
+    fragments = []
+    for index, names in enumerate(layout.fragments):
+        theta = {
+            name: layout.load(name, given[name])
+            if name in given
+            else local_tensor(layout.live[name]).clone()
+            for name in names
+        }
+        state = {
+            place: {"momentum_buffer": momentum[name]}
+            for place, name in enumerate(names)
+            if name in momentum and progress["has_momentum"][index]
+        }
+        groups = progress["outer_optimizers"][index]
+        fragments.append({"theta": theta, "optimizer": {"state": state, "param_groups": groups}})
+    return fragments
+
+
+def _in_flight_bytes(state: Mapping[str, Any] | None, layout: CheckpointLayout) -> bytes:
+    if state is None:
+        return b""
+    whole = {name: layout.whole(name, tensor) for name, tensor in state["local"].items()}
+    buffer = io.BytesIO()
+    torch.save({**state, "local": whole}, buffer)
+    return buffer.getvalue()
+
+
+def _in_flight_state(saved: bytes, layout: CheckpointLayout) -> dict[str, Any] | None:
+    if not saved:
+        return None
+    state = torch.load(io.BytesIO(saved), weights_only=True)
+    return state | {"local": {name: layout.load(name, t) for name, t in state["local"].items()}}

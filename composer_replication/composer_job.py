@@ -1,0 +1,148 @@
+"""What a replica group takes from the Composer job that it is: ranks, model, folders."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from composer import State
+from composer.callbacks import CheckpointSaver
+from composer.core import DataSpec
+from composer.utils import dist
+from torch import nn
+
+from composer_replication.lighthouse import read_status
+from composer_replication.options import ReplicaOptions
+from composer_replication.process_group import host_store
+from composer_replication.replica import backend_for, make_manager
+from composer_replication.replica_manager import ReplicaManager
+from composer_replication.run_folder import last_outer_step
+
+log = logging.getLogger(__name__)
+
+
+def unwrapped(state: State) -> nn.Module:
+    """The model without DDP around it."""
+    return cast(nn.Module, state.model.module if state.is_model_ddp else state.model)
+
+
+def check_parallelism(state: State) -> None:
+    """Refuse what no test of ours covers.
+
+    Raises:
+        ValueError: FSDP1, whose parameters are views of flat ones.
+    """
+    if state.fsdp_config_version == 1:
+        raise ValueError(
+            "FSDP version 1: DiLoCo needs parameters that keep their names and shapes. Use FSDP2: "
+            "set FSDP_VERSION=2 in the environment, or pass an FSDP2Config as "
+            "parallelism_config['fsdp']"
+        )
+
+
+def replica_id_of(options: ReplicaOptions) -> str:
+    """The name of this group.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if options.replica_id is None:
+        raise ValueError(
+            "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
+            "of each group, or callbacks.diloco.replica_id"
+        )
+    return str(options.replica_id)
+
+
+def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
+    """Connect this rank to the other groups; every rank of the group calls it.
+
+    Raises:
+        ValueError: No lighthouse is named.
+        ConnectionError: See ``make_manager``.
+    """
+    if options.lighthouse_addr is None:
+        raise ValueError(
+            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
+            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
+        )
+    store = host_store(options.hostname) if dist.get_global_rank() == 0 else None
+    host, port = broadcast((store.host, store.port) if store else None)
+    manager = make_manager(
+        replica_id=replica_id_of(options),
+        lighthouse_addr=options.lighthouse_addr,
+        min_replica_size=options.min_replica_size,
+        timeout=options.timeout,
+        quorum_timeout=options.quorum_timeout,
+        connect_timeout=options.connect_timeout,
+        quorum_retries=options.quorum_retries,
+        give_up_after_s=options.give_up_after_s,
+        rank=dist.get_global_rank(),
+        world_size=dist.get_world_size(),
+        store_addr=host,
+        store_port=port,
+        hostname=options.hostname,
+        backend=backend_for(next(state.model.parameters()).device),
+    )
+    manager.store = store
+    return manager
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, in every rank of the group."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def why_not_start(options: ReplicaOptions, state: State) -> str | None:
+    """Why a group that continues from nothing must not begin this run; None if it may.
+
+    If the run has made outer steps already, a group with fresh parameters would become the donor
+    of all that come back, and wipe out what the run has learnt.
+    """
+    return broadcast(_why_not_start(options, state) if dist.get_global_rank() == 0 else None)
+
+
+def _why_not_start(options: ReplicaOptions, state: State) -> str | None:
+    step = last_outer_step(options.run_dir)
+    if not step:
+        _warn_of_earlier_quorums(options)
+        return None
+    fix = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
+    for saver in state.callbacks:
+        if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
+            latest = Path(saver.latest_filename.format(state))
+            if latest.exists():
+                fix = f"continue from this group's last checkpoint (load_path={latest})"
+    return (
+        f"{options.run_dir} says that this run has made {step} outer steps, and this group starts "
+        f"without a checkpoint: it takes over what others hold and begins nothing anew. If there "
+        f"is nobody, {fix}, or begin another run in another run_dir"
+    )
+
+
+def _warn_of_earlier_quorums(options: ReplicaOptions) -> None:
+    if options.lighthouse_addr is None:
+        return
+    members = read_status(options.lighthouse_addr, options.connect_timeout).members
+    step = max((member.step for member in members), default=0)
+    if step:
+        # Only a warning: a lighthouse may well outlive a run and serve the next.
+        log.warning(
+            "The lighthouse's last quorum had made %d steps, and this group starts without a "
+            "checkpoint. If that was this run and nobody of it is left, stop this group and "
+            "continue from a checkpoint: load_path, or autoresume: true",
+            step,
+        )
+
+
+def samples_in_batch(state: State) -> int:
+    """Samples of the current batch, over all ranks of the group."""
+    # The default count, of tensors, lists and dicts: the state does not have the loader's own.
+    own = DataSpec([]).get_num_samples_in_batch(state.batch)
+    total = state.device.tensor_to_device(torch.tensor([own]))
+    dist.all_reduce(total)
+    return int(total.item())

@@ -1,0 +1,86 @@
+"""Small Composer jobs as replica groups of a simulation, for the tests."""
+
+import threading
+
+import torch
+from common import TinyMLP, batch
+from composer import Callback, Trainer
+from composer.models import ComposerModel
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.simulation import simulate
+
+BATCHES_IN_EPOCH = 4
+
+
+class TinyModel(ComposerModel):
+    """``TinyMLP`` for Composer."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.mlp = TinyMLP(seed)
+
+    def forward(self, batch):
+        return self.mlp(batch[0])
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.mse_loss(outputs, batch[1])
+
+
+class Each(Callback):
+    """Calls a function at every end of a batch."""
+
+    def __init__(self, look):
+        self._look = look
+
+    def batch_end(self, state, logger):
+        self._look(state)
+
+
+def data(replica_id=0):
+    """An epoch of four batches of eight samples, always in the same order."""
+    parts = [batch(replica_id, step) for step in range(BATCHES_IN_EPOCH)]
+    return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True))), 8)
+
+
+building = threading.Lock()  # Composer seeds torch's generator, which the replicas' threads share
+
+
+def trainer_of(*callbacks, replica_id=0, optimizer=None, **arguments):
+    with building:
+        model = TinyModel(seed=replica_id)
+        build = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+        return Trainer(
+            model=model,
+            optimizers=build(model.parameters()),
+            train_dataloader=data(replica_id),
+            callbacks=list(callbacks),
+            device="cpu",
+            precision=arguments.pop("precision", "fp32"),
+            seed=1,
+            progress_bar=False,
+            auto_log_hparams=False,
+            **arguments,
+        )
+
+
+def callback_of(sim, **arguments):
+    return DiLoCoCallback(
+        manager=sim.manager,
+        replica_id=sim.replica_id,
+        **{"num_replicas": sim.num_replicas, "sync_every": 2} | arguments,
+    )
+
+
+def fit_alone(max_duration="4ba", *, others=(), diloco=(), **arguments):
+    """Train one simulated replica group; its callback and trainer, closed."""
+
+    def replica(sim):
+        callback = callback_of(sim, **dict(diloco))
+        trainer = trainer_of(callback, *others, max_duration=max_duration, **arguments)
+        trainer.fit()
+        trainer.close()
+        return callback, trainer
+
+    return simulate(replica, num_replicas=1)[0]

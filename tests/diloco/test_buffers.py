@@ -1,0 +1,133 @@
+"""Buffers that are averaged with the parameters. Run: pytest tests/diloco/test_buffers.py"""
+
+import pytest
+import torch
+from common import Constant, batch, plain_sgd, take_step
+from torch import nn
+
+from composer_replication import DiLoCo, simulate
+from composer_replication.diloco.fragments import split_buffers
+from composer_replication.simulation import Fault, SimulationError
+
+
+class WithBuffers(Constant):
+    """A scalar to train, and a buffer of every kind."""
+
+    def __init__(self, mean=0.0):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([mean]))
+        self.register_buffer("low", torch.tensor([mean], dtype=torch.bfloat16))
+        self.register_buffer("constant", torch.tensor([0.1, 1 / 3]))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("cache", torch.tensor([mean]), persistent=False)
+
+
+def run(sim, steps=2, final=False, **settings):
+    """Two steps a round; in each the replica's buffers move by its own amount."""
+    model = WithBuffers()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    by = float(sim.replica_id + 1)
+    with DiLoCo(sim.manager, model, inner, plain_sgd(), 2, **settings) as diloco:
+        for _ in range(steps):
+            model.mean += by
+            model.low += by
+            model.cache += by
+            model.count += sim.replica_id + 1
+            model.mask ^= sim.replica_id == 1
+            take_step(inner, -1.0)
+        if final:
+            diloco.final_sync()
+        globals_ = {name: t.tolist() for name, t in diloco.global_parameters().items()}
+    return {name: t.tolist() for name, t in model.named_buffers()}, globals_
+
+
+def test_floating_buffers_become_the_mean_and_all_others_stay_each_group_s_own():
+    (one, globals_), (other, theirs) = simulate(
+        lambda sim: run(sim, sync_buffers="mean"), num_replicas=2
+    )
+    assert one["mean"] == other["mean"] == [3.0]  # (2 + 4) / 2
+    assert one["low"] == other["low"] == [3.0]
+    assert (one["count"], other["count"]) == (2, 4)
+    assert (one["mask"], other["mask"]) == ([True, False], [True, False])
+    assert (one["cache"], other["cache"]) == ([2.0], [4.0])
+    assert globals_ == theirs
+    assert set(globals_) == {"weight", "mean", "low", "constant"}
+    assert globals_["mean"] == [3.0]
+
+
+def test_weights_count_for_buffers_too():
+    def replica(sim):
+        model = WithBuffers(mean=10.0 * sim.replica_id)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"sync_buffers": "mean", "weight_by": "samples"}
+        with DiLoCo(sim.manager, model, inner, plain_sgd(), 1, **settings) as diloco:
+            model.mean.fill_(10.0 * sim.replica_id)  # the cold start has levelled it
+            diloco.count_samples((1, 3)[sim.replica_id])
+            take_step(inner, -1.0)
+        return model.mean.item()
+
+    assert simulate(replica, num_replicas=2) == [7.5, 7.5]
+
+
+def test_by_default_nobody_touches_them():
+    (one, globals_), (other, _) = simulate(run, num_replicas=2)
+    assert (one["mean"], other["mean"]) == ([2.0], [4.0])
+    assert set(globals_) == {"weight"}
+
+
+def test_a_buffer_that_is_a_constant_stays_what_it_is_to_the_bit():
+    # (x + x + x) / 3 is not x for every float; so the mean is taken of differences.
+    for buffers, _ in simulate(lambda sim: run(sim, 8, sync_buffers="mean"), num_replicas=3):
+        assert buffers["constant"] == torch.tensor([0.1, 1 / 3]).tolist()
+
+
+def test_with_a_delay_what_has_moved_since_is_mixed_in_like_parameters():
+    # Formed after one of two steps: buffers 1 and 2, mean 1.5; at the end 0.5 * (2 or 4) + 0.5 * 1.5.
+    settings = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "sync_buffers": "mean"}
+    one, other = simulate(lambda sim: run(sim, **settings), num_replicas=2)
+    assert (one[0]["mean"], other[0]["mean"]) == ([1.75], [2.75])
+    assert one[1]["mean"] == other[1]["mean"] == [1.5]
+
+
+def test_batch_norm_evaluates_alike_in_all_groups():
+    def replica(sim):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"sync_buffers": "mean", "num_fragments": 2}
+        with DiLoCo(sim.manager, model, inner, sync_every=4, **settings) as diloco:
+            for step in range(6):
+                x, y = batch(sim.replica_id, step)
+                inner.zero_grad()
+                nn.functional.mse_loss(model(x + sim.replica_id), y).backward()
+                inner.step()
+            diloco.final_sync()
+        model.eval()
+        return model(batch(9, 9)[0]), int(model[1].num_batches_tracked), model[1].running_mean
+
+    (one, counted, mean), (other, _, _) = simulate(replica, num_replicas=2)
+    assert torch.equal(one, other)
+    assert counted == 6 and mean.abs().sum() > 0.01
+
+
+def test_a_joiner_has_the_global_buffers():
+    def replica(sim):
+        return run(sim, 4 if sim.replica_id else 8, final=True, sync_buffers="mean")[1]
+
+    late = [Fault("late", replica_id=1, step=3)]
+    first, second = simulate(replica, num_replicas=2, faults=late)
+    assert first == second
+
+
+def test_groups_of_which_one_averages_buffers_and_one_does_not_do_not_start():
+    def replica(sim):
+        return run(sim, sync_buffers=("mean", "none")[sim.replica_id], start_timeout_s=2.0)
+
+    with pytest.raises(SimulationError, match="sync_buffers: 'none' here, 'mean' there"):
+        simulate(replica, num_replicas=2)
+
+
+def test_buffers_of_modules_given_one_by_one_go_with_theirs():
+    names = [list(buffers) for buffers in split_buffers([WithBuffers(), nn.BatchNorm1d(2)], 2)]
+    assert names == [["0.mean", "0.low", "0.constant"], ["1.running_mean", "1.running_var"]]

@@ -1,0 +1,152 @@
+"""Stopped in mid-round and resumed in new processes: bit for bit the run that was never stopped.
+
+Run: pytest tests/integration/test_resume.py. Real: two replica groups, each a Composer job of one
+process (monolithic checkpoints) or of two under FSDP2 (sharded ones), lighthouse and gloo.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from integration.test_composer_launchers import COMPOSER, DEADLINE_S, free_port, kill
+
+from composer_replication.lighthouse import start_lighthouse
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).with_name("resume_group.py")
+
+# The batch at which they are stopped is one of the second epoch, in the middle of a round.
+SETTINGS = {
+    "vanilla": ({"sync_every": 4}, 7),
+    # Fragments take turns every 4 steps; 2 steps before, what is sent is formed: at batch 7 the
+    # first has been synchronised, and the second is in flight.
+    "in_flight": (
+        {
+            "sync_every": 8,
+            "num_fragments": 2,
+            "fragment_sync_delay": 2,
+            "fragment_update_alpha": 0.25,
+            "weight_by": "samples",
+        },
+        7,
+    ),
+    "alpha": (
+        {
+            "sync_every": 8,
+            "num_fragments": 2,
+            "fragment_sync_delay": 1,
+            "fragment_update_alpha": 0.5,
+        },
+        6,
+    ),
+}
+
+
+def case(settings, optimizer, fsdp, **more):
+    diloco, stop = SETTINGS[settings]
+    return {
+        "name": "-".join([settings, optimizer, fsdp or "ddp", *more.values()]),
+        "diloco": diloco,
+        "stop": stop,
+        "optimizer": optimizer,
+        "fsdp": fsdp,
+        "max_duration": "13ba",
+    } | more
+
+
+def run_groups(tmp_path: Path, cases: list[dict], *, ranks: int, resumes: bool) -> None:
+    """Run the cases in two replica groups, processes of their own, to their end."""
+    with ExitStack() as stack:
+        lighthouses = [start_lighthouse(heartbeat_timeout_ms=2_000) for _ in cases]
+        for lighthouse in lighthouses:
+            stack.callback(lighthouse.shutdown)
+        plan = tmp_path / f"plan_{resumes}.json"
+        addresses = [lighthouse.address() for lighthouse in lighthouses]
+        plan.write_text(
+            json.dumps(
+                {"out": str(tmp_path), "cases": cases, "resumes": resumes, "lighthouses": addresses}
+            )
+        )
+        groups = [start(group, ranks, plan) for group in range(2)]
+        stack.callback(lambda: [kill(group) for group in groups])
+        for group in groups:
+            output, _ = group.communicate(timeout=DEADLINE_S)
+            assert group.returncode == 0, output[-4000:]
+
+
+def start(group: int, ranks: int, plan: Path) -> subprocess.Popen[str]:
+    module, *rest = COMPOSER
+    launcher = ["-m", module, "--nproc", str(ranks), *rest[2:], "--master_port", str(free_port())]
+    paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(SCRIPT), str(plan)],
+        env=os.environ
+        | {
+            "REPLICA_GROUP_ID": str(group),
+            "NUM_REPLICA_GROUPS": "2",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def results(tmp_path: Path, case: dict, resumes: bool) -> dict[str, dict]:
+    paths = sorted(tmp_path.glob(f"{case['name']}.{resumes}.*.json"))
+    return {path.name.split(".", 2)[2]: json.loads(path.read_text()) for path in paths}
+
+
+def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
+    for each in cases:
+        whole, resumed = (results(tmp_path, each, resumes) for resumes in (False, True))
+        assert len(whole) == len(resumed) == 2 * ranks
+        for name, one in whole.items():
+            other = resumed[name]
+            rest = {int(at): b for at, b in one["batches"].items() if int(at) > each["stop"]}
+            assert list(rest) == list(range(each["stop"] + 1, 14))
+            assert {int(at): b for at, b in other["batches"].items()} == rest, (each, name)
+            for key in ("model", "inner"):
+                assert one[key] == other[key], (each, name, key)
+            for key in ("global_digest", "inner_steps", "outer_steps"):
+                assert one["result"][key] == other["result"][key], (each, name, key)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(
+            1,
+            [
+                case(settings, optimizer, None)
+                for settings in SETTINGS
+                for optimizer in ("adamw", "sgd")
+            ]
+            + [case("in_flight", "adamw", None, dtype="bfloat16")],
+            id="monolithic",
+        ),
+        pytest.param(
+            2,
+            [
+                case(settings, optimizer, "sharded")
+                for settings in SETTINGS
+                for optimizer in ("adamw", "sgd")
+            ]
+            + [case("in_flight", "adamw", "full")],
+            id="sharded",
+        ),
+    ],
+)
+def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrupted(
+    tmp_path, ranks, cases
+):
+    run_groups(tmp_path, cases, ranks=ranks, resumes=False)
+    run_groups(tmp_path, cases, ranks=ranks, resumes=True)
+    check_resumed(tmp_path, cases, ranks)
