@@ -8,7 +8,7 @@ all of which Composer saves, it has
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``theta``: the global parameters by name, of those that are not fp32 in the model;
-* ``in_flight``: what a sync in flight had sent, as the bytes of a ``torch.save``; else empty.
+* ``in_flight``: what a sync in flight had sent, a ``torch.save`` in base64; else empty.
 
 The keys depend on model and settings alone: a sharded checkpoint is loaded into a template, and one
 whose keys came and went would not load (docs/adrs/ADR-013).
@@ -16,6 +16,7 @@ whose keys came and went would not load (docs/adrs/ADR-013).
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ def pack(
     }
     saved = {
         "progress": json.dumps(progress),
-        "in_flight": _in_flight_bytes(state["in_flight"], layout),
+        "in_flight": _in_flight_text(state["in_flight"], layout),
         "local": {name: layout.save(name, tensor) for name, tensor in local.items()},
         "momentum": {name: layout.save(name, tensor) for name, tensor in momentum.items()},
         "theta": {
@@ -121,7 +122,7 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
     with_momentum = trained if settings.outer_momentum else []
     saved = {
         "progress": "",
-        "in_flight": b"",
+        "in_flight": "",
         "local": {name: empty(name, tensor.dtype) for name, tensor in layout.live.items()},
         "momentum": {name: empty(name, torch.float32) for name in with_momentum},
         "theta": {
@@ -224,17 +225,21 @@ def _fragments(
     return fragments
 
 
-def _in_flight_bytes(state: Mapping[str, Any] | None, layout: CheckpointLayout) -> bytes:
+def _in_flight_text(state: Mapping[str, Any] | None, layout: CheckpointLayout) -> str:
+    """As text: of one key whatever is in it, and weights_only has no bytes."""
     if state is None:
-        return b""
+        return ""
     whole = {name: layout.whole(name, tensor) for name, tensor in state["local"].items()}
     buffer = io.BytesIO()
     torch.save({**state, "local": whole}, buffer)
-    return buffer.getvalue()
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _in_flight_state(saved: bytes, layout: CheckpointLayout) -> dict[str, Any] | None:
+def _in_flight_state(saved: str, layout: CheckpointLayout) -> dict[str, Any] | None:
     if not saved:
         return None
-    state = torch.load(io.BytesIO(saved), weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(base64.b64decode(saved)), weights_only=True)
+    except Exception as error:  # torch's are of many kinds
+        raise BadStateError(f"its sync in flight cannot be read ({error})") from error
     return state | {"local": {name: layout.load(name, t) for name, t in state["local"].items()}}

@@ -263,7 +263,10 @@ def test_the_run_folder_is_named_after_the_config_unless_told(tmp_path, monkeypa
 def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
     (tmp_path / "replica_0").mkdir()
     (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match="holds a run already: give another run_dir="):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds a run already: continue it \(autoresume=true with a save_folder\), give ",
+    ):
         make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
 
 
