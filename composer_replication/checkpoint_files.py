@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_replication.config import ConfigError
-
 log = logging.getLogger(__name__)
 
 LATEST = "latest-rank0.pt"
@@ -30,7 +28,7 @@ def usable_checkpoint(
         The config, without that checkpoint if it is damaged and may be left out.
 
     Raises:
-        ConfigError: It is missing or damaged; nobody has heard of this group yet.
+        ValueError: It is missing or damaged; nobody has heard of this group yet.
     """
     path = asked_for(config, save_folder)
     if path is None:
@@ -41,12 +39,12 @@ def usable_checkpoint(
     if on_bad_state == "fresh":
         log.warning("Starting without %s, as asked (on_bad_state): %s", path, problem)
         return dict(config) | {"load_path": None, "autoresume": False, "save_overwrite": True}
-    others = [p for p in newest_first(path.parent) if p != path.resolve() and not what_is_wrong(p)]
-    fix = f"load an earlier one (load_path={others[0]} autoresume=false), " if others else ""
-    raise ConfigError(
-        f"cannot continue from {path}: {problem}. Choose: {fix or 'load another one, '}or let this "
-        "group start without it (callbacks.diloco.on_bad_state=fresh), which takes over what the "
-        "others hold"
+    earlier = newest_whole(path.parent)
+    fix = "another one" if earlier is None else f"an earlier one (load_path={earlier})"
+    raise ValueError(
+        f"cannot continue from {path}: {problem}. Choose: load {fix} with autoresume=false, or let "
+        "this group start without it (callbacks.diloco.on_bad_state=fresh): it then takes over "
+        "what the others hold"
     )
 
 
@@ -62,11 +60,12 @@ def asked_for(config: Mapping[str, Any], save_folder: str | None) -> Path | None
     return Path(load_path.replace("{rank}", "0"))
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder."""
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder that looks whole."""
     files = [p for p in folder.glob("*") if not p.is_symlink()]
     files = [p for p in files if p.suffix == ".pt" or (p / ".metadata").exists()]
-    return sorted(files, key=lambda path: -path.stat().st_mtime)
+    newest_first = sorted(files, key=lambda path: -path.stat().st_mtime)
+    return next((path for path in newest_first if what_is_wrong(path) is None), None)
 
 
 def what_is_wrong(path: Path) -> str | None:

@@ -13,6 +13,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch import nn
 
+from composer_replication.checkpoint_files import newest_whole
 from composer_replication.lighthouse import read_status
 from composer_replication.options import ReplicaOptions
 from composer_replication.process_group import host_store
@@ -114,9 +115,9 @@ def _why_not_start(options: ReplicaOptions, state: State) -> str | None:
     fix = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
     for saver in state.callbacks:
         if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
-            latest = Path(saver.latest_filename.format(state))
-            if latest.exists():
-                fix = f"continue from this group's last checkpoint (load_path={latest})"
+            newest = newest_whole(Path(saver.latest_filename.format(state)).parent)
+            if newest is not None:
+                fix = f"continue from this group's last checkpoint (load_path={newest})"
     return (
         f"{options.run_dir} says that this run has made {step} outer steps, and this group starts "
         f"without a checkpoint: it takes over what others hold and begins nothing anew. If there "

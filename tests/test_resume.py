@@ -286,6 +286,23 @@ def test_a_run_whose_end_is_put_off_goes_on_as_if_it_had_never_ended(tmp_path, d
         assert its.state.timestamp.batch == theirs.state.timestamp.batch == 13
 
 
+@pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
+@pytest.mark.parametrize("batches", [(9, 3), (9, 6), (6, 9)])
+def test_groups_whose_newest_checkpoints_differ_end_together(tmp_path, diloco, batches):
+    train_and_save(tmp_path, diloco=diloco, max_duration="9ba")
+
+    def replica(sim):
+        path = str(tmp_path / f"{sim.replica_id}" / f"ba{batches[sim.replica_id]}.pt")
+        thetas = []
+        callback, trainer = fit(sim, Thetas, diloco=diloco, load_path=path, max_duration="16ba")
+        return callback.result, int(trainer.state.timestamp.batch), thetas
+
+    (one, one_batch, _), (other, other_batch, _) = simulate(replica, num_replicas=2)
+    assert one_batch == other_batch == 16
+    for key in ("global_digest", "outer_steps"):
+        assert one[key] == other[key]
+
+
 def test_weights_alone_start_a_run_of_their_own(tmp_path):
     train_and_save(tmp_path, num_replicas=1)
 
@@ -340,7 +357,7 @@ def test_a_run_that_has_begun_is_not_begun_anew_without_a_word(tmp_path):
         simulate(replica, num_replicas=1)
     told = str(caught.value)
     assert f"{run_dir} says that this run has made 3 outer steps" in told
-    assert f"load_path={tmp_path}/0/latest-rank0.pt" in told
+    assert f"load_path={tmp_path}/0/ba9.pt" in told
     # With that, it goes on.
     arguments = {"load_path": str(tmp_path / "0/latest-rank0.pt"), "max_duration": "12ba"}
     [(callback, _)] = simulate(

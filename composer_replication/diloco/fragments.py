@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -188,8 +189,9 @@ def _by_patterns(
     fragments: list[Parameters] = [{} for _ in entries]
     missing = []
     for name, parameter in parameters.items():
-        fits = (i for i, entry in enumerate(entries) if any(fnmatchcase(name, p) for p in entry))
-        index = next(fits, None)
+        index = _first_match(name, entries)
+        if index is None:
+            index = _first_match(as_peft_writes(name), entries)
         if index is None:
             missing.append(name)
         else:
@@ -205,6 +207,19 @@ def _by_patterns(
                 f"The model has {_listed(list(parameters))}"
             )
     return fragments
+
+
+def _first_match(name: str, entries: Sequence[Sequence[str]]) -> int | None:
+    fits = (i for i, entry in enumerate(entries) if any(fnmatchcase(name, p) for p in entry))
+    return next(fits, None)
+
+
+_ADAPTER = re.compile(r"\.(lora_\w+)\.[^.]+")
+
+
+def as_peft_writes(name: str) -> str:
+    """The name under which PEFT saves a LoRA parameter: without that of its adapter."""
+    return _ADAPTER.sub(r".\1", name)
 
 
 def _by_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) -> list[Parameters]:

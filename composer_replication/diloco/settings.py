@@ -35,7 +35,9 @@ class DiLoCoSettings:
             DiLoCo (arXiv 2311.08105), more is Streaming DiLoCo (arXiv 2501.18512).
         fragment_patterns: Instead of ``num_fragments``: one entry a fragment, each a shell pattern
             over parameter names or a list of them, e.g. ``["*blocks.0.*", ["*blocks.1.*", "*"]]``.
-            A parameter belongs to the first fragment that matches it.
+            A parameter belongs to the first fragment that matches it. A LoRA parameter that none
+            matches may also be called as PEFT saves it (``lora_A.weight``, without its adapter's
+            name).
         fragment_sync_delay: Inner steps between forming a fragment's pseudo-gradient and applying
             the outer step (tau in 2501.18512). 0 waits for the allreduce at once.
         fragment_update_alpha: How much of the local parameters survives a sync:

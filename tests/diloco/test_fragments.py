@@ -95,6 +95,27 @@ def test_patterns_make_the_fragments_and_the_first_match_counts():
     ]
 
 
+def test_adapters_may_be_named_as_peft_writes_them_and_their_exact_names_come_first():
+    model = nn.Module()
+    for layer in ("q", "v"):
+        lora = nn.Module()
+        for matrix in ("lora_A", "lora_B"):
+            lora.add_module(matrix, nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)}))
+        model.add_module(layer, lora)
+    exact = [["*lora_A.default.weight", "*lora_B.default.weight"]]
+    assert [len(f) for f in split_model(model, fragment_patterns=exact)] == [4]
+    written = ["*.lora_A.weight", "*.lora_B.weight"]
+    assert [sorted(f) for f in split_model(model, fragment_patterns=written)] == [
+        ["q.lora_A.default.weight", "v.lora_A.default.weight"],
+        ["q.lora_B.default.weight", "v.lora_B.default.weight"],
+    ]
+    both = ["*.lora_A.weight", ["q.*.default.*", "*.lora_B.weight"]]  # q's by their exact names
+    assert [sorted(f) for f in split_model(model, fragment_patterns=both)] == [
+        ["v.lora_A.default.weight"],
+        ["q.lora_A.default.weight", "q.lora_B.default.weight", "v.lora_B.default.weight"],
+    ]
+
+
 def test_patterns_that_leave_parameters_out_are_refused_by_name():
     with pytest.raises(ValueError, match="leave out layers.4.weight, layers.4.bias"):
         split_model(TinyMLP(), fragment_patterns=["layers.0.*", "layers.2.*"])

@@ -1,0 +1,152 @@
+"""All groups killed at once, and started again. Run: pytest tests/integration/test_restart.py
+
+Real: the command `launch`, its groups, lighthouse and gloo, SIGKILL, Composer's autoresume.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from composer_replication.checkpoint_files import LATEST, what_is_wrong
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
+
+CONFIG = """
+max_duration: 180ba
+global_train_batch_size: 8
+model: {name: byte_gpt, d_model: 64, n_heads: 2, n_layers: 2, max_seq_len: 64}
+train_loader: {name: text, path: null, max_seq_len: 64}
+optimizer: {name: adamw, lr: 1.0e-3}
+scheduler: {name: cosine_with_warmup, t_warmup: 10ba, alpha_f: 0.1}
+callbacks:
+  diloco: {sync_every: 10, num_fragments: 2, fragment_sync_delay: 2, fragment_update_alpha: 0.5}
+autoresume: true
+save_folder: checkpoints
+save_interval: 67ba  # two steps after a sync began, two before its outer step: in mid-round
+"""
+
+
+class Launch:
+    """The command, with its groups."""
+
+    def __init__(self, config: Path, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        command = [sys.executable, "-m", "composer_replication", "launch", config]
+        self._output = run_dir.with_suffix(".out").open("a")
+        self.process = subprocess.Popen(
+            [*map(str, command), "--replicas", "2", f"run_dir={run_dir}"],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def end(self) -> dict:
+        status = self.process.wait(timeout=120)
+        assert status == 0, Path(self._output.name).read_text()[-3000:]
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def wait_for_checkpoints(self, name: str) -> None:
+        """Until both groups' newest checkpoint is the one of this name."""
+        links = [self.run_dir / f"replica_{i}" / "checkpoints" / LATEST for i in range(2)]
+        deadline = time.monotonic() + 100
+        while not all(link.is_symlink() and os.readlink(link) == name for link in links):
+            assert time.monotonic() < deadline and self.process.poll() is None, name
+            time.sleep(0.005)
+
+    def kill_groups(self) -> None:
+        groups = psutil.Process(self.process.pid).children(recursive=True)
+        for group in groups:
+            if "composer_replication" in group.cmdline() and "train" in group.cmdline():
+                group.send_signal(signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        for process in [*processes, psutil.Process(self.process.pid)]:
+            process.kill()
+        psutil.wait_procs(processes, timeout=10)
+        self.process.wait()
+
+
+def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(CONFIG)
+    whole = Launch(config, tmp_path / "whole").end()
+
+    launch = Launch(config, tmp_path / "killed")
+    launch.wait_for_checkpoints("ep0-ba67-rank0.pt")
+    launch.kill_groups()  # the launcher starts them again
+    launch.wait_for_checkpoints("ep0-ba134-rank0.pt")
+    launch.kill_all()
+    again = Launch(config, tmp_path / "killed").end()
+
+    digests = {replica["global_digest"] for replica in again["replicas"]}
+    assert digests == {replica["global_digest"] for replica in whole["replicas"]}
+    assert again["outer_steps"] == whole["outer_steps"]
+    for i in range(2):
+        folder = tmp_path / "killed" / f"replica_{i}"
+        resumes = [json.loads(line) for line in (folder / "resumes.jsonl").open()]
+        assert [line["batch"] for line in resumes] == [67, 134]
+        # Since the checkpoint at most what the kill was late by.
+        assert all(0 <= line["batches_again"] < 67 for line in resumes)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        last_made = {line["diloco/outer_step"] for line in lines}
+        assert last_made == set(range(1, whole["outer_steps"] + 1))
+    # The output names what was made again.
+    assert "resumed" in (tmp_path / "killed.out").read_text()
+
+
+def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_hears(tmp_path):
+    config = tmp_path / "tiny.yaml"
+    folder = tmp_path / "run" / "replica_0" / "checkpoints"
+    config.write_text(CONFIG.replace("180ba", "4ba").replace("67ba", "2ba"))
+    environ = os.environ | {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
+    from composer_replication.lighthouse import read_status, start_lighthouse
+
+    lighthouse = start_lighthouse()
+    try:
+        environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+
+        def train(*overrides):
+            command = [sys.executable, "-m", "composer_replication", "train", config]
+            command += [f"run_dir={tmp_path / 'run'}", *overrides]
+            return subprocess.run(
+                list(map(str, command)), env=environ, capture_output=True, text=True, timeout=60
+            )
+
+        assert train().returncode == 0
+        newest, earlier = folder / "ep0-ba4-rank0.pt", folder / "ep0-ba2-rank0.pt"
+        newest.write_bytes(newest.read_bytes()[:-1000])
+        heard_of = read_status(lighthouse.address()).heard_of
+        for size, problem in ((None, "its end is missing"), (0, "it is empty")):
+            if size is not None:
+                os.truncate(newest, size)
+            began = time.monotonic()
+            answer = train()
+            assert answer.returncode == 2 and time.monotonic() - began < 20
+            assert problem in answer.stderr and answer.stderr.count("\n") == 1
+            assert f"load_path={earlier}) with autoresume=false" in answer.stderr
+        assert read_status(lighthouse.address()).heard_of == heard_of
+        # Left out on purpose: in a run that has begun it does not begin anew either.
+        answer = train("callbacks.diloco.on_bad_state=fresh")
+        assert answer.returncode == 1
+        assert "outer steps, and this group starts without a checkpoint" in answer.stderr
+        assert f"continue from this group's last checkpoint (load_path={earlier})" in answer.stderr
+        assert (
+            train(f"load_path={earlier}", "autoresume=false", "save_overwrite=true").returncode == 0
+        )
+    finally:
+        lighthouse.shutdown()
+
+
+def test_a_foreign_file_and_a_folder_that_lacks_a_part_are_found(tmp_path):
+    (tmp_path / "notes.pt").write_text("not a checkpoint")
+    assert "it is no torch file" in what_is_wrong(tmp_path / "notes.pt")
+    assert what_is_wrong(tmp_path / "nothing.pt") == "there is no such file"
+    (tmp_path / "folder").mkdir()
+    assert ".metadata cannot be read" in what_is_wrong(tmp_path / "folder")
