@@ -26,6 +26,7 @@ from composer_replication.composer_job import (
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.outer_optimizer import local_tensor, nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.evaluation import Evaluation
 from composer_replication.global_weights import GlobalWeights
 from composer_replication.handover import Handover
 from composer_replication.options import ReplicaOptions
@@ -166,6 +167,7 @@ class DiLoCoCallback(Callback):
         self._ended: dict[str, Any] | None = None
         """What the fit before this one has left."""
         self._weights: GlobalWeights | None = None
+        self._evaluation = Evaluation(eval_weights)
         self._layout: CheckpointLayout | None = None
         self._handover: Handover | None = None
         self._parent = os.getppid()
@@ -236,12 +238,12 @@ class DiLoCoCallback(Callback):
     # others; a fit inside a fit there is not.
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        if self._weights is not None and self.options.eval_weights == "global":
-            self._weights.show()
+        if self._weights is not None:
+            self._evaluation.open(self._weights)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._weights is not None:
-            self._weights.hide()
+            self._evaluation.close(self._weights)
 
     def eval_standalone_start(self, state: State, logger: Logger) -> None:
         self.eval_before_all(state, logger)

@@ -182,10 +182,10 @@ class Evaluated(TinyModel):
         metric.update(outputs, batch[1])
 
 
-def evaluating(sim, interval, *callbacks, diloco=None, **arguments):
+def evaluating(sim, interval, *callbacks, diloco=None, model=Evaluated, **arguments):
     callback = callback_of(sim, **STREAMING | (diloco or {}))
     with building:
-        model = Evaluated(seed=sim.replica_id)
+        model = model(seed=sim.replica_id)
         trainer = Trainer(
             model=model,
             optimizers=torch.optim.AdamW(model.parameters(), lr=0.01),
@@ -226,6 +226,25 @@ def test_training_is_bitwise_the_same_with_and_without_evaluations():
             for (loss, weights), (its_loss, its_weights) in zip(one[1], other[1], strict=True):
                 assert loss == its_loss
                 assert all(torch.equal(a, b) for a, b in zip(weights, its_weights, strict=True))
+
+
+def test_dropout_goes_the_same_way_with_and_without_evaluations():
+    class Dropping(Evaluated):
+        def forward(self, batch):
+            return torch.nn.functional.dropout(super().forward(batch), 0.5, self.training)
+
+    def replica(sim, interval):
+        losses = Losses()
+        callback, trainer = evaluating(sim, interval, losses, model=Dropping)
+        trainer.close()
+        return [loss for loss, _ in losses.seen]
+
+    # One replica: the simulation's are threads, and torch has one generator for all of them.
+    without, with_evaluation = (
+        simulate(lambda sim, at=interval: replica(sim, at), num_replicas=1)
+        for interval in ("100ba", "2ba")
+    )
+    assert without == with_evaluation
 
 
 @pytest.mark.parametrize("eval_weights", ["global", "local"])

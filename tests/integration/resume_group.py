@@ -33,11 +33,12 @@ class TinyModel(ComposerModel):
     def __init__(self, seed, dtype=torch.float32):
         super().__init__()
         self.mlp = TinyMLP(seed, width=15).to(dtype)  # two ranks cannot share 15 rows equally
+        self.dropout = torch.nn.Dropout(0.1)
         for layer in self.mlp.layers:
             layer._fsdp_wrap = True
 
     def forward(self, batch):
-        return self.mlp(batch[0].to(next(self.parameters()).dtype))
+        return self.dropout(self.mlp(batch[0].to(next(self.parameters()).dtype)))
 
     def loss(self, outputs, batch):
         return torch.nn.functional.mse_loss(outputs.float(), batch[1])
@@ -49,6 +50,19 @@ class Record(Callback):
     def __init__(self, diloco):
         self._diloco = diloco
         self.batches = {}
+        self.at_start = ""
+
+    def fit_start(self, state, logger):
+        """All of what is local, global and outer momentum, whatever the number of ranks."""
+        packed = self._diloco.state_dict()
+        whole = {
+            f"{part}.{name}": tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for part in ("local", "momentum")
+            for name, tensor in packed[part].items()
+        }
+        model = state.get_model_state_dict()
+        whole |= {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.items()}
+        self.at_start = digest_of(whole.items())
 
     def batch_end(self, state, logger):
         self.batches[state.timestamp.batch.value] = {
@@ -95,6 +109,9 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
         optimizers=OPTIMIZERS[case["optimizer"]](model.parameters()),
         schedulers=CosineAnnealingScheduler(t_max="20ba"),
         train_dataloader=DataLoader(dataset, 8 // dist.get_world_size(), sampler=sampler),
+        # The run that is resumed evaluates too, which must make no difference.
+        eval_dataloader=DataLoader(dataset, 8, sampler=dist.get_sampler(dataset)),
+        eval_interval="2ba" if load_path else "100ba",
         max_duration=max_duration or case["max_duration"],
         callbacks=[diloco, record],
         device="cpu",
@@ -111,6 +128,7 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
     trainer.fit()
     trainer.close()
     return {
+        "at_start": record.at_start,
         "batches": record.batches,
         "result": diloco.result,
         "model": digest_of(model.named_parameters()),
@@ -126,7 +144,9 @@ def main(plan_path):
     for case, addr in zip(plan["cases"], plan["lighthouses"], strict=True):
         load_path = None
         if plan["resumes"]:
-            name = f"ep1-ba{case['stop']}" if case["fsdp"] == "sharded" else f"ba{case['stop']}.pt"
+            name = f"ba{case['stop']}.pt"
+            if case["fsdp"] == "sharded":
+                name = f"ep{(case['stop'] - 1) // 5}-ba{case['stop']}"
             load_path = f"{plan['out']}/{case['name']}/{group}/{name}"
         torch.manual_seed(0)
         found = train(case, plan["out"], lighthouse_addr=addr, load_path=load_path)

@@ -104,10 +104,29 @@ def results(tmp_path: Path, case: dict, resumes: bool) -> dict[str, dict]:
     return {path.name.split(".", 2)[2]: json.loads(path.read_text()) for path in paths}
 
 
+def check_samples(found: dict[str, dict]) -> None:
+    """In an epoch of five batches every sample comes once, in whatever rounds it is cut into."""
+    for epoch in range(2):
+        batches = [
+            b
+            for one in found.values()
+            for at, b in one["batches"].items()
+            if 5 * epoch < int(at) <= 5 * (epoch + 1)
+        ]
+        samples = sorted(sample for batch in batches for sample in batch["samples"])
+        assert samples == list(range(80))
+
+
 def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
     for each in cases:
         whole, resumed = (results(tmp_path, each, resumes) for resumes in (False, True))
         assert len(whole) == len(resumed) == 2 * ranks
+        check_samples(whole)
+        joined = {
+            name: {"batches": one["batches"] | resumed[name]["batches"]}
+            for name, one in whole.items()
+        }
+        check_samples(joined)
         for name, one in whole.items():
             other = resumed[name]
             rest = {int(at): b for at, b in one["batches"].items() if int(at) > each["stop"]}
@@ -150,3 +169,24 @@ def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrup
     run_groups(tmp_path, cases, ranks=ranks, resumes=False)
     run_groups(tmp_path, cases, ranks=ranks, resumes=True)
     check_resumed(tmp_path, cases, ranks)
+
+
+def test_a_group_may_go_on_with_another_number_of_ranks(tmp_path):
+    # A sync is in flight, of sharded parameters and of replicated ones.
+    cases = [case("in_flight", "adamw", "sharded"), case("in_flight", "adamw", None)]
+    run_groups(tmp_path, cases, ranks=2, resumes=False)
+    at_start = []
+    for ranks in (2, 1):
+        run_groups(tmp_path, cases, ranks=ranks, resumes=True)
+        found = [results(tmp_path, each, True) for each in cases]
+        assert [len(each) for each in found] == [2 * ranks] * 2
+        at_start.append([{name[0]: one["at_start"] for name, one in r.items()} for r in found])
+        for path in tmp_path.glob("*.True.*.json"):
+            path.unlink()
+        if ranks == 1:
+            for each in found:
+                one, other = (each[f"{group}.0.json"]["result"] for group in range(2))
+                assert one["inner_steps"] == 13
+                # Of one rank a group, the digest is that of whole parameters.
+                assert one["global_digest"] == other["global_digest"]
+    assert at_start[0] == at_start[1]
