@@ -254,7 +254,7 @@ class DiLoCoCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         # A collective under FSDP, and every rank is asked.
         if self.diloco is not None:
-            return self._packed(self.diloco.state_dict())
+            return self._packed(self.diloco.state_dict(copies=False))  # Composer writes it at once
         return self._resume.state_dict() if self._ended is None else self._packed(self._ended)
 
     def fit_end(self, state: State, logger: Logger) -> None:

@@ -8,10 +8,10 @@ all of which Composer saves, it has
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``theta``: the global parameters by name, of those that are not fp32 in the model;
-* ``in_flight``: what a sync in flight had sent, a ``torch.save`` in base64; else empty.
+* ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
-The keys depend on model and settings alone: a sharded checkpoint is loaded into a template, and one
-whose keys came and went would not load (docs/adrs/ADR-013).
+In a sharded checkpoint the keys depend on model and settings alone: it is loaded into a template,
+and one whose keys came and went would not load (docs/adrs/ADR-013).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckpointLayout:
     def __init__(self, fragments: Sequence[Mapping[str, Tensor]], is_sharded: bool) -> None:
         self.fragments = [list(fragment) for fragment in fragments]
         self.live = {name: t for fragment in fragments for name, t in fragment.items()}
-        self._is_sharded = is_sharded
+        self.is_sharded = is_sharded
 
     def save(self, name: str, shard: Tensor) -> Tensor:
         """What goes into the checkpoint. A collective, if the tensor is sharded and it is not."""
@@ -57,7 +57,7 @@ class CheckpointLayout:
         if not isinstance(like, DTensor):
             return shard.detach()
         tensor = as_dtensor(shard.detach(), like)
-        return tensor if self._is_sharded else tensor.full_tensor().cpu()
+        return tensor if self.is_sharded else tensor.full_tensor().cpu()
 
     def load(self, name: str, saved: object) -> Tensor:
         """This rank's part of what ``save`` gave, on whatever number of ranks that was.
@@ -77,12 +77,12 @@ class CheckpointLayout:
         on_device = saved.to(mesh.device_type)
         return distribute_tensor(on_device, mesh, placements, src_data_rank=None).to_local()
 
-    def whole(self, name: str, shard: Tensor) -> Tensor:
+    def save_whole(self, name: str, shard: Tensor) -> Tensor:
         """All of a tensor, in host memory."""
         like = self.live[name]
         if isinstance(like, DTensor):
             return as_dtensor(shard, like).full_tensor().cpu()
-        return shard.detach().cpu()
+        return shard.detach()
 
 
 def pack(
@@ -99,7 +99,7 @@ def pack(
     }
     saved = {
         "progress": json.dumps(progress),
-        "in_flight": _in_flight_text(state["in_flight"], layout),
+        "in_flight": _save_in_flight(state["in_flight"], layout),
         "local": {name: layout.save(name, tensor) for name, tensor in local.items()},
         "momentum": {name: layout.save(name, tensor) for name, tensor in momentum.items()},
         "theta": {
@@ -165,7 +165,7 @@ def unpack(
             raise BadStateError(
                 f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
             )
-    in_flight = _in_flight_state(saved["in_flight"], layout)
+    in_flight = _load_in_flight(saved["in_flight"], layout)
     state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
     state["fragments"] = _fragments(saved, progress, layout)
     return state, local
@@ -225,21 +225,30 @@ def _fragments(
     return fragments
 
 
-def _in_flight_text(state: Mapping[str, Any] | None, layout: CheckpointLayout) -> str:
-    """As text: of one key whatever is in it, and weights_only has no bytes."""
+def _save_in_flight(
+    state: Mapping[str, Any] | None, layout: CheckpointLayout
+) -> dict[str, Any] | str:
     if state is None:
         return ""
-    whole = {name: layout.whole(name, tensor) for name, tensor in state["local"].items()}
+    local = {name: layout.save_whole(name, tensor) for name, tensor in state["local"].items()}
+    whole = {**state, "local": local}
+    if not layout.is_sharded:
+        return whole
     buffer = io.BytesIO()
-    torch.save({**state, "local": whole}, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
+    torch.save(whole, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()  # weights_only has no bytes
 
 
-def _in_flight_state(saved: str, layout: CheckpointLayout) -> dict[str, Any] | None:
+def _load_in_flight(
+    saved: Mapping[str, Any] | str, layout: CheckpointLayout
+) -> dict[str, Any] | None:
     if not saved:
         return None
-    try:
-        state = torch.load(io.BytesIO(base64.b64decode(saved)), weights_only=True)
-    except Exception as error:  # torch's are of many kinds
-        raise BadStateError(f"its sync in flight cannot be read ({error})") from error
-    return state | {"local": {name: layout.load(name, t) for name, t in state["local"].items()}}
+    if isinstance(saved, str):
+        try:
+            saved = torch.load(io.BytesIO(base64.b64decode(saved)), weights_only=True)
+        except Exception as error:  # torch's are of many kinds
+            raise BadStateError(f"its sync in flight cannot be read ({error})") from error
+    assert not isinstance(saved, str)
+    local = {name: layout.load(name, tensor) for name, tensor in saved["local"].items()}
+    return {**saved, "local": local}

@@ -286,14 +286,18 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
         return self._state.digest()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """All that a resume needs beside the model and the inner optimizer.
 
         Tensors and plain containers only. Of a sync in flight it has what was sent: after a resume
         that is sent again, when its outer step is due.
+
+        Args:
+            copies: Whether it has copies of the tensors. Without, it has to be written before the
+                next inner step, which saves twice the model in host memory.
         """
         in_flight = (fragment.in_flight_state() for fragment in self._fragments)
-        return self._state.state_dict() | {
+        return self._state.state_dict(copies=copies) | {
             "manager": self._manager.state_dict(),
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,

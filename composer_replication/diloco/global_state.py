@@ -55,16 +55,19 @@ class GlobalState:
         """SHA-256, in hex, of the settings and the model's names, shapes and dtypes."""
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy, in tensors and plain containers; never one of half an outer step.
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """All of it, in tensors and plain containers; never that of half an outer step.
 
         Runs on the threads that serve joiners, so it calls no collective.
+
+        Args:
+            copies: Whether of the tensors, or the tensors themselves.
         """
         with self._whole:
             return {
                 "outer_step": self.outer_step,
                 "settings": self.fingerprint,
-                "fragments": [fragment.state_dict() for fragment in self._fragments],
+                "fragments": [f.state_dict(copies=copies) for f in self._fragments],
             }
 
     def begin_outer_step(self) -> None:

@@ -160,10 +160,20 @@ class GlobalParameters:
             for parameter, theta in zip(self.local.values(), self.theta.values(), strict=True)
         ]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of the global parameters by name and of the outer optimizer's state."""
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """The global parameters by name, and the outer optimizer's state.
+
+        Args:
+            copies: Whether of the tensors, or the tensors themselves.
+        """
         state = {"theta": dict(self.theta), "optimizer": self.optimizer.state_dict()}
-        return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)
+
+        def take(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.detach().clone() if copies else x.detach()
+
+        return tree_map(take, state)
 
     @torch.no_grad()
     def load_state_dict(
