@@ -18,6 +18,7 @@ from composer_replication.composer_job import (
     broadcast,
     build_manager,
     check_parallelism,
+    name_the_node,
     replica_id_of,
     samples_in_batch,
     unwrapped,
@@ -156,6 +157,7 @@ class DiLoCoCallback(Callback):
             digest_every=digest_every,
             run_dir=run_dir,
         ).with_environment()
+        name_the_node()
         if package_log.level == logging.NOTSET:
             package_log.setLevel(logging.INFO)  # llm-foundry lets only its own packages speak
         self.diloco: DiLoCo | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,15 @@ log = logging.getLogger(__name__)
 def unwrapped(state: State) -> nn.Module:
     """The model without DDP around it."""
     return cast(nn.Module, state.model.module if state.is_model_ddp else state.model)
+
+
+def name_the_node() -> None:
+    """Let Composer load a checkpoint under torchrun.
+
+    It asks for NODE_RANK, which Composer's own launcher sets; torchrun's name for it is GROUP_RANK.
+    """
+    if "GROUP_RANK" in os.environ:
+        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
 
 
 def check_parallelism(state: State) -> None:

@@ -12,7 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from integration.test_composer_launchers import COMPOSER, DEADLINE_S, free_port, kill
+from integration.test_composer_launchers import (
+    COMPOSER,
+    DEADLINE_S,
+    PORT_OPTION,
+    TORCHRUN,
+    free_port,
+    kill,
+)
 
 from composer_replication.lighthouse import start_lighthouse
 
@@ -59,7 +66,9 @@ def case(settings, optimizer, fsdp, **more):
     } | more
 
 
-def run_groups(tmp_path: Path, cases: list[dict], *, ranks: int, resumes: bool) -> None:
+def run_groups(
+    tmp_path: Path, cases: list[dict], *, ranks: int, resumes: bool, launcher: list[str] = COMPOSER
+) -> None:
     """Run the cases in two replica groups, processes of their own, to their end."""
     with ExitStack() as stack:
         lighthouses = [start_lighthouse(heartbeat_timeout_ms=2_000) for _ in cases]
@@ -72,19 +81,20 @@ def run_groups(tmp_path: Path, cases: list[dict], *, ranks: int, resumes: bool) 
                 {"out": str(tmp_path), "cases": cases, "resumes": resumes, "lighthouses": addresses}
             )
         )
-        groups = [start(group, ranks, plan) for group in range(2)]
+        groups = [start(launcher, group, ranks, plan) for group in range(2)]
         stack.callback(lambda: [kill(group) for group in groups])
         for group in groups:
             output, _ = group.communicate(timeout=DEADLINE_S)
             assert group.returncode == 0, output[-4000:]
 
 
-def start(group: int, ranks: int, plan: Path) -> subprocess.Popen[str]:
-    module, *rest = COMPOSER
-    launcher = ["-m", module, "--nproc", str(ranks), *rest[2:], "--master_port", str(free_port())]
+def start(launcher: list[str], group: int, ranks: int, plan: Path) -> subprocess.Popen[str]:
+    module, nproc, _, *address = launcher
+    port = [PORT_OPTION[module], str(free_port())]
+    command = [sys.executable, "-m", module, nproc, str(ranks), *address, *port]
     paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), str(plan)],
+        [*command, str(SCRIPT), str(plan)],
         env=os.environ
         | {
             "REPLICA_GROUP_ID": str(group),
@@ -176,8 +186,8 @@ def test_a_group_may_go_on_with_another_number_of_ranks(tmp_path):
     cases = [case("in_flight", "adamw", "sharded"), case("in_flight", "adamw", None)]
     run_groups(tmp_path, cases, ranks=2, resumes=False)
     at_start = []
-    for ranks in (2, 1):
-        run_groups(tmp_path, cases, ranks=ranks, resumes=True)
+    for ranks, launcher in ((2, TORCHRUN), (1, COMPOSER)):
+        run_groups(tmp_path, cases, ranks=ranks, resumes=True, launcher=launcher)
         found = [results(tmp_path, each, True) for each in cases]
         assert [len(each) for each in found] == [2 * ranks] * 2
         at_start.append([{name[0]: one["at_start"] for name, one in r.items()} for r in found])
