@@ -86,6 +86,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             different parameters, or the outer optimizer ascends. Before any network is touched.
         SettingsMismatch: On entering, if this group's settings differ from the others'.
         TimeoutError: On entering, if too few groups came.
+        NothingToContinueFromError: On entering, if all came and ``must_not_start`` says why none
+            may begin the run.
         SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries.
         DivergenceError: From there too, if this group's global parameters are not the others'.
     """

@@ -144,6 +144,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. True if it committed."""
         self.committed = super().perform_sync()
+        self._formed.local = None  # no longer in flight
         self._clock.vote_over()
         return self.committed
 

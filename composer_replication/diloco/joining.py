@@ -22,6 +22,10 @@ class SyncError(RuntimeError):
     """A sync did not commit, and its retries are used up."""
 
 
+class NothingToContinueFromError(ValueError):
+    """All groups of a run are there, it has made outer steps, and none of them has its state."""
+
+
 FINGERPRINT_BYTES = 8192
 """Room for one group's fingerprint as JSON."""
 
@@ -57,7 +61,8 @@ class StartBarrier:
         start together or not at all, however long each of them has been waiting.
 
         Raises:
-            TimeoutError: This group must not start, and whoever could have the run's state is here.
+            NothingToContinueFromError: This group must not start, and whoever could have the run's
+                state is here.
         """
         policy, num_present = self._policy, self._manager.num_participants()
         is_enough = num_present >= policy.num_replicas
@@ -72,7 +77,7 @@ class StartBarrier:
         if may_not:
             situation += f", and none of them has the run's state. {policy.must_not_start}"
             if is_enough:
-                raise TimeoutError(situation)
+                raise NothingToContinueFromError(situation)
         if no or not yes:
             self._manager.report_error(TooFewGroups(situation))
             return False

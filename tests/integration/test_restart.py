@@ -134,7 +134,7 @@ def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_
         assert read_status(lighthouse.address()).heard_of == heard_of
         # Left out on purpose: in a run that has begun it does not begin anew either.
         answer = train("callbacks.diloco.on_bad_state=fresh")
-        assert answer.returncode == 1
+        assert answer.returncode == 2
         assert "outer steps, and this group starts without a checkpoint" in answer.stderr
         assert f"continue from this group's last checkpoint (load_path={earlier})" in answer.stderr
         assert (
