@@ -56,8 +56,7 @@ class CheckpointLayout:
         like = self.live[name]
         if not isinstance(like, DTensor):
             return shard.detach()
-        tensor = as_dtensor(shard.detach(), like)
-        return tensor if self.is_sharded else tensor.full_tensor().cpu()
+        return as_dtensor(shard.detach(), like) if self.is_sharded else self.save_whole(name, shard)
 
     def load(self, name: str, saved: object) -> Tensor:
         """This rank's part of what ``save`` gave, on whatever number of ranks that was.
@@ -78,11 +77,12 @@ class CheckpointLayout:
         return distribute_tensor(on_device, mesh, placements, src_data_rank=None).to_local()
 
     def save_whole(self, name: str, shard: Tensor) -> Tensor:
-        """All of a tensor, in host memory."""
+        """All of a tensor, in rank 0's host memory, which alone is written. A collective too."""
         like = self.live[name]
-        if isinstance(like, DTensor):
-            return as_dtensor(shard, like).full_tensor().cpu()
-        return shard.detach()
+        if not isinstance(like, DTensor):
+            return shard.detach()
+        whole = as_dtensor(shard.detach(), like).full_tensor()
+        return whole.cpu() if torch.distributed.get_rank() == 0 else whole.new_empty(0)
 
 
 def pack(
