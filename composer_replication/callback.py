@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor
-from torchft.manager import Manager
 
 from composer_replication.checkpoint import CheckpointLayout, pack
 from composer_replication.composer_job import (
     broadcast,
+    build_diloco,
     build_manager,
     check_parallelism,
     name_the_node,
@@ -24,8 +25,10 @@ from composer_replication.composer_job import (
     unwrapped,
     why_not_start,
 )
+from composer_replication.coordinated_run import CoordinatedRun
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.outer_optimizer import local_tensor, nesterov_sgd
+from composer_replication.diloco.fragments import synced_tensors
+from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.evaluation import Evaluation
 from composer_replication.global_weights import GlobalWeights
@@ -38,6 +41,17 @@ from composer_replication.stopping import expect_end, watch_for_stops
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
+
+
+def remembers_given(init: Callable[..., None]) -> Callable[..., None]:
+    """Keep the arguments that were given: a coordinator's settings are compared with these."""
+
+    @functools.wraps(init)  # its signature too, for whoever reads that
+    def remembering(self: DiLoCoCallback, **given: Any) -> None:
+        self._given = given
+        init(self, **given)
+
+    return remembering
 
 
 class DiLoCoCallback(Callback):
@@ -77,6 +91,8 @@ class DiLoCoCallback(Callback):
     | ``diloco/steps_lost``             | inner steps thrown away, by a heal or not finite    |
     | ``diloco/retries``                | attempts that did not commit                        |
     | ``diloco/healed``                 | 1 if the group took over the global state in it     |
+    | ``diloco/outer_lr``               | learning rate of the outer optimizer in it          |
+    | ``diloco/settings_version``       | of the settings in force in it; 0: no coordinator   |
     | ``diloco/global_digest``          | SHA-256 of the global parameters (run folder only)  |
     +-----------------------------------+-----------------------------------------------------+
 
@@ -84,6 +100,9 @@ class DiLoCoCallback(Callback):
         manager: Use this manager instead of building one: for simulations. Not for YAML.
     """
 
+    _given: Mapping[str, Any]
+
+    @remembers_given
     def __init__(
         self,
         *,
@@ -109,6 +128,8 @@ class DiLoCoCallback(Callback):
         quorum_timeout: float = ReplicaOptions.quorum_timeout,
         connect_timeout: float = ReplicaOptions.connect_timeout,
         quorum_retries: int = ReplicaOptions.quorum_retries,
+        coordinator_addr: str | None = None,
+        heartbeat_interval_s: float = ReplicaOptions.heartbeat_interval_s,
         give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
         hostname: str | None = None,
         backup_device: str | None = None,
@@ -146,6 +167,8 @@ class DiLoCoCallback(Callback):
             quorum_timeout=quorum_timeout,
             connect_timeout=connect_timeout,
             quorum_retries=quorum_retries,
+            coordinator_addr=coordinator_addr,
+            heartbeat_interval_s=heartbeat_interval_s,
             give_up_after_s=give_up_after_s,
             hostname=hostname,
             backup_device=backup_device,
@@ -164,6 +187,8 @@ class DiLoCoCallback(Callback):
         self.result: dict[str, Any] = {}
         self._given_manager = manager
         self._manager: Any = None
+        self._run: CoordinatedRun | None = None
+        """What connects this group with the coordinator, if there is one."""
         self._must_not_start: str | None = None
         self._resume = Resume(self.settings, on_bad_state)
         self._ended: dict[str, Any] | None = None
@@ -179,6 +204,10 @@ class DiLoCoCallback(Callback):
     # ---- Composer's events, in the order in which they come ---------------------------------
 
     def before_load(self, state: State, logger: Logger) -> None:
+        if self.options.coordinator_addr is not None:
+            self._run = CoordinatedRun(self.options, self._given)
+            self.settings, self.options = self._run.settings, self._run.options
+            self._resume = Resume(self.settings, self.options.on_bad_state)
         self._resume.before_load(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,9 +228,16 @@ class DiLoCoCallback(Callback):
         self._progress = Progress(self._folder, self.settings.sync_every)
         is_new = resumed is None and self._ended is None
         self._must_not_start = why_not_start(self.options, state) if is_new else None
-        self._manager = self._given_manager or build_manager(self.options, state)
+        if self._run is not None:
+            self._run.register(synced_tensors(unwrapped(state), self.settings))
         try:
-            self.diloco = self._build_diloco(state)
+            self._manager = self._given_manager or build_manager(self.options, state)
+            self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)
+            give, take = self._handover.give, self._handover.take
+            self._manager.register_state_dict_fn("composer", take, give)
+            self.diloco = build_diloco(
+                self.settings, self.options, self._manager, state, self._must_not_start
+            )
             self._continue_from(resumed, state)
             self.diloco.counts_steps = False
             self._progress.tell_phase("joining", state, self.diloco)
@@ -290,8 +326,12 @@ class DiLoCoCallback(Callback):
         reports = self.diloco.pop_finished_syncs()
         if self._handover is not None:
             self._handover.level_ranks()
+        if reports and self._run is not None:
+            self._run.offer_settings(self.diloco)
         self._progress.tell_syncs(reports, state, logger)
-        self._progress.tell_phase(phase, state, self.diloco)
+        told = self._progress.tell_phase(phase, state, self.diloco)
+        if self._run is not None:
+            self._run.report(told)
         return bool(reports)
 
     def _check_launcher(self) -> None:
@@ -311,36 +351,6 @@ class DiLoCoCallback(Callback):
 
     # ---- building ---------------------------------------------------------------------------
 
-    def _build_diloco(self, state: State) -> DiLoCo:
-        if len(state.optimizers) != 1:
-            raise ValueError(f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one")
-        settings = self.settings
-        self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)
-        self._manager.register_state_dict_fn("composer", self._handover.take, self._handover.give)
-        return DiLoCo(
-            cast(Manager, self._manager),
-            unwrapped(state),
-            state.optimizers[0],
-            nesterov_sgd(settings.outer_lr, settings.outer_momentum, settings.outer_nesterov),
-            settings.sync_every,
-            num_fragments=settings.num_fragments,
-            fragment_patterns=settings.fragment_patterns,
-            fragment_sync_delay=settings.fragment_sync_delay,
-            fragment_update_alpha=settings.fragment_update_alpha,
-            weight_by=settings.weight_by,
-            sync_buffers=settings.sync_buffers,
-            bucket_cap_mb=settings.bucket_cap_mb,
-            max_sync_retries=settings.max_sync_retries,
-            backup_device=self.options.backup_device,
-            pin_memory=self.options.pin_memory,
-            num_replicas=self.options.num_replicas or 1,
-            start_timeout_s=self.options.start_timeout_s,
-            on_start_timeout=self.options.on_start_timeout,
-            must_not_start=self._must_not_start,
-            give_up_after_s=self.options.give_up_after_s,
-            digest_every=self.options.digest_every,
-        )
-
     def _continue_from(
         self, resumed: tuple[dict[str, Any], dict[str, Tensor]] | None, state: State
     ) -> None:
@@ -358,6 +368,8 @@ class DiLoCoCallback(Callback):
         elif self._ended is not None:
             self.diloco.load_state_dict(self._ended)
         self._weights = GlobalWeights(unwrapped(state), self.diloco.global_parameters())
+        if self._run is not None:
+            self._run.offer_settings(self.diloco)
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
@@ -371,3 +383,5 @@ class DiLoCoCallback(Callback):
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None
+        if self._run is not None:
+            self._run.leave()

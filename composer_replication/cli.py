@@ -121,6 +121,31 @@ def launch(
 
 
 @app.command()
+def coordinator(
+    config: Config,
+    overrides: Overrides = None,
+    bind: Annotated[
+        str, typer.Option(help="Where to listen; the lighthouse: next port.", metavar="ADDR:PORT")
+    ] = "[::]:29512",
+    state_dir: Annotated[Path, typer.Option(help="Where the state is kept.")] = Path("coordinator"),
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with the run's secret. Else: the environment's.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Replica groups that a cold start waits for.", min=1)
+    ] = None,
+    hostname: Annotated[
+        str | None, typer.Option(help="How groups reach this machine; else its host name.")
+    ] = None,
+) -> None:
+    """Say to all replica groups what the settings are, and bring the lighthouse."""
+    from composer_replication.coordinate import coordinate
+
+    checked = load_config(config, overrides or [])
+    coordinate(checked, config, bind, state_dir, token_file, replicas, hostname)
+
+
+@app.command()
 def chaos(
     config: Config,
     overrides: Overrides = None,
@@ -215,13 +240,21 @@ def quiet_others() -> None:
 
 
 def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
-    """Check that a group's lighthouse is named and answers."""
+    """Check that a group's coordinator agrees with its config, and that its lighthouse answers."""
     section = (config.get("callbacks") or {}).get("diloco") or {}
-    address = section.get("lighthouse_addr") or ReplicaEnv.from_env(environ).lighthouse_addr
+    env = ReplicaEnv.from_env(environ)
+    address = section.get("lighthouse_addr") or env.lighthouse_addr
+    coordinator_addr = section.get("coordinator_addr") or env.coordinator_addr
+    if coordinator_addr:
+        from composer_replication.coordinator_client import CoordinatorClient
+
+        info = CoordinatorClient(coordinator_addr, env.token).info()
+        info.check_given(section, coordinator_addr)
+        address = address or info.lighthouse_addr
     if not address:
         raise ConfigError(
-            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
-            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
+            "no lighthouse is named: set COMPOSER_REPLICATION_COORDINATOR or TORCHFT_LIGHTHOUSE to "
+            "http://host:port, or use `composer-replication launch`"
         )
     check_lighthouse(address, section.get("connect_timeout", ReplicaOptions.connect_timeout))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from composer import State
@@ -13,8 +14,13 @@ from composer.callbacks import CheckpointSaver
 from composer.core import DataSpec
 from composer.utils import dist
 from torch import nn
+from torchft.manager import Manager
 
 from composer_replication.checkpoint_files import newest_whole
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.torchft_boundary import DiLoCoManager
 from composer_replication.lighthouse import read_status
 from composer_replication.options import ReplicaOptions
 from composer_replication.process_group import host_store
@@ -23,6 +29,8 @@ from composer_replication.replica_manager import ReplicaManager
 from composer_replication.run_folder import last_outer_step
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 def unwrapped(state: State) -> nn.Module:
@@ -101,11 +109,69 @@ def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
     return manager
 
 
+def build_diloco(
+    settings: DiLoCoSettings,
+    options: ReplicaOptions,
+    manager: DiLoCoManager | Manager,
+    state: State,
+    must_not_start: str | None,
+) -> DiLoCo:
+    """Build DiLoCo around the job's model and optimizer.
+
+    Raises:
+        ValueError: There is not exactly one optimizer, or see ``DiLoCo``.
+    """
+    if len(state.optimizers) != 1:
+        raise ValueError(f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one")
+    return DiLoCo(
+        manager,
+        unwrapped(state),
+        state.optimizers[0],
+        nesterov_sgd(settings.outer_lr, settings.outer_momentum, settings.outer_nesterov),
+        settings.sync_every,
+        num_fragments=settings.num_fragments,
+        fragment_patterns=settings.fragment_patterns,
+        fragment_sync_delay=settings.fragment_sync_delay,
+        fragment_update_alpha=settings.fragment_update_alpha,
+        weight_by=settings.weight_by,
+        sync_buffers=settings.sync_buffers,
+        bucket_cap_mb=settings.bucket_cap_mb,
+        max_sync_retries=settings.max_sync_retries,
+        backup_device=options.backup_device,
+        pin_memory=options.pin_memory,
+        num_replicas=options.num_replicas or 1,
+        start_timeout_s=options.start_timeout_s,
+        on_start_timeout=options.on_start_timeout,
+        must_not_start=must_not_start,
+        give_up_after_s=options.give_up_after_s,
+        digest_every=options.digest_every,
+    )
+
+
 def broadcast(value: Any) -> Any:
     """Rank 0's value, in every rank of the group."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
+    """What rank 0 gets, in every rank of the group; its error too, so that none waits for another.
+
+    Raises:
+        Exception: Rank 0's.
+    """
+    answer: Any = None
+    error: Exception | None = None
+    if dist.get_global_rank() == 0:
+        try:
+            answer = ask()
+        except Exception as raised:
+            error = raised
+    answer, error = broadcast((answer, error))
+    if error is not None:
+        raise error
+    return answer
 
 
 def why_not_start(options: ReplicaOptions, state: State) -> str | None:

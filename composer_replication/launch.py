@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -18,9 +19,11 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.config import ConfigError, save_config
+from composer_replication.coordinate import settings_of
+from composer_replication.coordinator.server import Coordinator
 from composer_replication.display import Display
-from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
-from composer_replication.options import TOKEN
+from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.options import TOKEN, ReplicaOptions
 from composer_replication.processes import Interrupts, ReplicaGroups
 from composer_replication.report import write_report
 from composer_replication.run_folder import METRICS, RESULT, STATUS, STOP, log_path
@@ -39,6 +42,9 @@ from composer_replication.supervision import MAX_RESTARTS, Supervisor
 FAILED = 1
 INTERRUPTED = 130
 
+
+_LOCAL = "127.0.0.1"
+"""Where the coordinator listens: the groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """After how long a silent group is gone: short, since on one machine no network loses packets."""
@@ -94,16 +100,27 @@ def launch(
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     began = time.monotonic()
     token = os.environ.get(TOKEN) or secrets.token_hex(16)
+    coordinator = Coordinator(
+        settings_of(config),
+        str(config_path),
+        num_replicas=replicas,
+        min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
+        state_dir=run_dir,
+        bind=f"{_LOCAL}:0",
+        token=token,
+        straggler_timeout_s=straggler_timeout_s,
+        lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
+        all_start=True,
+    )
+    # The display tells people; the coordinator's own words would be drawn over it.
+    logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
+    console.print(f"Page: {coordinator.address}/#token={token}", markup=False, soft_wrap=True)
     with Interrupts() as interrupts:
-        lighthouse = start_lighthouse(
-            join_timeout_ms=round(1000 * straggler_timeout_s),
-            heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
-        )
         try:
             with ReplicaGroups(run_dir, interrupts) as groups:
 
                 def start(replica_id: int) -> None:
-                    place = environment(replica_id, replicas, nproc, lighthouse.address(), run_dir)
+                    place = environment(replica_id, replicas, nproc, coordinator, run_dir)
                     groups.start(replica_id, command(replica_id), place | {TOKEN: token})
 
                 supervisor = Supervisor(groups, run_dir, start, replicas, max_restarts, interrupts)
@@ -115,7 +132,7 @@ def launch(
                 if interrupts.count:
                     console.print("Stopping the groups; Ctrl-C again kills them at once")
         finally:
-            lighthouse.shutdown()
+            coordinator.shutdown()
     if failed or interrupts.count:
         return FAILED if failed else INTERRUPTED
     not_back = [id for id, record in supervisor.records.items() if record.is_given_up]
@@ -132,9 +149,10 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
     """Refuse what cannot run as several groups on one machine."""
     if replicas < 1 or nproc < 1:
         raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
-    section = (config.get("callbacks") or {}).get("diloco") or {}
+    section = _section(config)
     for key, fix in (
         ("replica_id", "launch numbers the groups"),
+        ("coordinator_addr", "launch brings its own"),
         ("lighthouse_addr", "launch brings its own lighthouse; `train` joins another"),
         ("run_dir", "set run_dir at the top of the config"),
     ):
@@ -150,6 +168,10 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
             f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
             f"{replicas}: no sync could ever commit. Use at most {replicas}"
         )
+
+
+def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (config.get("callbacks") or {}).get("diloco") or {}
 
 
 def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
@@ -206,14 +228,15 @@ def train_command(run_dir: Path, nproc: int, replica_id: int) -> list[str]:
 
 
 def environment(
-    replica_id: int, replicas: int, nproc: int, lighthouse_addr: str, run_dir: Path
+    replica_id: int, replicas: int, nproc: int, coordinator: Coordinator, run_dir: Path
 ) -> dict[str, str]:
     """The environment of a replica group, with its place in the run."""
     environ = {name: value for name, value in os.environ.items() if name not in _PLACE_IN_A_JOB}
     environ |= {
         "REPLICA_GROUP_ID": str(replica_id),
         "NUM_REPLICA_GROUPS": str(replicas),
-        "TORCHFT_LIGHTHOUSE": lighthouse_addr,
+        "TORCHFT_LIGHTHOUSE": coordinator.lighthouse_addr,
+        "COMPOSER_REPLICATION_COORDINATOR": coordinator.address,
         "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
         "PYTHONUNBUFFERED": "1",
     }

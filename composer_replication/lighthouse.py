@@ -110,13 +110,15 @@ def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatu
 
 def start_lighthouse(
     *,
+    bind: str = "[::]:0",
     min_replicas: int = 1,
     join_timeout_ms: int = round(1000 * STRAGGLER_TIMEOUT_S),
     heartbeat_timeout_ms: int = 5_000,
 ) -> LighthouseServer:
-    """Start a lighthouse in this process, on a free port of every interface.
+    """Start a lighthouse in this process.
 
     Args:
+        bind: Where it listens, ``address:port``: by default on a free port of every interface.
         min_replicas: Fewest groups in a quorum. How many a cold start waits for is the groups'
             own ``num_replicas``, so that the survivors of a death can go on with fewer.
         join_timeout_ms: How long a quorum waits for a live group that has not asked for it yet.
@@ -128,7 +130,7 @@ def start_lighthouse(
     from torchft.coordination import LighthouseServer
 
     return LighthouseServer(
-        bind="[::]:0",
+        bind=bind,
         min_replicas=min_replicas,
         join_timeout_ms=join_timeout_ms,
         quorum_tick_ms=50,

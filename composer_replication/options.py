@@ -14,6 +14,13 @@ from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 
+_SECONDS = (
+    "start_timeout_s",
+    "timeout",
+    "quorum_timeout",
+    "connect_timeout",
+    "heartbeat_interval_s",
+)
 _CHOICES = {
     "heal_inner_state": ("own", "donor"),
     "eval_weights": ("global", "local"),
@@ -28,7 +35,11 @@ class ReplicaOptions:
     Args:
         replica_id: Name of this replica group, different in each. None: ``REPLICA_GROUP_ID``.
         num_replicas: Groups that a cold start waits for. None: ``NUM_REPLICA_GROUPS``, else 1.
-        lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``.
+        lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
+            the coordinator knows.
+        coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
+            None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
+        heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
         min_replica_size: Fewest groups in a quorum that may commit.
         start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
         on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
@@ -64,6 +75,8 @@ class ReplicaOptions:
     replica_id: str | int | None = None
     num_replicas: int | None = None
     lighthouse_addr: str | None = None
+    coordinator_addr: str | None = None
+    heartbeat_interval_s: float = 1.0
     min_replica_size: int = 1
     start_timeout_s: float = START_TIMEOUT_S
     on_start_timeout: str = ON_START_TIMEOUT[0]
@@ -83,7 +96,7 @@ class ReplicaOptions:
     run_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "timeout", "quorum_timeout", "connect_timeout"):
+        for name in _SECONDS:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
@@ -123,6 +136,7 @@ class ReplicaEnv:
     | ``REPLICA_GROUP_ID`` | which replica group this is, from 0 (torchft's name) |
     | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
+    | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
     | ``COMPOSER_REPLICATION_TOKEN`` | a secret that all groups of a run share, for their heals |
     """
@@ -132,6 +146,7 @@ class ReplicaEnv:
     lighthouse_addr: str | None
     run_dir: str | None
     token: str | None = field(default=None, repr=False)
+    coordinator_addr: str | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
@@ -150,6 +165,7 @@ class ReplicaEnv:
             lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
             token=environ.get(TOKEN) or None,
+            coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
         )
 
 

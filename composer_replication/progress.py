@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from composer import Logger, State, TimeUnit
 
@@ -29,6 +30,8 @@ class Progress:
         self._sync_every = sync_every
         self._losses: list[float] = []
         self._began: tuple[int, float] | None = None
+        self._synced_at: float | None = None
+        self._last_sync: dict[str, Any] = {}
         self.final_loss: float | None = None
 
     def count_batch(self, state: State) -> None:
@@ -44,6 +47,9 @@ class Progress:
             self._losses.clear()
             self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
+            self._synced_at = time.monotonic()
+            names = ("contribution", "num_participants", "sync_seconds", "settings_version")
+            self._last_sync = {name: getattr(report, name) for name in names}
             logger.log_metrics(metrics)
             digest = report.global_digest
             self._folder.append_sync(
@@ -83,26 +89,29 @@ class Progress:
             *again.values(),
         )
 
-    def tell_phase(self, phase: str, state: State, diloco: DiLoCo) -> None:
-        """Say where the group stands; cheap enough for every batch."""
+    def tell_phase(self, phase: str, state: State, diloco: DiLoCo) -> dict[str, Any]:
+        """Say where the group stands, and return it; cheap enough for every batch."""
         batch = state.timestamp.batch.value
         batches = max_batches(state)
-        seconds_left = None
+        seconds_left = speed = None
         if phase == "training":
             began_at, began = self._began = self._began or (batch, time.monotonic())
             if batches is not None and batch > began_at:
                 per_batch = (time.monotonic() - began) / (batch - began_at)
                 seconds_left = per_batch * max(0, batches - batch)
-        self._folder.write_status(
-            phase,
-            batch=batch,
-            max_batches=batches,
-            inner_steps=diloco.inner_steps,
-            outer_step=diloco.outer_step,
-            round=diloco.inner_steps / self._sync_every,
-            loss=self._losses[-1] if self._losses else self.final_loss,
-            seconds_left=seconds_left,
-        )
+                speed = 1 / per_batch
+        told = {
+            "batch": batch,
+            "max_batches": batches,
+            "inner_steps": diloco.inner_steps,
+            "outer_step": diloco.outer_step,
+            "round": diloco.inner_steps / self._sync_every,
+            "loss": self._losses[-1] if self._losses else self.final_loss,
+        }
+        self._folder.write_status(phase, **told, seconds_left=seconds_left)
+        since = None if self._synced_at is None else time.monotonic() - self._synced_at
+        more = {"phase": phase, "steps_per_second": speed, "seconds_since_sync": since}
+        return told | more | self._last_sync
 
 
 def numbers_of(report: SyncReport) -> dict[str, float]:

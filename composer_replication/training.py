@@ -17,7 +17,8 @@ from composer_replication.callback import DiLoCoCallback
 from composer_replication.checkpoint_files import usable_checkpoint
 from composer_replication.components import COMPONENTS
 from composer_replication.config import ConfigError, check_keys
-from composer_replication.options import ReplicaEnv
+from composer_replication.membership import ask_for_run
+from composer_replication.options import ReplicaEnv, ReplicaOptions
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.simulation import SimulatedReplica, simulate
 from composer_replication.text_files import check_text_folder, unigram_bits_per_byte
@@ -62,10 +63,17 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         config,
         callback,
         replica_id=0 if replica_id is None else replica_id,
-        num_replicas=callback.options.num_replicas or 1,
+        num_replicas=_num_replicas(callback.options),
         run_dir=run_dir,
     )
     return _fit(trainer, callback, config, run_dir)
+
+
+def _num_replicas(options: ReplicaOptions) -> int:
+    """Between how many groups the data is shared: the loaders are built before the Trainer asks."""
+    if options.coordinator_addr is not None:
+        return ask_for_run(options).num_replicas
+    return options.num_replicas or 1
 
 
 def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[str, Any]]:

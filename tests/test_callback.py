@@ -69,6 +69,8 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "replica_id": "berlin",
         "num_replicas": 6,
         "lighthouse_addr": "http://head:29510",
+        "coordinator_addr": "http://head:29512",
+        "heartbeat_interval_s": 0.5,
         "min_replica_size": 5,
         "start_timeout_s": 7.0,
         "on_start_timeout": "start",

@@ -79,7 +79,7 @@ def test_the_lighthouse_is_the_configs_before_the_environments():
         check_reachable({"callbacks": {"diloco": section}}, environ)
     with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
         check_reachable({"callbacks": {"diloco": None}}, environ)
-    with pytest.raises(ConfigError, match="no lighthouse is named: set TORCHFT_LIGHTHOUSE="):
+    with pytest.raises(ConfigError, match="no lighthouse is named: set COMPOSER_REPLICATION_COORD"):
         check_reachable({}, {})
 
 

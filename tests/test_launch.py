@@ -1,7 +1,7 @@
 """Starting, watching and ending replica groups. Run: pytest tests/test_launch.py.
 
 Real: processes, sessions, signals, and the lighthouse. Stood in for: a group's training, by the
-scripts below; the lighthouse where a launcher is a process of its own, which then starts at once.
+scripts below; the coordinator where a launcher is a process of its own, which then starts at once.
 """
 
 import json
@@ -101,10 +101,11 @@ def launch_script(folder, body, *arguments, replicas=2):
 LAUNCHER = """
 import sys
 from composer_replication import launch
-class Lighthouse:
-    def address(self): return "http://localhost:1"
+class Coordinator:
+    address = lighthouse_addr = "http://localhost:1"
+    def __init__(self, *_, **__): pass
     def shutdown(self): pass
-launch.start_lighthouse = lambda **_: Lighthouse()
+launch.Coordinator = Coordinator
 script, run_dir = sys.argv[1:]
 command = lambda _: [sys.executable, script]
 sys.exit(launch.launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
@@ -309,16 +310,25 @@ def test_several_processes_start_under_composers_launcher(tmp_path):
     assert command[-4:] == train
 
 
+class Addresses:
+    """Of a coordinator."""
+
+    address = "http://a:2"
+    lighthouse_addr = "http://a:1"
+
+
 def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("RANK", "3")
-    environ = environment(1, 2, 2, "http://a:1", tmp_path)
+    environ = environment(1, 2, 2, Addresses(), tmp_path)
+    assert environ["TORCHFT_LIGHTHOUSE"] == "http://a:1"
+    assert environ["COMPOSER_REPLICATION_COORDINATOR"] == "http://a:2"
     assert environ["OMP_NUM_THREADS"] == "2"
     assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert "RANK" not in environ
     # Too few GPUs for each to have its own: who shares which is the user's business.
-    assert environment(1, 8, 1, "http://a:1", tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert environment(1, 8, 1, Addresses(), tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert environment(1, 2, 2, "http://a:1", tmp_path)["OMP_NUM_THREADS"] == "5"
+    assert environment(1, 2, 2, Addresses(), tmp_path)["OMP_NUM_THREADS"] == "5"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -208,6 +209,29 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         self._outer.ends_with_next_step = True
 
+    def offer_settings(self, versions: Mapping[int, DiLoCoSettings]) -> None:
+        """Say which versions of the settings this group knows, from 1.
+
+        The newest that all groups of a sync know is adopted by all of them after that sync. Only
+        ``sync_every``, ``outer_lr`` and ``outer_momentum`` are looked at. At the first call the
+        newest one is what this group has been built with.
+        """
+        if not versions:
+            return
+        self._outer.known_settings.update(versions)
+        self._outer.offer(max(versions))
+        if not self._state.settings_version:
+            self._state.settings_version = max(versions)
+
+    def _follow_schedule(self) -> None:
+        """Rounds are as long as the settings in force say."""
+        sync_every = self._state.fingerprint.get("sync_every", self.settings.sync_every)
+        known = self._outer.known_settings.get(self._state.settings_version)
+        if known is not None:
+            sync_every = known.sync_every
+        self.settings = replace(self.settings, sync_every=sync_every)
+        self._sync_every = sync_every // self.settings.fragment_count
+
     def _step_pre_hook(self, *step: Any) -> None:
         if self.counts_steps:
             super()._step_pre_hook(*step)
@@ -226,6 +250,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             super()._step_post_hook(*step)
             if self._local_step <= counted:  # back at 0: torchft has performed a sync
                 self._outer.settle()
+                self._follow_schedule()
 
     def _current_fragment(self) -> int:
         return self._outer.turn
@@ -244,6 +269,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 self._local_step = -self.settings.fragment_sync_delay
             elif self._outer.has_healed:
                 self._local_step = 0  # all are resuming, and this group's checkpoint was behind
+            self._follow_schedule()
         super().__enter__()
         return self
 

@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.outer_optimizer import GlobalParameters
-from composer_replication.diloco.settings import adopt_changes, compare_fingerprints
+from composer_replication.diloco.outer_optimizer import GlobalParameters, describe
+from composer_replication.diloco.settings import (
+    DiLoCoSettings,
+    adopt_changes,
+    compare_fingerprints,
+)
 
 log = logging.getLogger(__name__)
+
+CHANGEABLE = ("outer_optimizer", "sync_every")
+"""Keys of the fingerprint that may change while a run goes on."""
 
 
 class GlobalState:
@@ -34,6 +41,8 @@ class GlobalState:
         self._whole = threading.RLock()
         self.fingerprint = fingerprint
         self.outer_step = 0
+        self.settings_version = 0
+        """Of the settings in force, where a coordinator has versions of them."""
         self.was_given = self.was_taken = False
         """Whether a peer has taken it over, or it is a peer's, since the last sync."""
 
@@ -66,6 +75,7 @@ class GlobalState:
         with self._whole:
             return {
                 "outer_step": self.outer_step,
+                "settings_version": self.settings_version,
                 "settings": self.fingerprint,
                 "fragments": [f.state_dict(copies=copies) for f in self._fragments],
             }
@@ -85,8 +95,16 @@ class GlobalState:
         Raises:
             SettingsMismatch: That group has other settings, or another model.
         """
-        compare_fingerprints(self.fingerprint, state_dict["settings"], whose)
+        theirs = dict(state_dict["settings"])
+        if self.settings_version and state_dict["settings_version"]:
+            # Both have them from the coordinator, and the donor's are those in force.
+            changed = {key: theirs.get(key) for key in CHANGEABLE if key in theirs}
+            compare_fingerprints(self.fingerprint | changed, theirs, whose)
+        else:
+            compare_fingerprints(self.fingerprint, theirs, whose)
         self._load(state_dict, keeps_hyperparameters=False)
+        self.fingerprint = theirs
+        self.settings_version = state_dict["settings_version"]
         self.was_taken = True
 
     def resume(self, state_dict: dict[str, Any]) -> None:
@@ -104,6 +122,16 @@ class GlobalState:
         self._load(state_dict, keeps_hyperparameters=has_other_outer)
         # Peers that resume as well may have another checkpoint of the same outer step: compare.
         self.was_given = True
+
+    def adopt(self, version: int, settings: DiLoCoSettings) -> None:
+        """Go on under another version of the settings."""
+        for fragment in self._fragments:
+            fragment.set_hyperparameters(settings)
+        self.fingerprint["outer_optimizer"] = describe(self._fragments[0].optimizer)
+        if "sync_every" in self.fingerprint:
+            self.fingerprint["sync_every"] = settings.sync_every
+        self.settings_version = version
+        log.info("Settings version %d from outer step %d on", version, self.outer_step + 1)
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
         with self._whole:

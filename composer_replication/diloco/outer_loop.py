@@ -66,6 +66,7 @@ class OuterLoop:
         self.ends_with_next_step = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
+        self.known_settings: dict[int, DiLoCoSettings] = {}
         manager.register_state_dict_fn("diloco", self._heal, self._hand_over)
 
     @property
@@ -84,6 +85,10 @@ class OuterLoop:
         self._roll_call.is_training = not self.ends_with_next_step
         for fragment in self._fragments:
             fragment.count_inner_step(samples)
+
+    def offer(self, version: int) -> None:
+        """Tell the others which version of the settings this group knows."""
+        self._roll_call.known_version = max(version, self._roll_call.known_version)
 
     def send_again(self) -> None:
         """Send what was in flight when the state was saved that this group continues from."""
@@ -176,11 +181,20 @@ class OuterLoop:
                 steps_lost=self._steps_lost,
                 retries=retries,
                 healed=self.has_healed,
+                outer_lr=fragment.globals.optimizer.param_groups[0]["lr"],
+                settings_version=self._state.settings_version,
                 global_digest=self._state.digest() if has_digest else None,
             )
         )
         self.has_healed = False
         self._steps_lost = 0
+        self._adopt_agreed_settings()
+
+    def _adopt_agreed_settings(self) -> None:
+        """All groups of this sync have read the same table, so all adopt after the same one."""
+        version = self._roll_call.agreed_version
+        if version > self._state.settings_version and version in self.known_settings:
+            self._state.adopt(version, self.known_settings[version])
 
     def _recover(self) -> None:
         """After a pseudo-gradient that was not finite: continue from the global parameters.

@@ -203,6 +203,25 @@ class GlobalParameters:
             {"state": state_dict["optimizer"]["state"], "param_groups": groups["param_groups"]}
         )
 
+    def set_hyperparameters(self, settings: DiLoCoSettings) -> None:
+        """Go on with other numbers, and the same momentum buffers.
+
+        Raises:
+            ValueError: The outer optimizer has no such numbers.
+        """
+        changed = {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
+        unknown = sorted(changed.keys() - self.optimizer.defaults.keys())
+        if unknown:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has no {', '.join(unknown)}: only an outer SGD "
+                "changes its settings in mid-run"
+            )
+        # Without momentum torch refuses Nesterov's, and needs no reminder of it when it is back.
+        changed["nesterov"] = settings.outer_nesterov and settings.outer_momentum > 0
+        self.optimizer.defaults.update(changed)
+        for group in self.optimizer.param_groups:
+            group.update(changed)
+
     def momentum_norm(self) -> float:
         """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step."""
         buffers = [

@@ -29,6 +29,8 @@ class SyncReport:
             took the global state from a peer or was not finite. 0 for a joiner.
         retries: Attempts that did not commit before this one did.
         healed: Whether this group took the global state from a peer in it.
+        outer_lr: Learning rate of the outer optimizer in it.
+        settings_version: Of the settings in force in it; 0 without a coordinator.
         global_digest: SHA-256 of the global parameters after it, as often as asked for.
     """
 
@@ -47,6 +49,8 @@ class SyncReport:
     steps_lost: int
     retries: int
     healed: bool
+    outer_lr: float
+    settings_version: int
     global_digest: str | None
 
 

@@ -18,7 +18,7 @@ from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _SETTINGS = range(6)
+_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _VERSION, _SETTINGS = range(7)
 _DIGESTS = _SETTINGS + 2
 _BITS = 22
 """Of a number that a sum in fp32 keeps exactly, with room for the 1 that says it was given."""
@@ -39,13 +39,14 @@ class Syncing(Protocol):
 class RollCall:
     """A small table that the groups of a sync fill in, a row each, and sum with the messages.
 
-    It tells three things that torchft does not:
+    It tells four things that torchft does not:
 
     * whether all groups of the quorum were in this sum (under a quorum id that was used before they
       can be others, or fewer);
     * whether any group still trains or has steps to send: when none has, training is over for all;
     * whether all groups hold the same: their settings and their outer step at every sync, and a
-      digest of each fragment every ``digest_every`` outer steps, after a heal and after a resume.
+      digest of each fragment every ``digest_every`` outer steps, after a heal and after a resume;
+    * which version of the settings all groups know, so that all adopt it at the same outer step.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -60,6 +61,8 @@ class RollCall:
         self.fragments: Sequence[Syncing] = ()
         self.is_training = True
         self.is_over = self.are_all_joining = False
+        self.known_version = self.agreed_version = 0
+        """The newest settings that this group knows, and that all of the last sync knew."""
 
     def send(self, fragment: Syncing) -> RollCallWork:
         """Start the table's allreduce, for the sync of a fragment."""
@@ -72,6 +75,7 @@ class RollCall:
         table[rank, _JOINING] = float(fragment.is_joining)
         table[rank, _HEALED] = float(self._state.was_taken)
         table[rank, _OUTER_STEP] = self._state.outer_step % 2**_BITS
+        table[rank, _VERSION] = self.known_version % 2**_BITS
         table[rank, _SETTINGS:_DIGESTS] = torch.tensor(_as_numbers(self._state.settings_digest()))
         if self._digest_is_due():
             numbers = [n for digest in self._state.fragment_digests() for n in _as_numbers(digest)]
@@ -109,6 +113,7 @@ class RollCall:
         self._check_agreement(table)
         self.is_over = not table[:, _PENDING].any()
         self.are_all_joining = bool(table[:, _JOINING].all())
+        self.agreed_version = int(table[:, _VERSION].min())
         self._state.was_given = self._state.was_taken = False
 
     def _check_settings(self, table: Tensor) -> None:

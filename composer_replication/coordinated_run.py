@@ -1,0 +1,101 @@
+"""A replica group's side of a coordinator, for all ranks of the group alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from composer.utils import dist
+from torch import Tensor
+
+from composer_replication.composer_job import ask_on_rank_0, broadcast, replica_id_of
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.membership import Membership, ask_for_run
+from composer_replication.options import ReplicaOptions
+
+log = logging.getLogger(__name__)
+
+
+class CoordinatedRun:
+    """Takes the run's settings from its coordinator, and keeps the group known to it.
+
+    Rank 0 asks; every rank hears the answer or the error, so that none waits for another.
+
+    Args:
+        options: Of this group, with ``coordinator_addr``.
+        given: The callback's arguments as they were given: settings among them have to be the
+            coordinator's.
+
+    Attributes:
+        settings: The run's.
+        options: This group's, with what the coordinator knows filled in.
+
+    Raises:
+        CoordinatorAwayError: It does not answer.
+        RefusedByCoordinatorError: It refuses the token.
+        SettingsMismatch: A setting was given that is another there, or it lacks one.
+    """
+
+    def __init__(self, options: ReplicaOptions, given: Mapping[str, Any]) -> None:
+        address = options.coordinator_addr
+        assert address is not None, "made only where there is a coordinator"
+        self._info = info = ask_on_rank_0(lambda: ask_for_run(options))
+        info.check_given(given, address)
+        self.settings = info.settings
+        self.options = replace(
+            options,
+            lighthouse_addr=options.lighthouse_addr or info.lighthouse_addr,
+            num_replicas=info.num_replicas,
+            min_replica_size=info.min_replicas,
+        )
+        self._membership: Membership | None = None
+        self._offered = 0
+        log.info(
+            "Settings from the coordinator at %s (%s): %s", address, info.source, info.settings
+        )
+
+    def register(self, synced: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take part, with the model that ``synced`` tells, by fragment.
+
+        Raises:
+            CoordinatorAwayError: It does not answer.
+            RefusedByCoordinatorError: It refuses, and why.
+        """
+        model = {name: tensor for fragment in synced for name, tensor in fragment.items()}
+        self._offered = 0
+
+        def register() -> None:
+            membership = Membership(self.options, self._info, replica_id_of(self.options))
+            membership.join(model, dist.get_world_size())
+            self._membership = membership
+
+        ask_on_rank_0(register)
+
+    def offer_settings(self, diloco: DiLoCo) -> None:
+        """Tell the other groups which versions of the settings this one knows.
+
+        Right after a sync, so that all ranks come to know them at the same time.
+        """
+        found = self._membership.new_settings(self._offered) if self._membership else {}
+        found = broadcast(found)
+        self._offered = max([self._offered, *found])
+        diloco.offer_settings(found)
+
+    def report(self, progress: Mapping[str, Any]) -> None:
+        """Where the group stands.
+
+        Raises:
+            RefusedByCoordinatorError: Another group is in this one's place.
+        """
+        if self._membership is not None:
+            self._membership.report(progress)
+            if self._membership.refusal is not None:
+                raise self._membership.refusal
+
+    def leave(self) -> None:
+        """End taking part."""
+        if self._membership is not None:
+            self._membership.leave()
+            self._membership = None

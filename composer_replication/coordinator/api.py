@@ -1,0 +1,243 @@
+"""The coordinator's HTTP interface. ``/docs`` describes it, ``/`` is a page for people."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import time
+from dataclasses import asdict
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from composer_replication import __version__
+from composer_replication.coordinator.database import StorageError
+from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.registry import (
+    DuplicateError,
+    OutdatedError,
+    Registry,
+    Versions,
+)
+from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+STATUS_OF = {DuplicateError: 409, OutdatedError: 410, RefusedError: 422, StorageError: 507}
+"""What each of our errors is in HTTP; the text is theirs."""
+
+
+_BEARER = HTTPBearer(auto_error=False)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Info(BaseModel):
+    """What a replica group has to know before it starts."""
+
+    version: str
+    settings_authority: bool = True
+    settings: dict[str, Any]
+    settings_version: int
+    settings_source: str
+    num_replicas: int
+    min_replicas: int
+    lighthouse_addr: str
+    heartbeat_timeout_s: float
+
+
+class ModelTensor(_Strict):
+    """A tensor that is synchronised."""
+
+    name: Name
+    shape: list[Count]
+    dtype: Name
+
+
+class Registration(_Strict):
+    """A replica group that wants to take part."""
+
+    replica_id: Name
+    session: Name
+    host: Name
+    world_size: Annotated[int, Field(ge=1, lt=2**31)]
+    composer_replication: Name
+    torchft: Name
+    model: Annotated[list[ModelTensor], Field(min_length=1)]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+Number = Annotated[float | None, AfterValidator(_finite)]
+"""A number; what is not finite, such as a loss that has diverged, is none: JSON has no such."""
+
+
+class Progress(_Strict):
+    """Where a replica group stands."""
+
+    session: Name
+    phase: Name | None = None
+    batch: Count | None = None
+    max_batches: Count | None = None
+    inner_steps: Count | None = None
+    outer_step: Count | None = None
+    round: Number = None
+    loss: Number = None
+    contribution: Number = None
+    num_participants: Count | None = None
+    sync_seconds: Number = None
+    seconds_since_sync: Number = None
+    steps_per_second: Number = None
+    settings_version: Count | None = None
+
+
+class Pulse(BaseModel):
+    """The answer to a heartbeat."""
+
+    settings_version: int
+
+
+class Changes(_Strict):
+    """Settings to change while the run goes on."""
+
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    sync_every: int | None = None
+
+
+class Refusal(BaseModel):
+    """Why a request was refused."""
+
+    detail: str
+
+
+def create_app(
+    settings: RunSettings,
+    registry: Registry,
+    journal: Journal,
+    *,
+    token: str | None,
+    lighthouse_addr: str,
+    num_replicas: int,
+    min_replicas: int,
+) -> FastAPI:
+    """Build the application.
+
+    Args:
+        settings: Of the run.
+        registry: Of its replica groups.
+        journal: Of what has happened.
+        token: What every request but those for the page has to bear; None for no such check.
+        lighthouse_addr: ``http://host:port``, as groups reach it.
+        num_replicas: How many groups a cold start waits for.
+        min_replicas: Fewest groups in a quorum that may commit.
+    """
+
+    def check_token(
+        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
+    ) -> None:
+        found = given.credentials if given is not None else ""
+        if token is not None and not hmac.compare_digest(found.encode(), token.encode()):
+            raise HTTPException(
+                401,
+                "wrong token: set COMPOSER_REPLICATION_TOKEN to this run's secret",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+    refusals: dict[int | str, dict[str, Any]] = {
+        code: {"model": Refusal} for code in (401, 409, 410, 507)
+    }
+    app = FastAPI(title="composer-replication coordinator", version=__version__)
+    for kind, code in STATUS_OF.items():
+        app.add_exception_handler(kind, _answer_with(code))
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_token)], responses=refusals)
+
+    @v1.get("/info")
+    def info() -> Info:
+        """The settings of the run, which all replica groups adopt, and where the lighthouse is."""
+        version, newest, source = settings.newest()
+        return Info(
+            version=__version__,
+            settings=asdict(newest),
+            settings_version=version,
+            settings_source=source,
+            num_replicas=num_replicas,
+            min_replicas=min_replicas,
+            lighthouse_addr=lighthouse_addr,
+            heartbeat_timeout_s=registry.heartbeat_timeout_s,
+        )
+
+    @v1.get("/settings/{version}")
+    def version(version: Annotated[int, Field(ge=1, lt=2**53)]) -> dict[str, Any]:
+        """One version of the settings."""
+        return asdict(settings.of(version))
+
+    @v1.patch("/settings")
+    def change(changes: Changes) -> Pulse:
+        """Change settings for all groups, at one and the same outer step."""
+        given = changes.model_dump(exclude_unset=True)
+        if not given or None in given.values():
+            raise RefusedError("name the settings to change, each with a value")
+        return Pulse(settings_version=settings.change(given))
+
+    @v1.post("/replicas", status_code=201)
+    def register(registration: Registration) -> Pulse:
+        """Take part. Asked again with the same session, it is answered again."""
+        about = {"host": registration.host, "world_size": registration.world_size}
+        versions = Versions(registration.composer_replication, registration.torchft)
+        model = [(t.name, tuple(t.shape), t.dtype) for t in registration.model]
+        registry.register(registration.replica_id, registration.session, about, versions, model)
+        return Pulse(settings_version=settings.newest()[0])
+
+    @v1.post("/replicas/{replica_id}/heartbeat")
+    def heartbeat(replica_id: Name, progress: Progress) -> Pulse:
+        """Say that a group is alive, and where it stands."""
+        told = progress.model_dump(exclude={"session"}, exclude_none=True)
+        registry.heartbeat(replica_id, progress.session, told)
+        return Pulse(settings_version=settings.newest()[0])
+
+    @v1.delete("/replicas/{replica_id}")
+    def leave(replica_id: Name, session: Name) -> Pulse:
+        """End taking part."""
+        registry.leave(replica_id, session)
+        return Pulse(settings_version=settings.newest()[0])
+
+    @v1.get("/status")
+    def status() -> dict[str, Any]:
+        """All there is to see, for the page."""
+        replicas = registry.replicas()
+        return info().model_dump() | {
+            "time": time.time(),
+            "outer_step": max((r.get("outer_step") or 0 for r in replicas), default=0),
+            "replicas": replicas,
+            "losses": registry.losses(),
+            "datasets": [],
+            "events": journal.events(),
+        }
+
+    @app.get("/", include_in_schema=False)
+    def page() -> HTMLResponse:
+        return HTMLResponse(page_text)  # it tells nothing itself, and asks for the token
+
+    page_text = (
+        resources.files("composer_replication.coordinator").joinpath("page.html").read_text("utf-8")
+    )
+    app.include_router(v1)
+    return app
+
+
+def _answer_with(status: int) -> Any:
+    def answer(request: Request, error: Exception) -> JSONResponse:
+        del request
+        return JSONResponse({"detail": str(error)}, status)
+
+    return answer

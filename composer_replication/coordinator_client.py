@@ -1,0 +1,168 @@
+"""What a replica group asks the coordinator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+
+
+class CoordinatorAwayError(ConnectionError):
+    """The coordinator does not answer."""
+
+
+class RefusedByCoordinatorError(ValueError):
+    """The coordinator has said no, and why."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a group has to know before it starts."""
+
+    settings: DiLoCoSettings
+    settings_version: int
+    source: str
+    num_replicas: int
+    min_replicas: int
+    lighthouse_addr: str
+    heartbeat_timeout_s: float
+
+    def check_given(self, given: Mapping[str, Any], address: str) -> None:
+        """Compare the settings that a config names with the coordinator's.
+
+        Raises:
+            SettingsMismatch: One is another; the message lists both of each.
+        """
+        run = dataclasses.asdict(self.settings)
+        differing = [
+            f"  {name}: {value!r} here, {run[name]!r} there"
+            for name, value in given.items()
+            if name in run and value != run[name]
+        ]
+        if differing:
+            raise SettingsMismatch(
+                f"the settings of this run are the coordinator's ({address}, from {self.source}), "
+                "and this group's config has others; leave them out, or make them equal:\n"
+                + "\n".join(differing)
+            )
+
+
+class CoordinatorClient:
+    """Asks the coordinator over HTTP.
+
+    Args:
+        address: ``http://host:port``.
+        token: The run's secret, if it has one.
+        patience_s: How long a request is tried again while nobody answers, in seconds.
+    """
+
+    def __init__(self, address: str, token: str | None, patience_s: float = 5.0) -> None:
+        self.address = address
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._http = httpx.Client(base_url=address, headers=headers, timeout=5.0, trust_env=False)
+        self._patience_s = patience_s
+
+    def info(self) -> RunInfo:
+        """What a group has to know before it starts.
+
+        Raises:
+            CoordinatorAwayError: Nobody answers.
+            RefusedByCoordinatorError: The token is wrong.
+            SettingsMismatch: It lacks a setting that this version has, or has others.
+        """
+        told = self._ask("GET", "/v1/info")
+        settings = _settings_of(told["settings"], self.address)
+        fields = ("settings_version", "num_replicas", "min_replicas", "lighthouse_addr")
+        return RunInfo(
+            settings=settings,
+            source=told["settings_source"],
+            heartbeat_timeout_s=told["heartbeat_timeout_s"],
+            **{field: told[field] for field in fields},
+        )
+
+    def settings(self, version: int) -> DiLoCoSettings:
+        """One version of the settings. Raises what ``info`` does."""
+        return _settings_of(self._ask("GET", f"/v1/settings/{version}"), self.address)
+
+    def register(self, registration: Mapping[str, Any]) -> int:
+        """Take part; the newest version of the settings.
+
+        Raises:
+            CoordinatorAwayError: Nobody answers.
+            RefusedByCoordinatorError: With the reason.
+        """
+        return self._ask("POST", "/v1/replicas", registration)["settings_version"]
+
+    def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> int:
+        """Say where the group stands; the newest version of the settings. Raises as ``register``.
+
+        Asked once: the next heartbeat is the next try.
+        """
+        path = f"/v1/replicas/{replica_id}/heartbeat"
+        return self._once("POST", path, progress)["settings_version"]
+
+    def leave(self, replica_id: str, session: str) -> None:
+        """End taking part. Raises as ``register``."""
+        self._once("DELETE", f"/v1/replicas/{replica_id}?session={session}")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        retrying = Retrying(
+            retry=retry_if_exception_type(CoordinatorAwayError),
+            stop=stop_after_delay(self._patience_s),
+            wait=wait_exponential(0.1, max=1.0),
+            reraise=True,
+        )
+        return retrying(self._once, method, path, body)
+
+    def _once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise CoordinatorAwayError(
+                f"no coordinator answers at {self.address} ({error}). Start one with "
+                "`composer-replication coordinator CONFIG`, or correct "
+                "COMPOSER_REPLICATION_COORDINATOR"
+            ) from error
+        if answer.status_code >= 500:
+            raise CoordinatorAwayError(
+                f"the coordinator at {self.address} cannot serve: {_detail(answer)}"
+            )
+        if answer.is_error:
+            raise RefusedByCoordinatorError(
+                f"the coordinator at {self.address} refuses: {_detail(answer)}", answer.status_code
+            )
+        return answer.json()
+
+
+def _detail(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.status_code} {answer.reason_phrase}"
+
+
+def _settings_of(told: Mapping[str, Any], address: str) -> DiLoCoSettings:
+    known = {field.name for field in dataclasses.fields(DiLoCoSettings)}
+    odd = sorted(known ^ told.keys())
+    if odd:
+        lacks = [name for name in odd if name in known]
+        what = f"lacks {', '.join(lacks)}" if lacks else f"has {', '.join(odd)}, unknown here"
+        raise SettingsMismatch(
+            f"the coordinator at {address} {what}: run the same version of composer-replication "
+            "there and here"
+        )
+    return DiLoCoSettings(**told)

@@ -1,0 +1,203 @@
+"""Groups under a coordinator. Run: pytest tests/integration/test_coordinator.py
+
+Real: the commands `coordinator` and `train` in processes of their own, lighthouse and gloo.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from integration.test_composer_launchers import free_port
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
+
+CONFIG = """
+max_duration: 100000ba
+global_train_batch_size: 8
+model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 2, max_seq_len: 32}
+train_loader: {name: text, path: null, max_seq_len: 32}
+optimizer: {name: adamw, lr: 1.0e-3}
+callbacks: {diloco: {sync_every: 20, num_fragments: 2}}
+"""
+TOKEN = "a secret"
+
+
+def command(*arguments: object, **environ: str) -> subprocess.Popen[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSER_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "composer_replication", *map(str, arguments)],
+        env=own | {"OMP_NUM_THREADS": "1", "COMPOSER_REPLICATION_TOKEN": TOKEN} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+class Run:
+    """A coordinator and its groups."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "tiny.yaml"
+        self.config.write_text(CONFIG)
+        # A third group has a share of the data, and is not waited for.
+        own = "{digest_every: 1, start_timeout_s: 8, on_start_timeout: start}}"
+        (folder / "groups.yaml").write_text(re.sub("{sync_every.*}}", own, CONFIG))
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.processes: list[subprocess.Popen[str]] = []
+        self.coordinator = self.start_coordinator()
+
+    def start_coordinator(self) -> subprocess.Popen[str]:
+        bind = f"127.0.0.1:{self.port}"
+        options = ["--bind", bind, "--state-dir", self.folder / "state", "--replicas", "3"]
+        process = command("coordinator", self.config, *options)
+        self.processes.append(process)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self.ask("GET", "/v1/info")
+                return process
+            except httpx.TransportError:
+                assert time.monotonic() < deadline and process.poll() is None, process
+                time.sleep(0.1)
+
+    def ask(self, method: str, path: str, **request) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.request(method, self.address + path, headers=headers, **request)
+
+    def start(self, replica_id: int | str, *overrides: str, **environ: str):
+        place = {
+            "REPLICA_GROUP_ID": str(replica_id),
+            "COMPOSER_REPLICATION_COORDINATOR": self.address,
+        }
+        run_dir = f"run_dir={self.folder / 'run'}"
+        process = command(
+            "train", self.folder / "groups.yaml", run_dir, *overrides, **place | environ
+        )
+        self.processes.append(process)
+        return process
+
+    def metrics(self, replica_id: int) -> list[dict]:
+        path = self.folder / "run" / f"replica_{replica_id}" / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def wait_for_syncs(self, count: int) -> None:
+        before = [len(self.metrics(i)) for i in range(2)]
+        deadline = time.monotonic() + 90
+        while any(len(self.metrics(i)) < before[i] + count for i in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path)
+    yield run
+    for process in run.processes:
+        process.kill()
+        process.communicate()
+
+
+MISFITS = {
+    "another setting": (
+        ["callbacks.diloco.outer_lr=0.3"],
+        {},
+        "outer_lr: 0.3 here, 0.7 there",
+    ),
+    "another model": (["model.d_model=64"], {}, "another model: "),
+    "a wrong token": ([], {"COMPOSER_REPLICATION_TOKEN": "wrong"}, "wrong token"),
+    "a living group's name": ([], {"REPLICA_GROUP_ID": "1"}, "'1' is alive"),
+    "another torchft": ([], {"PYTHONPATH": "TORCHFT"}, "torchft 2020.1.1 here, and 20"),
+}
+
+
+def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
+    groups = [run.start(i) for i in range(2)]
+    run.wait_for_syncs(3)
+    other = tmp_path / "other" / "torchft_nightly-2020.1.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchft-nightly\nVersion: 2020.1.1\n"
+    )
+    # All at once, on a busy machine: what takes long is importing Composer.
+    misfits = {
+        name: run.start(
+            2,
+            *overrides,
+            f"run_dir={tmp_path / 'misfit'}",
+            "train_loader.path=null",
+            **{k: str(other.parent) if v == "TORCHFT" else v for k, v in environ.items()},
+        )
+        for name, (overrides, environ, _) in MISFITS.items()
+    }
+    for name, process in misfits.items():
+        output, _ = process.communicate(timeout=90)
+        assert process.returncode == 2, (name, output)
+        assert MISFITS[name][2] in output, (name, output)
+        assert len([line for line in output.splitlines() if "Error" in line]) == 1, (name, output)
+    run.wait_for_syncs(3)
+    changed = run.ask("PATCH", "/v1/settings", json={"outer_lr": 0.35, "sync_every": 40})
+    assert changed.json() == {"settings_version": 2}
+    while any(run.metrics(i)[-1]["diloco/settings_version"] < 2 for i in range(2)):
+        run.wait_for_syncs(1)
+    run.wait_for_syncs(6)
+    assert [group.poll() for group in groups] == [None, None]
+    (tmp_path / "run" / "STOP").touch()
+    assert [group.wait(60) for group in groups] == [0, 0]
+
+    ones, others = run.metrics(0), run.metrics(1)
+    for lines in (ones, others):
+        steps = [line["diloco/outer_step"] for line in lines]
+        assert steps == list(range(1, steps[-1] + 1))
+        assert not any(line["diloco/steps_lost"] or line["diloco/healed"] for line in lines)
+        assert not any(line["diloco/retries"] for line in lines)
+        assert {line["diloco/num_participants"] for line in lines[:-2]} == {2}
+    for one, other in zip(ones, others, strict=True):
+        for key in ("global_digest", "outer_lr", "settings_version"):
+            assert one[f"diloco/{key}"] == other[f"diloco/{key}"]
+    numbers = [(line["diloco/settings_version"], line["diloco/outer_lr"]) for line in ones]
+    assert sorted(set(numbers)) == [(1, 0.7), (2, 0.35)] and numbers == sorted(numbers)
+    second = [line["inner_steps"] for line in ones if line["diloco/settings_version"] == 2]
+    assert {b - a for a, b in zip(second[:-2], second[1:-1], strict=True)} == {20}  # 40 / 2
+
+
+def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_back(run):
+    groups = [run.start(i) for i in range(2)]
+    run.wait_for_syncs(2)
+    for _ in range(2):
+        run.coordinator.send_signal(signal.SIGKILL)
+        run.coordinator.wait()
+        run.coordinator = run.start_coordinator()
+        run.wait_for_syncs(3)
+    deadline = time.monotonic() + 20
+    while True:
+        replicas = run.ask("GET", "/v1/status").json()["replicas"]
+        if len(replicas) == 2 and all(r["is_alive"] and r.get("outer_step") for r in replicas):
+            break
+        assert time.monotonic() < deadline, replicas
+        time.sleep(0.2)
+    assert [r["registrations"] for r in replicas] == [1, 1]
+    (run.folder / "run" / "STOP").touch()
+    assert [group.wait(60) for group in groups] == [0, 0]
+    ones, others = run.metrics(0), run.metrics(1)
+    assert [line["diloco/global_digest"] for line in ones] == [
+        line["diloco/global_digest"] for line in others
+    ]
+
+
+def test_without_a_coordinator_at_the_address_a_group_says_so(run):
+    began = time.monotonic()
+    away = {"COMPOSER_REPLICATION_COORDINATOR": f"http://127.0.0.1:{free_port()}"}
+    group = run.start(0, **away)
+    output, _ = group.communicate(timeout=60)
+    assert group.returncode == 1 and "no coordinator answers at http://127.0.0.1:" in output
+    assert time.monotonic() - began < 20
