@@ -11,15 +11,17 @@ if TYPE_CHECKING:
     from composer_replication.callback import DiLoCoCallback
     from composer_replication.diloco.algorithm import DiLoCo
     from composer_replication.diloco.settings import DiLoCoSettings
+    from composer_replication.replica_loader import ReplicaDataLoader
     from composer_replication.simulation import simulate
 
-__all__ = ["DiLoCo", "DiLoCoCallback", "DiLoCoSettings", "simulate"]
+__all__ = ["DiLoCo", "DiLoCoCallback", "DiLoCoSettings", "ReplicaDataLoader", "simulate"]
 __version__ = "0.1.0"
 
 _HOME = {
     "DiLoCo": "composer_replication.diloco.algorithm",
     "DiLoCoCallback": "composer_replication.callback",
     "DiLoCoSettings": "composer_replication.diloco.settings",
+    "ReplicaDataLoader": "composer_replication.replica_loader",
     "simulate": "composer_replication.simulation",
 }
 

@@ -26,6 +26,7 @@ from composer_replication.composer_job import (
     why_not_start,
 )
 from composer_replication.coordinated_run import CoordinatedRun
+from composer_replication.data_share import DataShare
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.outer_optimizer import local_tensor
@@ -189,6 +190,8 @@ class DiLoCoCallback(Callback):
         self._manager: Any = None
         self._run: CoordinatedRun | None = None
         """What connects this group with the coordinator, if there is one."""
+        self._data: DataShare | None = None
+        """This group's share of the data, if the loader is one of ours."""
         self._must_not_start: str | None = None
         self._resume = Resume(self.settings, on_bad_state)
         self._ended: dict[str, Any] | None = None
@@ -227,9 +230,11 @@ class DiLoCoCallback(Callback):
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
         is_new = resumed is None and self._ended is None
-        self._must_not_start = why_not_start(self.options, state) if is_new else None
+        known_step = self._run.outer_step if self._run is not None else 0
+        self._must_not_start = why_not_start(self.options, state, known_step) if is_new else None
         if self._run is not None:
             self._run.register(synced_tensors(unwrapped(state), self.settings))
+        self._data = DataShare.of(state, self.options, self._run)
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
             self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)
@@ -241,7 +246,10 @@ class DiLoCoCallback(Callback):
             self._continue_from(resumed, state)
             self.diloco.counts_steps = False
             self._progress.tell_phase("joining", state, self.diloco)
+            stream = self.diloco.stream
             self.diloco.__enter__()
+            if self._data is not None:
+                self._data.start(self.diloco, stream, lambda: self._stand_by(state, logger))
         except BaseException:
             self._leave()  # no heartbeat of ours may hold the others up
             raise
@@ -249,9 +257,15 @@ class DiLoCoCallback(Callback):
             self._progress.tell_resume(state, self.diloco)
         self._tell("training", state, logger)
 
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        if self._data is not None:
+            self._data.before_batch(state)
+
     def batch_start(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
             return
+        if self._data is not None:
+            self.diloco.expect_position(self._data.place.position)
         # Only steps inside a batch count: torch's get_optimizer_state_dict and
         # set_optimizer_state_dict make hidden ones, at a load and, for SGD, at every save.
         self.diloco.counts_steps = True
@@ -292,7 +306,7 @@ class DiLoCoCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         # A collective under FSDP, and every rank is asked.
         if self.diloco is not None:
-            return self._packed(self.diloco.state_dict(copies=False))  # Composer writes it at once
+            return self._packed(self._diloco_state(copies=False))  # Composer writes it at once
         return self._resume.state_dict() if self._ended is None else self._packed(self._ended)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -310,7 +324,9 @@ class DiLoCoCallback(Callback):
             "eval": {},
         }
         self._folder.write_result(self.result)
-        self._ended = self.diloco.state_dict()
+        if self._data is not None:
+            self._data.end(self.diloco)
+        self._ended = self._diloco_state()
         self._leave()
 
     def close(self, state: State, logger: Logger) -> None:
@@ -332,7 +348,16 @@ class DiLoCoCallback(Callback):
         told = self._progress.tell_phase(phase, state, self.diloco)
         if self._run is not None:
             self._run.report(told)
+        if reports and self._data is not None:
+            self._data.tell_sync(self.diloco)
         return bool(reports)
+
+    def _stand_by(self, state: State, logger: Logger) -> None:
+        """There are no samples to train on for now."""
+        assert self.diloco is not None, "it is asked while training"
+        self.diloco.stand_by()
+        if not self._tell("training", state, logger) and self._data is not None:
+            self._data.tell_sync(self.diloco)
 
     def _check_launcher(self) -> None:
         """A rank that outlives its launcher would go on voting beside the group started anew.
@@ -359,6 +384,7 @@ class DiLoCoCallback(Callback):
         if self._weights is not None:
             self._weights.remove()
         self._layout = self._resume.layout(state)
+        diloco_state = None
         if resumed is not None:
             diloco_state, local = resumed
             self.diloco.load_state_dict(diloco_state)
@@ -366,10 +392,20 @@ class DiLoCoCallback(Callback):
                 for name, tensor in local.items():
                     local_tensor(self._layout.live[name]).copy_(tensor)
         elif self._ended is not None:
-            self.diloco.load_state_dict(self._ended)
+            diloco_state = self._ended
+            self.diloco.load_state_dict(diloco_state)
+        if diloco_state is not None and self._data is not None:
+            self._data.load_place(diloco_state["reading"])
         self._weights = GlobalWeights(unwrapped(state), self.diloco.global_parameters())
         if self._run is not None:
             self._run.offer_settings(self.diloco)
+
+    def _diloco_state(self, *, copies: bool = True) -> dict[str, Any]:
+        assert self.diloco is not None, "while there is one"
+        diloco_state = self.diloco.state_dict(copies=copies)
+        if self._data is not None:
+            diloco_state["reading"] |= self._data.place_state()
+        return diloco_state
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
@@ -383,5 +419,8 @@ class DiLoCoCallback(Callback):
         if self._manager is not None:
             self._manager.shutdown()
             self._manager = None
+        if self._data is not None:
+            self._data.close()
+            self._data = None
         if self._run is not None:
             self._run.leave()

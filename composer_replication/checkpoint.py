@@ -30,8 +30,17 @@ from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import DiLoCoSettings, compare_fingerprints
 from composer_replication.global_weights import as_dtensor
 
-FORMAT = 1
-_PLAIN = ("outer_step", "settings", "manager", "inner_steps", "local_step", "since_sync")
+FORMAT = 2
+_PLAIN = (
+    "outer_step",
+    "settings",
+    "ledger",
+    "manager",
+    "inner_steps",
+    "local_step",
+    "since_sync",
+    "reading",
+)
 
 
 class BadStateError(ValueError):

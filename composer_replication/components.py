@@ -39,7 +39,7 @@ def _component(path: str, keys: str = "") -> Component:
 
 _TEXT = _component(
     "composer_replication.data:build_text_loader",
-    "path max_seq_len split shuffle seed drop_last num_workers",
+    "path max_seq_len split shuffle seed drop_last num_workers shards unit_size",
 )
 
 _DILOCO = Component(

@@ -174,17 +174,25 @@ def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
     return answer
 
 
-def why_not_start(options: ReplicaOptions, state: State) -> str | None:
+def why_not_start(options: ReplicaOptions, state: State, known_step: int = 0) -> str | None:
     """Why a group that continues from nothing must not begin this run; None if it may.
 
     If the run has made outer steps already, a group with fresh parameters would become the donor
     of all that come back, and wipe out what the run has learnt.
+
+    Args:
+        options: Of this group.
+        state: Composer's.
+        known_step: How many the coordinator knows of.
     """
-    return broadcast(_why_not_start(options, state) if dist.get_global_rank() == 0 else None)
+    is_rank_0 = dist.get_global_rank() == 0
+    return broadcast(_why_not_start(options, state, known_step) if is_rank_0 else None)
 
 
-def _why_not_start(options: ReplicaOptions, state: State) -> str | None:
-    step = last_outer_step(options.run_dir)
+def _why_not_start(options: ReplicaOptions, state: State, known_step: int) -> str | None:
+    step, who = last_outer_step(options.run_dir), options.run_dir
+    if known_step > step:
+        step, who = known_step, "the coordinator"
     if not step:
         _warn_of_earlier_quorums(options)
         return None
@@ -195,9 +203,10 @@ def _why_not_start(options: ReplicaOptions, state: State) -> str | None:
             if newest is not None:
                 fix = f"continue from this group's last checkpoint (load_path={newest})"
     return (
-        f"{options.run_dir} says that this run has made {step} outer steps, and this group starts "
+        f"{who} says that this run has made {step} outer steps, and this group starts "
         f"without a checkpoint: it takes over what others hold and begins nothing anew. If there "
-        f"is nobody, {fix}, or begin another run in another run_dir"
+        f"is nobody, {fix}, or begin another run: another run_dir, and another state folder of its "
+        "coordinator"
     )
 
 

@@ -73,6 +73,16 @@ class CoordinatedRun:
 
         ask_on_rank_0(register)
 
+    @property
+    def outer_step(self) -> int:
+        """The last one that the coordinator had heard of when this group asked."""
+        return self._info.outer_step
+
+    @property
+    def session(self) -> str | None:
+        """Of the registration; None on other ranks than 0."""
+        return None if self._membership is None else self._membership.session
+
     def offer_settings(self, diloco: DiLoCo) -> None:
         """Tell the other groups which versions of the settings this one knows.
 

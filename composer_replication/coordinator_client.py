@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.sample_stream import DatasetSpec, Lease
 
 
 class CoordinatorAwayError(ConnectionError):
@@ -36,6 +38,8 @@ class RunInfo:
     min_replicas: int
     lighthouse_addr: str
     heartbeat_timeout_s: float
+    outer_step: int
+    """The last one that it has heard of."""
 
     def check_given(self, given: Mapping[str, Any], address: str) -> None:
         """Compare the settings that a config names with the coordinator's.
@@ -82,7 +86,13 @@ class CoordinatorClient:
         """
         told = self._ask("GET", "/v1/info")
         settings = _settings_of(told["settings"], self.address)
-        fields = ("settings_version", "num_replicas", "min_replicas", "lighthouse_addr")
+        fields = (
+            "settings_version",
+            "num_replicas",
+            "min_replicas",
+            "lighthouse_addr",
+            "outer_step",
+        )
         return RunInfo(
             settings=settings,
             source=told["settings_source"],
@@ -114,6 +124,57 @@ class CoordinatorClient:
     def leave(self, replica_id: str, session: str) -> None:
         """End taking part. Raises as ``register``."""
         self._once("DELETE", f"/v1/replicas/{replica_id}?session={session}")
+
+    # ---- work units ---------------------------------------------------------------------------
+
+    def create_dataset(self, dataset: DatasetSpec) -> None:
+        """Make a dataset known. Raises as ``register``; 409 if it is known as another."""
+        told = {name: getattr(dataset, name) for name in ("dataset_id", "length", "seed")}
+        self._ask("POST", "/v1/datasets", told | {"unit_size": dataset.unit_size})
+
+    def progress(self, dataset_id: str) -> list[dict[str, Any]]:
+        """The epochs that have been begun: length, done, leased, available. Asked once."""
+        return self._once("GET", f"/v1/datasets/{quote(dataset_id)}")["epochs"]
+
+    def open_stream(self, name: str, dataset_id: str, replica_id: str, session: str) -> int:
+        """A stream for a group to read; the same one for the same name. Raises as ``register``."""
+        told = {"name": name, "dataset_id": dataset_id, "replica_id": replica_id}
+        return self._ask("POST", "/v1/streams", told | {"session": session})["stream"]
+
+    def lease(self, stream: int, number: int, epoch: int) -> Lease:
+        """The lease of a number in a stream. Raises as ``register``. Asked once."""
+        told = {"number": number, "epoch": epoch}
+        return Lease(**self._once("POST", f"/v1/streams/{stream}/leases", told))
+
+    def reopen_stream(self, stream: int, position: int, session: str) -> None:
+        """Go on with a stream from a checkpoint. Raises as ``register``; 410 if others have it."""
+        told = {"position": position, "session": session}
+        self._ask("POST", f"/v1/streams/{stream}/reopen", told)
+
+    def release_stream(self, stream: int, ledger: Sequence[Sequence[int]]) -> None:
+        """Give back what a stream has and the model has not. Raises as ``register``."""
+        self._ask("POST", f"/v1/streams/{stream}/release", {"ledger": ledger})
+
+    def commit(
+        self, outer_step: int, ledger: Sequence[Sequence[int]], present: Sequence[int], age_s: float
+    ) -> list[int]:
+        """Say which samples are in the model. Raises as ``register``. Asked once.
+
+        Args:
+            outer_step: Of the model.
+            ledger: Rows of stream, position, in_part.
+            present: The streams of the groups in the last sync.
+            age_s: How long ago that was.
+
+        Returns:
+            Streams in the ledger that the coordinator does not know.
+        """
+        told = {"outer_step": outer_step, "ledger": ledger, "present": present, "age_s": age_s}
+        return self._once("POST", "/v1/commits", told)["unknown"]
+
+    def rewind(self, outer_step: int, ledger: Sequence[Sequence[int]]) -> None:
+        """Say that the run goes on from this model. Raises as ``register``."""
+        self._ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
 
     def close(self) -> None:
         """Close the connections."""

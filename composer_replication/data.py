@@ -4,6 +4,7 @@ Composer gives every replica group the same samples, since each group is a job o
 the sampler knows the group as well as the rank inside it.
 """
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -11,7 +12,10 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchft.data import DistributedSampler
 
+from composer_replication.replica_loader import ReplicaDataLoader
 from composer_replication.text_files import Split, check_text_folder
+
+SHARDS = ("fixed", "leased")
 
 
 class TextBytes(Dataset[dict[str, torch.Tensor]]):
@@ -36,6 +40,12 @@ class TextBytes(Dataset[dict[str, torch.Tensor]]):
         self._bytes = torch.frombuffer(bytearray(folder.read(split)), dtype=torch.uint8)
         self.max_seq_len = max_seq_len
 
+    @property
+    def name(self) -> str:
+        """What is equal where the samples are, on whatever machine and in whatever folder."""
+        digest = hashlib.sha256(self._bytes.numpy().data).hexdigest()[:16]
+        return f"text {digest} by {self.max_seq_len}"
+
     def __len__(self) -> int:
         return (len(self._bytes) - 1) // self.max_seq_len
 
@@ -57,13 +67,18 @@ def build_text_loader(
     seed: int = 0,
     drop_last: bool | None = None,
     num_workers: int = 0,
+    shards: str = "fixed",
+    unit_size: int = 512,
     replica_rank: int = 0,
     num_replica_groups: int = 1,
 ) -> DataLoader:
     """A loader over :class:`TextBytes` for this rank of this replica group.
 
-    "train": the windows are dealt out to all ranks of all groups, and dealt anew every epoch. A
-    group that is not there leaves its share unread.
+    "train", shards "fixed": the windows are dealt out to all ranks of all groups, and dealt anew
+    every epoch. A group that is not there leaves its share unread.
+
+    "train", shards "leased": the groups lease windows from the coordinator, so that each is in the
+    model once an epoch, whoever dies; see :class:`ReplicaDataLoader`. An epoch has no length then.
 
     "eval": every group reads all held-out windows, shared among its own ranks only, and always in
     the same scattered order, so that the first few batches (``eval_subset_num_batches``) are a
@@ -79,6 +94,8 @@ def build_text_loader(
         drop_last: leave out what does not fill a batch on every rank, so that no sample comes
             twice. Default: for "train" only, since Composer takes doubled samples out of metrics.
         num_workers: processes that read ahead; the text is in memory, so 0 is fast.
+        shards: "fixed" or "leased". Unused by "eval".
+        unit_size: windows that are leased together.
         replica_rank: this group's number, from 0. Unused by "eval".
         num_replica_groups: the largest number of groups there will be. Unused by "eval".
     """
@@ -89,8 +106,21 @@ def build_text_loader(
             f"replica_rank={replica_rank} is not one of num_replica_groups={num_replica_groups}. "
             f"Number the groups from 0 to {num_replica_groups - 1}."
         )
-    dataset: Dataset = TextBytes(path, max_seq_len=max_seq_len, split=split)
+    if shards not in SHARDS:
+        raise ValueError(f"shards={shards!r}: use {' or '.join(SHARDS)}")
+    text = TextBytes(path, max_seq_len=max_seq_len, split=split)
+    dataset: Dataset = text
     is_train = split == "train"
+    if is_train and shards == "leased":
+        return ReplicaDataLoader(
+            text,
+            batch_size,
+            dataset_id=text.name,
+            unit_size=unit_size,
+            seed=seed,
+            shuffle=shuffle is not False,
+            num_workers=num_workers,
+        )
     shuffle = is_train if shuffle is None else shuffle
     drop_last = is_train if drop_last is None else drop_last
     if is_train:

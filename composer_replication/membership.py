@@ -33,7 +33,7 @@ def ask_for_run(options: ReplicaOptions) -> RunInfo:
         CoordinatorAwayError: It does not answer.
         ValueError: It refuses, or this group would look dead to it between two heartbeats.
     """
-    client = _client(options)
+    client = client_of(options)
     try:
         info = client.info()
     finally:
@@ -57,7 +57,7 @@ class Membership:
     """
 
     def __init__(self, options: ReplicaOptions, info: RunInfo, replica_id: str) -> None:
-        self._client = _client(options)
+        self._client = client_of(options)
         self._info = info
         self._replica_id = replica_id
         self._interval_s = options.heartbeat_interval_s
@@ -161,6 +161,6 @@ class Membership:
             self._ended.set()
 
 
-def _client(options: ReplicaOptions) -> CoordinatorClient:
+def client_of(options: ReplicaOptions) -> CoordinatorClient:
     assert options.coordinator_addr is not None, "asked only where there is one"
     return CoordinatorClient(options.coordinator_addr, ReplicaEnv.from_env(os.environ).token)

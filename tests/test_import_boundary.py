@@ -68,4 +68,31 @@ def test_the_package_itself_is_light_and_lists_its_public_names():
         "assert all(getattr(c, name) for name in c.__all__); print(sorted(c.__all__))"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert output.stdout.strip() == "['DiLoCo', 'DiLoCoCallback', 'DiLoCoSettings', 'simulate']"
+    names = "['DiLoCo', 'DiLoCoCallback', 'DiLoCoSettings', 'ReplicaDataLoader', 'simulate']"
+    assert output.stdout.strip() == names
+
+
+# Composer brings some of these along (torchmetrics imports matplotlib where there is one), so what is
+# looked at is what our own modules import, all the way down.
+
+
+@pytest.mark.parametrize("module", ["diloco/algorithm.py", "callback.py", "replica_loader.py"])
+def test_training_needs_nothing_that_only_the_service_the_config_or_the_pictures_need(module):
+    seen, todo = set(), [PACKAGE / module]
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        found = {name.split(".")[0] for name in imports_of(path)}
+        assert not found & {"fastapi", "uvicorn", "pydantic", "omegaconf", "matplotlib"}, path
+        own = {PACKAGE.parent / (name.replace(".", "/") + ".py") for name in own_imports(path)}
+        todo += [path for path in own - seen if path.exists()]
+    assert len(seen) > 1
+
+
+def test_the_algorithm_is_imported_without_them():
+    program = (
+        "import sys; sys.modules |= dict.fromkeys(['fastapi', 'omegaconf', 'matplotlib', 'rich']); "
+        "import composer_replication.diloco.algorithm"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import math
 import time
 from dataclasses import asdict
 from importlib import resources
@@ -12,9 +11,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from composer_replication import __version__
+from composer_replication.coordinator.api_types import Count, Name, Number, Refusal, Strict
+from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import (
@@ -24,19 +25,26 @@ from composer_replication.coordinator.registry import (
     Versions,
 )
 from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+from composer_replication.coordinator.streams import Streams
+from composer_replication.coordinator.unit_rows import (
+    DatasetMismatch,
+    StreamClosed,
+    UnknownStream,
+)
 
-Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-
-STATUS_OF = {DuplicateError: 409, OutdatedError: 410, RefusedError: 422, StorageError: 507}
+STATUS_OF = {
+    RefusedError: 422,
+    DuplicateError: 409,
+    OutdatedError: 410,
+    DatasetMismatch: 409,
+    UnknownStream: 404,
+    StreamClosed: 410,
+    StorageError: 507,
+}
 """What each of our errors is in HTTP; the text is theirs."""
 
 
 _BEARER = HTTPBearer(auto_error=False)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
 
 
 class Info(BaseModel):
@@ -51,9 +59,11 @@ class Info(BaseModel):
     min_replicas: int
     lighthouse_addr: str
     heartbeat_timeout_s: float
+    outer_step: int
+    model_fingerprint: str | None
 
 
-class ModelTensor(_Strict):
+class ModelTensor(Strict):
     """A tensor that is synchronised."""
 
     name: Name
@@ -61,7 +71,7 @@ class ModelTensor(_Strict):
     dtype: Name
 
 
-class Registration(_Strict):
+class Registration(Strict):
     """A replica group that wants to take part."""
 
     replica_id: Name
@@ -73,15 +83,7 @@ class Registration(_Strict):
     model: Annotated[list[ModelTensor], Field(min_length=1)]
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-Number = Annotated[float | None, AfterValidator(_finite)]
-"""A number; what is not finite, such as a loss that has diverged, is none: JSON has no such."""
-
-
-class Progress(_Strict):
+class Progress(Strict):
     """Where a replica group stands."""
 
     session: Name
@@ -106,7 +108,7 @@ class Pulse(BaseModel):
     settings_version: int
 
 
-class Changes(_Strict):
+class Changes(Strict):
     """Settings to change while the run goes on."""
 
     outer_lr: float | None = None
@@ -114,15 +116,10 @@ class Changes(_Strict):
     sync_every: int | None = None
 
 
-class Refusal(BaseModel):
-    """Why a request was refused."""
-
-    detail: str
-
-
 def create_app(
     settings: RunSettings,
     registry: Registry,
+    streams: Streams,
     journal: Journal,
     *,
     token: str | None,
@@ -135,6 +132,7 @@ def create_app(
     Args:
         settings: Of the run.
         registry: Of its replica groups.
+        streams: Of their samples.
         journal: Of what has happened.
         token: What every request but those for the page has to bear; None for no such check.
         lighthouse_addr: ``http://host:port``, as groups reach it.
@@ -174,6 +172,8 @@ def create_app(
             min_replicas=min_replicas,
             lighthouse_addr=lighthouse_addr,
             heartbeat_timeout_s=registry.heartbeat_timeout_s,
+            outer_step=streams.outer_step,
+            model_fingerprint=registry.model_fingerprint(),
         )
 
     @v1.get("/settings/{version}")
@@ -215,12 +215,13 @@ def create_app(
     def status() -> dict[str, Any]:
         """All there is to see, for the page."""
         replicas = registry.replicas()
-        return info().model_dump() | {
+        told = info().model_dump()
+        return told | {
             "time": time.time(),
-            "outer_step": max((r.get("outer_step") or 0 for r in replicas), default=0),
+            "outer_step": max(told["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
             "replicas": replicas,
             "losses": registry.losses(),
-            "datasets": [],
+            "datasets": [asdict(dataset) for dataset in streams.units.datasets()],
             "events": journal.events(),
         }
 
@@ -231,6 +232,7 @@ def create_app(
     page_text = (
         resources.files("composer_replication.coordinator").joinpath("page.html").read_text("utf-8")
     )
+    v1.include_router(data_router(streams))
     app.include_router(v1)
     return app
 

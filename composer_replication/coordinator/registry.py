@@ -8,8 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from composer_replication.coordinator import run_model
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.run_model import (
+    ModelRow,
+    check_model,
+    find_fingerprint,
+)
 from composer_replication.coordinator.run_settings import RefusedError
 
 _SCHEMA = """
@@ -17,11 +23,7 @@ CREATE TABLE IF NOT EXISTS replicas (
     replica_id TEXT PRIMARY KEY, session TEXT NOT NULL, about TEXT NOT NULL,
     registrations INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS model (only INTEGER PRIMARY KEY CHECK (only = 1), rows TEXT NOT NULL);
 """
-
-ModelRow = tuple[str, tuple[int, ...], str]
-"""Name, shape and dtype of what is synchronised."""
 
 
 class DuplicateError(RefusedError):
@@ -44,9 +46,10 @@ class Versions:
 class Life:
     """What is known of a replica group that need not survive the coordinator."""
 
+    registered_at: float
     last_seen: float
     progress: dict[str, Any]
-    is_over: bool = False
+    left_at: float | None = None
 
 
 class Registry:
@@ -74,11 +77,11 @@ class Registry:
         self._journal = journal
         self.versions = versions
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        self._clock = clock
+        self.clock = clock
         self._began = clock()
         self._lives: dict[str, Life] = {}
         self._losses: dict[str, dict[int, float]] = {}
-        database.execute_schema(_SCHEMA)
+        database.execute_schema(_SCHEMA + run_model.SCHEMA)
 
     def register(
         self,
@@ -109,33 +112,26 @@ class Registry:
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
                     "of its own, or end that one"
                 )
-            self._check_model(cursor, model)
+            check_model(cursor, model)
             count = 1 if known is None else known[1] + (known[0] != session)
             cursor.execute(
                 "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?)",
                 (replica_id, session, json.dumps(dict(about)), count),
             )
-        self._lives[replica_id] = Life(self._clock(), {"phase": "joining"})
-        if known is None or known[0] != session:
+            # With the file still locked: from now on the life before this one is over.
+            is_new = known is None or known[0] != session
+            since = self.clock() if is_new else self._registered_at(replica_id)
+            self._lives[replica_id] = Life(since, self.clock(), {"phase": "joining"})
+        if is_new:
             again = "" if count == 1 else f", for the {count}. time"
             self._journal.tell(
                 f"replica group {replica_id} registered from {about.get('host')}{again}"
             )
 
-    def _check_model(self, cursor: Any, model: Sequence[ModelRow]) -> None:
-        rows = [[name, list(shape), dtype] for name, shape, dtype in sorted(model)]
-        known = cursor.execute("SELECT rows FROM model").fetchone()
-        if known is None:
-            cursor.execute("INSERT INTO model VALUES (1, ?)", (json.dumps(rows),))
-            return
-        here = {name: (shape, dtype) for name, shape, dtype in rows}
-        run = {name: (shape, dtype) for name, shape, dtype in json.loads(known[0])}
-        for name in sorted(here.keys() | run.keys()):
-            if here.get(name) != run.get(name):
-                raise RefusedError(
-                    f"another model: {name} is {_described(here.get(name))} here, and "
-                    f"{_described(run.get(name))} in this run"
-                )
+    def model_fingerprint(self) -> str | None:
+        """``fingerprint_of`` the model of the run; None before the first group has registered."""
+        with self._database.transaction() as cursor:
+            return find_fingerprint(cursor)
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
         """A group is alive, and here it stands.
@@ -143,8 +139,10 @@ class Registry:
         Raises:
             OutdatedError: Another one has registered under its name.
         """
-        self._check_session(replica_id, session)
-        self._lives[replica_id] = Life(self._clock(), dict(progress))
+        with self._database.transaction():  # nobody registers between
+            self._check_session(replica_id, session)
+            since = self._registered_at(replica_id)
+            self._lives[replica_id] = Life(since, self.clock(), dict(progress))
         if progress.get("loss") is not None:
             losses = self._losses.setdefault(replica_id, {})
             losses[progress.get("inner_steps") or 0] = progress["loss"]
@@ -157,28 +155,51 @@ class Registry:
         Raises:
             OutdatedError: Another one has registered under its name.
         """
-        self._check_session(replica_id, session)
-        life = self._lives.setdefault(replica_id, Life(self._clock(), {}))
-        life.is_over = True
-        life.progress["phase"] = "finished"
+        with self._database.transaction():  # nobody registers between
+            self._check_session(replica_id, session)
+            life = self._lives.setdefault(replica_id, Life(self._began, self.clock(), {}))
+            life.left_at = self.clock()
+            life.progress["phase"] = "finished"
         self._journal.tell(f"replica group {replica_id} has left")
 
     def _check_session(self, replica_id: str, session: str) -> None:
+        if self._session_of(replica_id) != session:
+            raise OutdatedError(
+                f"replica group {replica_id!r} is not registered with this session: register again"
+            )
+
+    def _session_of(self, replica_id: str) -> str | None:
         with self._database.transaction() as cursor:
             known = cursor.execute(
                 "SELECT session FROM replicas WHERE replica_id = ?", (replica_id,)
             ).fetchone()
-        if known is None or known[0] != session:
-            raise OutdatedError(
-                f"replica group {replica_id!r} is not registered with this session: register again"
-            )
+        return None if known is None else known[0]
 
     def is_alive(self, replica_id: str) -> bool:
         """Whether it has been heard of in time; after a restart of this service, in that time."""
         life = self._lives.get(replica_id)
         if life is None:
-            return self._clock() - self._began < self.heartbeat_timeout_s
-        return not life.is_over and self._clock() - life.last_seen < self.heartbeat_timeout_s
+            return self.clock() - self._began < self.heartbeat_timeout_s
+        return life.left_at is None and self.clock() - life.last_seen < self.heartbeat_timeout_s
+
+    def death_of(self, replica_id: str, session: str) -> float | None:
+        """When a life of a group was over, by ``clock``; None if it may go on.
+
+        What this process has not seen itself was over at the latest when it began.
+        """
+        current = self._session_of(replica_id)
+        if current not in (None, session):
+            return self._registered_at(replica_id)
+        life = self._lives.get(replica_id)
+        if life is not None and life.left_at is not None:
+            return life.left_at
+        if self.is_alive(replica_id):
+            return None
+        return (self._began if life is None else life.last_seen) + self.heartbeat_timeout_s
+
+    def _registered_at(self, replica_id: str) -> float:
+        life = self._lives.get(replica_id)
+        return self._began if life is None else life.registered_at
 
     def losses(self) -> dict[str, list[tuple[int, float]]]:
         """Losses by inner steps of each group, no more points than a picture can show."""
@@ -198,7 +219,7 @@ class Registry:
         found = []
         for replica_id, about, registrations in rows:
             life = self._lives.get(replica_id)
-            seen = None if life is None else round(self._clock() - life.last_seen, 1)
+            seen = None if life is None else round(self.clock() - life.last_seen, 1)
             found.append(
                 {"replica_id": replica_id, "registrations": registrations}
                 | json.loads(about)
@@ -206,7 +227,3 @@ class Registry:
                 | ({} if life is None else life.progress)
             )
         return found
-
-
-def _described(entry: tuple[list[int], str] | None) -> str:
-    return "missing" if entry is None else f"{entry[1]} {tuple(entry[0])}"

@@ -16,6 +16,7 @@ from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_settings import RunSettings
+from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
@@ -74,6 +75,7 @@ class Coordinator:
             run_settings = RunSettings(self._database, journal, settings, source, all_start)
             versions = Versions(__version__, version("torchft-nightly"))
             registry = Registry(self._database, journal, versions, heartbeat_timeout_s)
+            streams = Streams(self._database, registry, journal)
         except BaseException:
             self._database.close()
             self._socket.close()
@@ -93,6 +95,7 @@ class Coordinator:
         app = create_app(
             run_settings,
             registry,
+            streams,
             journal,
             token=token,
             lighthouse_addr=self.lighthouse_addr,
@@ -128,9 +131,13 @@ def _listen(bind: str) -> socket.socket:
     host = address.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
+        listening = socket.create_server(
             (host, int(port)), family=family, dualstack_ipv6=host == "::", reuse_port=False
         )
+        # Accepted ones inherit it. asyncio does not set it on sockets that are not its own, and
+        # without it the second packet of an answer waits 40 ms for the client to say it has one.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except OSError as error:
         raise OSError(f"cannot listen at --bind {bind}: {error}. Choose another port") from error
 

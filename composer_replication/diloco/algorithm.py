@@ -193,6 +193,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             give_up_after_s,
         )
         self.counts_steps = True
+        self.has_joined_others = False
         self._start = StartPolicy(num_replicas, start_timeout_s, on_start_timeout, must_not_start)
         self._samples = 0
 
@@ -208,6 +209,29 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Groups that all know it in their last sync need no further one to find out.
         """
         self._outer.ends_with_next_step = True
+
+    def read_from(self, stream: int) -> None:
+        """Say that the samples of the next inner steps come from a stream, from its beginning.
+
+        The global state then records how much of it is in the model, see ``Ledger``.
+
+        Args:
+            stream: From 1, and below 2^44; no two lives of replica groups read the same.
+
+        Raises:
+            ValueError: Inner steps are thrown away, which no record could tell.
+        """
+        if self.settings.discards_overlapped_steps:
+            raise ValueError(
+                f"fragment_sync_delay={self.settings.fragment_sync_delay} with "
+                "fragment_update_alpha=0 throws inner steps away, so their samples would count as "
+                "trained and be lost: use fragment_update_alpha=0.5"
+            )
+        self._state.ledger.read_from(stream)
+
+    def expect_position(self, position: int) -> None:
+        """Say how many samples of the stream have been read once the next inner step is done."""
+        self._state.ledger.position = position
 
     def offer_settings(self, versions: Mapping[int, DiLoCoSettings]) -> None:
         """Say which versions of the settings this group knows, from 1.
@@ -264,7 +288,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
         with self._clock.blocking():
-            if self._outer.join(self._start):
+            self.has_joined_others = self._outer.join(self._start)
+            if self.has_joined_others:
                 # As far from the next sync as the others, who apply this one after the delay.
                 self._local_step = -self.settings.fragment_sync_delay
             elif self._outer.has_healed:
@@ -272,6 +297,16 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._follow_schedule()
         super().__enter__()
         return self
+
+    def stand_by(self) -> None:
+        """Take part in the others' next sync now, in mid-round: there are no samples to train on.
+
+        Blocks until the others come to it. What has been trained since the last sync is in it; the
+        next inner step begins a new round.
+        """
+        self._outer.stand_by()
+        self._local_step = -self.settings.fragment_sync_delay
+        self._follow_schedule()
 
     def final_sync(self) -> None:
         """Synchronise what has been trained since the last syncs, and end on the global parameters.
@@ -299,6 +334,24 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def inner_steps(self) -> int:
         """Inner steps of this group since the run began."""
         return self._outer.inner_steps
+
+    @property
+    def stream(self) -> int:
+        """What this group reads from; 0 if nothing, or if steps of it were lost."""
+        return self._state.ledger.stream
+
+    @property
+    def position(self) -> int:
+        """Samples of the stream that the local parameters have been trained on."""
+        return self._state.ledger.position
+
+    def ledger(self) -> list[list[int]]:
+        """Which samples are in the global parameters: rows of stream, position, in_part."""
+        return self._state.ledger.rows()
+
+    def streams_in_last_sync(self) -> list[int]:
+        """The streams of the groups that took part in it."""
+        return [claim.stream for claim in self._outer.claims if claim.stream]
 
     def global_parameters(self) -> dict[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.
@@ -330,6 +383,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
             "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
+            "reading": self._state.ledger.local_state(),
             "in_flight": next(filter(None, in_flight), None),
         }
 
@@ -347,6 +401,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer.inner_steps = state_dict["inner_steps"]
         for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
             fragment.inner_steps, fragment.samples = counted
+        self._state.ledger.load_local_state(state_dict["reading"])
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
         if in_flight and before_prepare < self._local_step < self._sync_every:

@@ -12,6 +12,7 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.averaging import Piece, WeightedMean
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
     local_tensor,
@@ -30,11 +31,13 @@ class Formed:
     Attributes:
         inner_steps: Inner steps since the fragment was last synchronised.
         samples: Samples in them.
+        position: How far the group had read its stream of samples.
         local: The local parameters then, kept while the sync is in flight; None without a delay.
     """
 
     inner_steps: int
     samples: int
+    position: int
     local: list[Tensor] | None
 
 
@@ -99,7 +102,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean = WeightedMean([theta.numel() for theta in self._theta], settings.bucket_cap_mb)
         self.inner_steps = 0
         self.samples = 0
-        self._formed = Formed(0, 0, None)
+        self._formed = Formed(0, 0, 0, None)
         self._unsent: Formed | None = None
         self._keeps_what_it_sends = settings.fragment_sync_delay > 0
         self.contribution = 0.0
@@ -127,13 +130,20 @@ class FragmentSync(_StreamingDiLoCoFragment):
             "fragment": self.fragment_id,
             "inner_steps": formed.inner_steps,
             "samples": formed.samples,
+            "position": formed.position,
             "local": dict(zip(self.globals.theta, formed.local, strict=True)),
         }
 
     def load_in_flight_state(self, state: dict[str, Any]) -> None:
         """Send, at the next sync, what ``in_flight_state`` says was in flight."""
         local = [state["local"][name] for name in self.globals.theta]
-        self._unsent = Formed(state["inner_steps"], state["samples"], local)
+        self._unsent = Formed(state["inner_steps"], state["samples"], state["position"], local)
+
+    @property
+    def claim(self) -> Claim:
+        """How much of this group's samples the sync will have brought into the model."""
+        contributes = self.contribution > 0
+        return self._state.ledger.claim(self.fragment_id, self._formed.position, contributes)
 
     def prepare_sync(self) -> None:
         """In a quorum: form the pseudo-gradient and start its allreduce, without waiting for it."""
@@ -161,6 +171,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """
         if self.is_joining and self.total_contribution == 0.0:
             return
+        if self.contribution > 0:
+            self._state.ledger.has_synced(self.fragment_id, self._formed.position)
         if self._alpha and not self.is_joining:
             self.inner_steps -= self._formed.inner_steps
             self.samples -= self._formed.samples
@@ -180,7 +192,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         else:
             keeps = self._keeps_what_it_sends and not self.is_joining
             kept = self.globals.copy_of_local() if keeps else None
-            self._formed = Formed(self.inner_steps, self.samples, kept)
+            position = self._state.ledger.position
+            self._formed = Formed(self.inner_steps, self.samples, position, kept)
         self.contribution = self._own_contribution()
         self.mean.form(self._pseudo_gradient, self.contribution, self.device)
         if not self.mean.is_finite:

@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from composer_replication.diloco.ledger import Claim, Ledger
 from composer_replication.diloco.outer_optimizer import GlobalParameters, describe
 from composer_replication.diloco.settings import (
     DiLoCoSettings,
@@ -43,6 +44,7 @@ class GlobalState:
         self.outer_step = 0
         self.settings_version = 0
         """Of the settings in force, where a coordinator has versions of them."""
+        self.ledger = Ledger(len(fragments))
         self.was_given = self.was_taken = False
         """Whether a peer has taken it over, or it is a peer's, since the last sync."""
 
@@ -77,6 +79,7 @@ class GlobalState:
                 "outer_step": self.outer_step,
                 "settings_version": self.settings_version,
                 "settings": self.fingerprint,
+                "ledger": self.ledger.rows(),
                 "fragments": [f.state_dict(copies=copies) for f in self._fragments],
             }
 
@@ -84,9 +87,10 @@ class GlobalState:
         """The outer optimizer is about to move global parameters."""
         self._whole.acquire()
 
-    def end_outer_step(self) -> None:
-        """It has."""
+    def end_outer_step(self, claims: Iterable[Claim]) -> None:
+        """It has, for what the groups of the sync have trained on."""
         self.outer_step += 1
+        self.ledger.commit(claims)
         self._whole.release()
 
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
@@ -138,6 +142,7 @@ class GlobalState:
             for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
                 fragment.load_state_dict(saved, keeps_hyperparameters=keeps_hyperparameters)
             self.outer_step = state_dict["outer_step"]
+            self.ledger.load_rows(state_dict["ledger"])
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

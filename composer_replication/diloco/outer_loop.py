@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from composer_replication.diloco.joining import (
     agree_on_settings,
     share_initial_parameters,
 )
+from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.reports import SyncClock, SyncReport
 from composer_replication.diloco.roll_call import RollCall
 from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
@@ -63,7 +65,7 @@ class OuterLoop:
         self.has_healed = False
         self._sick_in_a_row = 0
         self._steps_lost = 0
-        self.ends_with_next_step = False
+        self.ends_with_next_step = self._is_standing_by = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.known_settings: dict[int, DiLoCoSettings] = {}
@@ -77,6 +79,11 @@ class OuterLoop:
         an outer step.
         """
         return self._state.outer_step % len(self._fragments)
+
+    @property
+    def claims(self) -> Sequence[Claim]:
+        """How far the groups of the last sync had read."""
+        return self._roll_call.claims
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step, of ``samples`` samples."""
@@ -154,14 +161,17 @@ class OuterLoop:
     def _account(self, fragment: FragmentSync, retries: int) -> None:
         moved = fragment.total_contribution > 0
         if moved:
-            self._state.end_outer_step()  # begun when the fragment was handed the mean
+            self._state.end_outer_step(
+                self._roll_call.claims
+            )  # begun when the fragment was handed the mean
         if fragment.mean.is_finite:
             fragment.settle()
             self._sick_in_a_row = 0
         else:
             self._recover()
         sync_seconds, wait_seconds, compute_fraction = self._clock.read()
-        if not moved and (fragment.is_joining or not self._roll_call.is_training):
+        is_idle = self._is_standing_by or not self._roll_call.is_training
+        if not moved and (fragment.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
         has_digest = self._digest_every and self._state.outer_step % self._digest_every == 0
         self.reports.append(
@@ -223,6 +233,7 @@ class OuterLoop:
         self._steps_lost += max(fragment.inner_steps for fragment in self._fragments)
         for fragment in self._fragments:
             fragment.take_global()
+        self._state.ledger.stop_reading()
 
     def join(self, policy: StartPolicy) -> bool:
         """Take the global state and contribute nothing, before the first inner step.
@@ -246,6 +257,7 @@ class OuterLoop:
                 if self._manager.num_participants() > 1 or policy.num_replicas == 1:
                     self._sync_joining()
                     if not self._roll_call.are_all_joining:
+                        self._state.ledger.stop_reading()  # resumed steps may be lost in part
                         return True
                     agree_on_settings(self._manager, self._state.fingerprint, device)
                 # Alone, or all are resuming: whoever else resumes would find us training.
@@ -276,10 +288,7 @@ class OuterLoop:
 
         Groups that have ended take part in the syncs of those that still train, with nothing.
         """
-        if any(fragment.is_in_flight for fragment in self._fragments):
-            with self._clock.blocking():
-                self._fragments[self.turn].perform_sync()
-                self.settle()
+        self._land()
         self._roll_call.is_training = False
         is_alone = self._manager.num_participants() == 1
         while not self._roll_call.is_over:
@@ -289,6 +298,25 @@ class OuterLoop:
         self._roll_call.is_training, self.ends_with_next_step = True, False
         for fragment in self._fragments:
             fragment.take_global()
+
+    def stand_by(self) -> None:
+        """Take part in the others' next sync, with what has been trained since the last.
+
+        For a group that has no samples to train on now, and may get some. It keeps the others from
+        ending, and they keep it from falling behind.
+        """
+        self._land()
+        self._roll_call.is_training = self._is_standing_by = True
+        try:
+            self.sync()
+        finally:
+            self._is_standing_by = False
+
+    def _land(self) -> None:
+        if any(fragment.is_in_flight for fragment in self._fragments):
+            with self._clock.blocking():
+                self._fragments[self.turn].perform_sync()
+                self.settle()
 
     def _hand_over(self) -> dict[str, Any]:
         """What a joiner takes over from this group."""

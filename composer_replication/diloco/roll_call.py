@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _VERSION, _SETTINGS = range(7)
+_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _VERSION, _CLAIM = range(7)
+_SETTINGS = _CLAIM + 6  # three numbers, of two columns each
 _DIGESTS = _SETTINGS + 2
 _BITS = 22
 """Of a number that a sum in fp32 keeps exactly, with room for the 1 that says it was given."""
@@ -35,18 +37,24 @@ class Syncing(Protocol):
     is_joining: bool
     device: torch.device
 
+    @property
+    def claim(self) -> Claim:
+        """How much of this group's samples its sync will have brought into the model."""
+        ...
+
 
 class RollCall:
     """A small table that the groups of a sync fill in, a row each, and sum with the messages.
 
-    It tells four things that torchft does not:
+    It tells five things that torchft does not:
 
     * whether all groups of the quorum were in this sum (under a quorum id that was used before they
       can be others, or fewer);
     * whether any group still trains or has steps to send: when none has, training is over for all;
     * whether all groups hold the same: their settings and their outer step at every sync, and a
       digest of each fragment every ``digest_every`` outer steps, after a heal and after a resume;
-    * which version of the settings all groups know, so that all adopt it at the same outer step.
+    * which version of the settings all groups know, so that all adopt it at the same outer step;
+    * how far each group's stream of samples is in the model once the sync has committed.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -63,6 +71,8 @@ class RollCall:
         self.is_over = self.are_all_joining = False
         self.known_version = self.agreed_version = 0
         """The newest settings that this group knows, and that all of the last sync knew."""
+        self.claims: list[Claim] = []
+        """Of the groups in the last sync."""
 
     def send(self, fragment: Syncing) -> RollCallWork:
         """Start the table's allreduce, for the sync of a fragment."""
@@ -76,6 +86,7 @@ class RollCall:
         table[rank, _HEALED] = float(self._state.was_taken)
         table[rank, _OUTER_STEP] = self._state.outer_step % 2**_BITS
         table[rank, _VERSION] = self.known_version % 2**_BITS
+        table[rank, _CLAIM:_SETTINGS] = torch.tensor(_as_columns(fragment.claim))
         table[rank, _SETTINGS:_DIGESTS] = torch.tensor(_as_numbers(self._state.settings_digest()))
         if self._digest_is_due():
             numbers = [n for digest in self._state.fragment_digests() for n in _as_numbers(digest)]
@@ -114,6 +125,7 @@ class RollCall:
         self.is_over = not table[:, _PENDING].any()
         self.are_all_joining = bool(table[:, _JOINING].all())
         self.agreed_version = int(table[:, _VERSION].min())
+        self.claims = [_as_claim(row) for row in table[:, _CLAIM:_SETTINGS].int().tolist()]
         self._state.was_given = self._state.was_taken = False
 
     def _check_settings(self, table: Tensor) -> None:
@@ -186,6 +198,15 @@ class RollCallWork:
         self._work.wait()
         self._roll_call.read(self._table)
         return True
+
+
+def _as_columns(claim: Claim) -> list[int]:
+    return [half for number in claim for half in divmod(number, 2**_BITS)]
+
+
+def _as_claim(columns: list[int]) -> Claim:
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    return Claim(*((high << _BITS) + low for high, low in pairs))
 
 
 def _as_numbers(digest: str) -> tuple[int, int]:

@@ -18,7 +18,9 @@ from composer_replication.coordinator.api import create_app
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
+from composer_replication.coordinator.run_model import fingerprint_of
 from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
 
 SETTINGS = DiLoCoSettings(sync_every=20, num_fragments=2, fragment_patterns=[["a*"], ["*"]])
@@ -44,9 +46,11 @@ def clock():
 def make(tmp_path, clock, *, settings=SETTINGS, token="secret", **arguments):
     database = Database(tmp_path / "state.sqlite")
     journal = Journal(database)
+    registry = Registry(database, journal, Versions("0.1.0", "2026.10.26"), 3.0, clock)
     app = create_app(
         RunSettings(database, journal, settings, "tiny.yaml", **arguments),
-        Registry(database, journal, Versions("0.1.0", "2026.10.26"), 3.0, clock),
+        registry,
+        Streams(database, registry, journal),
         journal,
         token=token,
         lighthouse_addr="http://head:1",
@@ -96,6 +100,7 @@ def test_info_has_every_setting_and_none_is_left_out(client):
     assert (told["num_replicas"], told["min_replicas"]) == (2, 1)
     assert told["lighthouse_addr"] == "http://head:1" and told["heartbeat_timeout_s"] == 3.0
     assert (told["settings_version"], told["settings_source"]) == (1, "tiny.yaml")
+    assert (told["outer_step"], told["model_fingerprint"]) == (0, None)
 
 
 def test_a_change_is_a_new_version_which_groups_hear_of_and_can_ask_for(client):
@@ -233,6 +238,155 @@ def test_the_status_shows_where_each_group_stands(client, clock):
     ]
 
 
+def test_the_model_of_the_run_has_a_fingerprint(client):
+    register(client, model=MODEL[::-1])
+    rows = [(row["name"], tuple(row["shape"]), row["dtype"]) for row in MODEL]
+    found = client.get("/v1/info").json()["model_fingerprint"]
+    assert found == fingerprint_of(rows) != fingerprint_of(rows[:1])
+    assert len(found) == 16
+
+
+# ---- samples -----------------------------------------------------------------------------------
+
+C4 = {"dataset_id": "data/c4 é", "length": 20, "seed": 7, "unit_size": 8}
+
+
+def post(client, path, **body):
+    return client.post(f"/v1/{path}", json=body)
+
+
+def open_stream(client, name="one/0", **changes):
+    told = {"name": name, "dataset_id": C4["dataset_id"], "replica_id": "0", "session": "one"}
+    return post(client, "streams", **told | changes)
+
+
+@pytest.fixture
+def stream(client):
+    register(client)
+    post(client, "datasets", **C4)
+    return open_stream(client).json()["stream"]
+
+
+def dataset(client):
+    return client.get("/v1/datasets/data/c4 é").json()
+
+
+def test_a_dataset_is_made_once(client):
+    for _ in range(2):
+        answer = post(client, "datasets", **C4)
+        assert (answer.status_code, answer.json()) == (201, {"dataset_id": C4["dataset_id"]})
+    assert dataset(client) == C4 | {"epochs": [], "trained_in_part": 0, "trained_twice": 0}
+    answer = post(client, "datasets", **C4 | {"seed": 8})
+    assert answer.status_code == 409 and "seed 7, not 8" in answer.json()["detail"]
+    answer = post(client, "datasets", dataset_id="d", length=2**40, seed=0, unit_size=1)
+    assert answer.status_code == 422 and "use 65536 or more" in answer.json()["detail"]
+    assert client.get("/v1/datasets/other").status_code == 422
+    assert open_stream(client).status_code == 201
+    assert open_stream(client, "x", dataset_id="other").status_code == 422
+
+
+def test_samples_from_a_lease_into_the_model(client, stream):
+    assert open_stream(client).json() == {"stream": stream}
+    assert open_stream(client, replica_id="1").status_code == 422
+    answers = [post(client, f"streams/{stream}/leases", number=n, epoch=0) for n in (0, 1, 2, 3)]
+    assert {answer.status_code for answer in answers} == {201}
+    leases = [answer.json() for answer in answers]
+    assert sorted(lease["unit"] for lease in leases[:3]) == [0, 1, 2]
+    sizes = [4 if lease["unit"] == 2 else 8 for lease in leases[:3]]
+    for number, lease in enumerate(leases[:3]):
+        expected = {"number": number, "epoch": 0, "unit": lease["unit"], "start": 0}
+        before = sum(sizes[:number])
+        expected |= {"stop": sizes[number], "stream_start": before, "is_open": True}
+        assert lease == expected
+    empty = {"number": 3, "epoch": 0, "unit": 0, "start": 0, "stop": 0, "stream_start": 20}
+    assert leases[3] == empty | {"is_open": True}
+    skipped = post(client, f"streams/{stream}/leases", number=9, epoch=0)
+    assert skipped.status_code == 422 and "so the next one has number 4" in skipped.json()["detail"]
+
+    report = {"outer_step": 3, "ledger": [[stream, 12, 16], [5, 1, 1]], "present": [stream]}
+    for _ in range(2):
+        answer = post(client, "commits", **report, age_s=0.5)
+        assert (answer.status_code, answer.json()) == (200, {"unknown": [5]})
+    (epoch,) = dataset(client)["epochs"]
+    assert (epoch["done"], epoch["leased"], epoch["available"]) == (12, 8, 0)
+    assert client.get("/v1/info").json()["outer_step"] == 3
+    answer = post(client, "commits", **report | {"ledger": [[stream, 21, 21]]}, age_s=0)
+    assert answer.status_code == 422 and "beyond the 20 samples" in answer.json()["detail"]
+
+
+def test_a_stream_is_released_and_reopened_and_the_run_rewound(client, stream):
+    for number in range(3):
+        post(client, f"streams/{stream}/leases", number=number, epoch=0)
+    answer = post(client, f"streams/{stream}/release", ledger=[[stream, 4, 6], [5, 0, 1]])
+    assert (answer.status_code, answer.json()) == (200, {"unknown": [5]})
+    told = dataset(client)
+    assert (told["epochs"][0]["available"], told["trained_in_part"]) == (16, 2)
+
+    answer = post(client, f"streams/{stream}/reopen", position=6, session="one")
+    assert (answer.status_code, answer.json()) == (200, {"stream": stream})
+    answer = post(client, f"streams/{stream}/reopen", position=3, session="one")
+    assert answer.status_code == 422 and "4 samples are committed" in answer.json()["detail"]
+
+    answer = post(client, "rewind", outer_step=2, ledger=[[stream, 1, 2]])
+    assert (answer.status_code, answer.json()) == (200, {"outer_step": 2})
+    assert dataset(client)["epochs"][0]["done"] == 1
+    status = client.get("/v1/status").json()
+    assert status["outer_step"] == 2 and status["datasets"] == [dataset(client)]
+    beat(client, outer_step=4)
+    assert client.get("/v1/status").json()["outer_step"] == 4
+
+
+def test_samples_that_others_have_are_gone(client, stream):
+    post(client, f"streams/{stream}/leases", number=0, epoch=0)
+    post(client, f"streams/{stream}/release", ledger=[])
+    other = open_stream(client, "two/0").json()["stream"]
+    post(client, f"streams/{other}/leases", number=0, epoch=0)
+    answer = post(client, f"streams/{stream}/reopen", position=0, session="one")
+    assert answer.status_code == 410 and "leased to others or done" in answer.json()["detail"]
+
+
+def test_a_stream_of_another_state_folder_is_not_found(client, stream):
+    for path, body in (
+        (f"streams/{stream + 1}/leases", {"number": 0, "epoch": 0}),
+        (f"streams/{stream + 1}/reopen", {"position": 0, "session": "one"}),
+        (f"streams/{stream + 1}/release", {"ledger": []}),
+        ("rewind", {"outer_step": 1, "ledger": [[stream + 1, 1, 1]]}),
+    ):
+        answer = post(client, path, **body)
+        assert answer.status_code == 404
+        assert f"does not know stream {stream + 1}" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"ledger": [[1, 2]]},
+        {"ledger": [[1, 2, 2], [1, 3, 3]]},
+        {"ledger": [[1, -1, 2]]},
+        {"age_s": -1},
+        {"age_s": "NaN"},
+        {"present": None},
+        {"outer_step": 2**53},
+    ],
+)
+def test_a_report_of_no_sense_is_refused(client, body):
+    report = {"outer_step": 1, "ledger": [], "present": [], "age_s": 0.0}
+    assert post(client, "commits", **report).status_code == 200
+    assert post(client, "commits", **report | body).status_code == 422
+
+
+def test_a_full_disk_is_told_as_such(tmp_path, clock):
+    client, database = make(tmp_path, clock)
+    post(client, "datasets", **C4)
+    with database.transaction() as cursor:
+        (pages,) = cursor.execute("PRAGMA page_count").fetchone()
+        cursor.execute(f"PRAGMA max_page_count = {pages}")
+    answers = [open_stream(client, f"{number:190}") for number in range(60)]
+    assert {answer.status_code for answer in answers} == {201, 507}
+    assert "The disk is full" in answers[-1].json()["detail"]
+    database.close()
+
+
 # ---- the boundary ----------------------------------------------------------------------------
 
 
@@ -252,6 +406,11 @@ def test_the_page_needs_no_internet(client):
 
 def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
     client, database = make(tmp_path, clock, token=None)
+    # Something to hit: few of the names and keys that are drawn would be known else.
+    post(client, "datasets", dataset_id="0", length=5, seed=0, unit_size=2)
+    post(client, "streams", name="0", dataset_id="0", replica_id="0", session="0")
+    with database.transaction() as cursor:
+        cursor.execute("UPDATE streams SET key = 1")
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app)
     seen = set()
     for result in schema.get_all_operations():
@@ -271,5 +430,5 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
         check()
     database.close()
     labels = {label for label, _ in seen}
-    assert len(labels) == 7
+    assert len(labels) == 15
     assert {kind for _, kind in seen} == {2, 4}

@@ -1,0 +1,125 @@
+"""The streams of samples of replica groups: whose they are, and when they end."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Set
+
+from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.registry import Registry
+from composer_replication.coordinator.unit_rows import check_count
+from composer_replication.coordinator.work_units import Ledger, WorkUnits
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS outer_step (
+    only INTEGER PRIMARY KEY CHECK (only = 1), outer_step INTEGER NOT NULL
+);
+"""
+
+
+class Streams:
+    """Takes the reports of what is in the model, and ends the streams of groups that are dead.
+
+    A group that missed a committed sync takes over the others' state before it takes part again,
+    so nothing more of its stream gets into the model, and what did is in that sync's ledger. That
+    is when the stream of a dead group ends: not before, for what it trained on may yet be synced.
+
+    Args:
+        database: Where all of it is kept.
+        registry: Of the replica groups; it tells who is dead.
+        journal: Told of samples that come back.
+    """
+
+    def __init__(self, database: Database, registry: Registry, journal: Journal) -> None:
+        self._database = database
+        self._registry = registry
+        self._journal = journal
+        self.units = WorkUnits(database)
+        database.execute_schema(_SCHEMA)
+
+    @property
+    def outer_step(self) -> int:
+        """The largest one reported; after a rewind, that of the checkpoint. 0 before any."""
+        with self._database.transaction() as cursor:
+            row = cursor.execute("SELECT outer_step FROM outer_step").fetchone()
+        return 0 if row is None or type(row[0]) is not int else row[0]
+
+    def commit(self, outer_step: int, ledger: Ledger, present: Set[int], age_s: float) -> list[int]:
+        """Take the report of a sync.
+
+        Args:
+            outer_step: Of the model after it.
+            ledger: Of that model.
+            present: The streams of the groups that took part.
+            age_s: How long ago it ended, in seconds.
+
+        Returns:
+            The streams in the ledger that are unknown.
+
+        Raises:
+            RefusedError: A stream has more than was leased; then nothing is noted at all.
+        """
+        check_count("outer_step", outer_step)
+        ended = self._registry.clock() - age_s
+        with self._database.transaction() as cursor:
+            unknown = self.units.commit(ledger)
+            if outer_step > self.outer_step:
+                _set_outer_step(cursor, outer_step)
+            for stream in self.units.open_streams():
+                if stream.stream not in present:
+                    died = self._registry.death_of(stream.replica_id, stream.session)
+                    if died is not None and ended > died:
+                        self._close(stream.stream, stream.replica_id)
+        return unknown
+
+    def release(self, stream: int, ledger: Ledger) -> list[int]:
+        """A group gives up its stream: it has ended, or has taken over the others' state.
+
+        Args:
+            stream: Its key.
+            ledger: Of the model as the group has it.
+
+        Returns:
+            The streams in the ledger that are unknown.
+
+        Raises:
+            UnknownStream: There is no such stream.
+            RefusedError: A stream has more than was leased; then nothing is noted at all.
+        """
+        with self._database.transaction():
+            unknown = self.units.commit(ledger)
+            self._close(stream, self.units.owner(stream))
+        return unknown
+
+    def rewind(self, outer_step: int, ledger: Ledger) -> None:
+        """The run goes on from a checkpoint.
+
+        Args:
+            outer_step: Of its model.
+            ledger: Of its model; see ``WorkUnits.rewind`` for what is undone.
+
+        Raises:
+            UnknownStream: The checkpoint has samples of a stream of another state folder.
+            RefusedError: A stream has more than was leased; in either case nothing changes.
+        """
+        check_count("outer_step", outer_step)
+        with self._database.transaction() as cursor:
+            self.units.rewind(ledger)
+            if outer_step != self.outer_step:
+                self._journal.tell(
+                    f"the run goes on from outer step {outer_step}, not {self.outer_step}"
+                )
+                _set_outer_step(cursor, outer_step)
+
+    def _close(self, stream: int, replica_id: str) -> None:
+        samples, in_part = self.units.close(stream)
+        if samples:
+            part = f", {in_part} of them in part of the model" if in_part else ""
+            self._journal.tell(
+                f"replica group {replica_id}'s samples come back: {samples} not committed{part}"
+            )
+
+
+def _set_outer_step(cursor: sqlite3.Cursor, outer_step: int) -> None:
+    cursor.execute("INSERT OR REPLACE INTO outer_step VALUES (1, ?)", (outer_step,))

@@ -1,0 +1,146 @@
+"""A replica group's share of the data, for the callback: under a coordinator or without one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from composer import State
+from composer.core import TimeUnit
+
+from composer_replication.composer_job import replica_id_of
+from composer_replication.coordinated_run import CoordinatedRun
+from composer_replication.data_leases import DataLeases
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.fixed_shards import FixedShards
+from composer_replication.options import ReplicaOptions
+from composer_replication.replica_loader import ReplicaDataLoader
+from composer_replication.sample_stream import Place
+
+
+class DataShare:
+    """What a group reads of a dataset that is shared out, and where it stands in that.
+
+    Args:
+        loader: Of this rank.
+        options: Of this group.
+        leases: From the coordinator; None for a fixed share.
+    """
+
+    POLL_S = 0.2
+
+    def __init__(
+        self, loader: ReplicaDataLoader, options: ReplicaOptions, leases: DataLeases | None
+    ) -> None:
+        self._loader = loader
+        self._options = options
+        self._leases = leases
+        self._loaded = Place()
+        self._epoch, self._is_last_epoch = 0, False
+        loader.connect()
+
+    @classmethod
+    def of(
+        cls, state: State, options: ReplicaOptions, run: CoordinatedRun | None
+    ) -> DataShare | None:
+        """The share of a job, if its training loader is a ``ReplicaDataLoader``.
+
+        Raises:
+            CoordinatorAwayError: The coordinator does not answer.
+            RefusedByCoordinatorError: It knows the dataset as another one.
+        """
+        loader: Any = state.train_dataloader
+        if not isinstance(loader, ReplicaDataLoader):
+            return None
+        share = cls(loader, options, DataLeases(options, loader, run.session) if run else None)
+        state.dataloader_len = -1  # read it again: it has none from now on
+        return share
+
+    @property
+    def place(self) -> Place:
+        """Where in the stream the samples of the last batch end."""
+        return self._loader.place
+
+    def place_state(self) -> dict[str, int]:
+        """The same for a checkpoint."""
+        return asdict(self._loader.place)
+
+    def load_place(self, reading: Mapping[str, Any]) -> None:
+        """Take it from one."""
+        self._loaded = Place(reading.get("number", 0), reading["position"])
+
+    def start(self, diloco: DiLoCo, stream: int, stand_by: Callable[[], None]) -> None:
+        """Begin to read, once the group has joined the others.
+
+        Args:
+            diloco: Which has joined.
+            stream: The checkpoint's, 0 for none.
+            stand_by: Takes part in a sync without samples, on every rank, and tells of it.
+
+        Raises:
+            ValueError: The group's name says no share, or see ``DataLeases.start``.
+        """
+        if self._leases is None:
+            shards = fixed_shards(self._options, self._loader)
+            self._loader.read(shards, self._loaded, lambda: False)
+            return
+        has_more = lambda: self._has_more(diloco, stand_by)  # noqa: E731
+        self._leases.start(diloco, self._loaded, stream, has_more)
+
+    def before_batch(self, state: State) -> None:
+        """Composer is about to ask for a batch."""
+        now, end = state.timestamp, state.max_duration
+        self._epoch = now.epoch.value
+        in_epochs = end.value if end is not None and end.unit == TimeUnit.EPOCH else None
+        self._is_last_epoch = in_epochs is not None and self._epoch + 1 >= in_epochs
+        self._loader.begin(self._epoch, now.batch_in_epoch.value)
+
+    def _has_more(self, diloco: DiLoCo, stand_by: Callable[[], None]) -> bool:
+        """Where the stream pauses: stay with the others until there is more, or no more."""
+        assert self._leases is not None, "it asks"
+        while True:
+            found = self._leases.look(self._epoch, self._is_last_epoch)
+            if found != "stand by":
+                return found == "more"
+            outer_step, reader = diloco.outer_step, self._loader.reader
+            stand_by()
+            if self._loader.reader is not reader:
+                return True  # healed, with another stream to read
+            if self._loader.is_closed:
+                self._leases.begin_stream(diloco)
+                return True
+            if diloco.outer_step == outer_step:
+                time.sleep(self.POLL_S)
+
+    def tell_sync(self, diloco: DiLoCo) -> None:
+        """After a sync."""
+        if self._leases is not None:
+            self._leases.tell_sync(diloco)
+
+    def end(self, diloco: DiLoCo) -> None:
+        """Training is over."""
+        if self._leases is not None:
+            self._leases.end(diloco)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._loader.pause()
+        if self._leases is not None:
+            self._leases.close()
+
+
+def fixed_shards(options: ReplicaOptions, loader: ReplicaDataLoader) -> FixedShards:
+    """Without a coordinator: this group's own units.
+
+    Raises:
+        ValueError: The group's name is no number, or there are fewer units than groups.
+    """
+    replica_id, num_replicas = replica_id_of(options), options.num_replicas or 1
+    if not replica_id.isdecimal() or int(replica_id) >= num_replicas:
+        raise ValueError(
+            f"replica_id={replica_id!r} says no share of the data: number the {num_replicas} "
+            f"groups 0 to {num_replicas - 1}, or use a coordinator"
+        )
+    return FixedShards(loader.spec, int(replica_id), num_replicas)

@@ -1,0 +1,219 @@
+"""When the stream of a replica group ends. Run: pytest tests/coordinator/test_streams.py
+
+Real: SQLite in ``tmp_path``, the registry and the work units; only the clock is ours.
+"""
+
+import pytest
+
+from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.registry import Registry, Versions
+from composer_replication.coordinator.streams import Streams
+from composer_replication.coordinator.unit_rows import UnknownStream
+
+TIMEOUT_S = 3.0
+VERSIONS = Versions("0.1.0", "2026.10.26")
+UNIT_SIZE = 8
+
+
+class Service:
+    """A coordinator without HTTP, on a clock that stands still."""
+
+    def __init__(self, path):
+        self.path = path
+        self.now = 1000.0
+        self.start()
+        self.streams.units.create_dataset("c4", 80, 0, UNIT_SIZE)
+
+    def start(self):
+        self.database = Database(self.path)
+        self.journal = Journal(self.database)
+        self.registry = Registry(self.database, self.journal, VERSIONS, TIMEOUT_S, lambda: self.now)
+        self.streams = Streams(self.database, self.registry, self.journal)
+
+    def restart(self):
+        self.database.close()
+        self.start()
+
+    def register(self, replica_id, session):
+        model = [("weight", (2,), "torch.float32")]
+        self.registry.register(replica_id, session, {"host": "here"}, VERSIONS, model)
+
+    def begin(self, replica_id, session, leases=2):
+        """A group registers, and leases some units of a stream of its own."""
+        self.register(replica_id, session)
+        units = self.streams.units
+        stream = units.open_stream(f"{session}/0", "c4", replica_id, session)
+        for number in range(leases):
+            units.lease(stream, number, 0)
+        return stream
+
+    def beat(self, replica_id, session):
+        self.registry.heartbeat(replica_id, session, {})
+
+    def report(self, present, age_s=0.0, ledger=None, outer_step=1):
+        return self.streams.commit(outer_step, ledger or {}, set(present), age_s)
+
+    def open(self):
+        return {stream.stream for stream in self.streams.units.open_streams()}
+
+    def told(self):
+        return [event["text"] for event in self.journal.events() if "come back" in event["text"]]
+
+
+@pytest.fixture
+def service(tmp_path):
+    service = Service(tmp_path / "coordinator.db")
+    yield service
+    service.database.close()
+
+
+@pytest.fixture
+def a(service):
+    return service.begin("0", "a")
+
+
+@pytest.fixture
+def b(service, a):
+    return service.begin("1", "b")
+
+
+def test_a_silent_group_ends_with_the_first_sync_without_it(service, a, b):
+    service.now += TIMEOUT_S + 0.5
+    service.beat("0", "a")
+    assert service.open() == {a, b}, "silence alone ends nothing: a sync with it may be under way"
+    service.report([a, b])
+    assert service.open() == {a, b}, "it has taken part"
+    service.report([a], ledger={a: (4, 4), b: (3, 5)})
+    assert service.open() == {a}
+    assert service.told() == [
+        "replica group 1's samples come back: 13 not committed, 2 of them in part of the model"
+    ]
+    service.report([a])
+    assert len(service.told()) == 1
+    assert service.streams.units.lease(b, 2, 0).stop == 0, "if it was only stopped, it gets no more"
+
+
+def test_an_absent_group_that_is_alive_goes_on(service, a, b):
+    service.now += 60.0
+    service.beat("1", "b")
+    service.report([a])
+    assert b in service.open()
+
+
+def test_a_sync_that_ended_within_the_time_of_a_silent_group_ends_nothing(service, a, b):
+    service.now += 10.0
+    service.report([a], age_s=10.0 - TIMEOUT_S)
+    assert service.open() == {a, b}
+    service.report([a], age_s=10.0 - TIMEOUT_S - 0.1)
+    assert service.open() == {a}
+
+
+def test_a_group_that_is_heard_of_again_goes_on(service, a, b):
+    service.now += 10.0
+    service.beat("1", "b")
+    service.report([a], age_s=5.0)
+    assert b in service.open()
+
+
+def test_a_report_from_before_a_group_registered_does_not_end_its_stream(service, a):
+    service.now += 10.0
+    b = service.begin("1", "b")
+    service.report([a], age_s=1.0)
+    service.now += 0.5
+    service.report([a])
+    assert b in service.open()
+
+
+def test_a_group_that_registered_anew_ends_its_old_stream(service, a, b):
+    service.now += 5.0
+    later = service.begin("1", "another life")
+    assert service.open() == {a, b, later}
+    service.now += 1.0
+    service.report([a, later], age_s=1.5)
+    assert b in service.open(), "that sync was before: b may have been in a later one"
+    service.report([a, later], age_s=0.5)
+    assert service.open() == {a, later}
+    assert service.told() == ["replica group 1's samples come back: 16 not committed"]
+
+
+def test_registering_again_with_the_same_session_ends_nothing(service, a, b):
+    service.now += 1.0
+    service.register("1", "b")
+    service.report([a])
+    assert b in service.open()
+    service.now += 1.0
+    assert service.registry.death_of("1", "an older life") == service.now - 2.0
+
+
+def test_a_group_that_has_left_ends(service, a, b):
+    service.now += 1.0
+    service.registry.leave("1", "b")
+    service.now += 1.0
+    service.report([a], age_s=1.5)
+    assert b in service.open(), "it may have been in a sync after that one"
+    service.report([a])
+    assert service.open() == {a}
+
+
+def test_a_restarted_service_gives_silent_groups_their_time_again(service, a, b):
+    service.now += 60.0
+    service.restart()
+    service.now += TIMEOUT_S - 0.1
+    service.report([])
+    assert service.open() == {a, b}
+    service.beat("0", "a")
+    service.now += 0.2
+    service.report([])
+    assert service.open() == {a}
+
+
+def test_a_restarted_service_knows_who_was_replaced(service, a, b):
+    service.now += 5.0
+    service.register("1", "another life")
+    service.restart()
+    service.now += 1.0
+    service.report([a], age_s=1.5)
+    assert b in service.open(), "it does not know when that was, only that it was before it began"
+    service.report([a], age_s=0.5)
+    assert service.open() == {a}
+
+
+def test_a_group_that_gives_up_its_stream_says_what_the_model_has(service, a, b):
+    assert service.streams.release(b, {b: (3, 3), a: (1, 1), 2**40: (1, 1)}) == [2**40]
+    (epoch,) = service.streams.units.progress("c4")
+    assert (service.open(), epoch.done, epoch.leased) == ({a}, 4, 15)
+    assert service.told() == ["replica group 1's samples come back: 13 not committed"]
+    with pytest.raises(UnknownStream):
+        service.streams.release(2**40, {a: (5, 5)})
+    assert service.streams.units.progress("c4")[0].done == 4, "nothing of it is noted"
+
+
+def test_a_stream_that_is_all_in_the_model_ends_silently(service, a):
+    service.streams.release(a, {a: (16, 16)})
+    assert service.open() == set() and service.told() == []
+
+
+def test_a_report_that_cannot_be_ends_nothing(service, a, b):
+    service.now += 60.0
+    with pytest.raises(ValueError, match="is beyond the 16 samples"):
+        service.report([a], ledger={a: (1, 1), b: (17, 17)}, outer_step=7)
+    assert service.open() == {a, b} and service.streams.outer_step == 0
+
+
+def test_the_largest_outer_step_is_remembered_until_a_rewind(service, a):
+    assert service.streams.outer_step == 0
+    for outer_step in (4, 9, 6):
+        service.report([a], outer_step=outer_step, ledger={a: (outer_step, outer_step)})
+    assert service.streams.outer_step == 9
+    service.restart()
+    assert service.streams.outer_step == 9
+    for _ in range(2):
+        service.streams.rewind(5, {a: (5, 5)})
+    assert service.streams.outer_step == 5
+    assert service.streams.units.progress("c4")[0].done == 5
+    events = [event["text"] for event in service.journal.events()]
+    assert events[1:] == ["the run goes on from outer step 5, not 9"]
+    with pytest.raises(UnknownStream):
+        service.streams.rewind(3, {2**40: (1, 1)})
+    assert service.streams.outer_step == 5

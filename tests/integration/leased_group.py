@@ -1,0 +1,102 @@
+"""A replica group whose model records which samples it has been trained on. See test_leases.py.
+
+Sample ``i`` moves coordinate ``i`` of three vectors, by 1, t and t^2, where t is another number in
+every batch. In the end the first says whether the sample is in the model, and the three together
+whether it was trained on once: only then is the square of the second the product of the others.
+"""
+
+import os
+import random
+import time
+
+import torch
+from composer import Trainer
+from composer.models import ComposerModel
+from torch.utils.data import Dataset
+
+from composer_replication import DiLoCoCallback, ReplicaDataLoader
+
+
+class Ids(Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Memory(ComposerModel):
+    def __init__(self, length, fragments, step_s):
+        super().__init__()
+        self.step_s = step_s
+        self.moments = torch.nn.ModuleList(
+            torch.nn.Linear(length, 3, bias=False) for _ in range(fragments)
+        )
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+        self.draw = random.SystemRandom()
+
+    def forward(self, batch):
+        time.sleep(self.step_s)
+        t = self.draw.uniform(0.5, 2.0)
+        weights = torch.tensor([1.0, t, t * t])
+        return sum((weights @ moment.weight[:, batch]).sum() for moment in self.moments)
+
+    def loss(self, outputs, batch):
+        return outputs
+
+
+def train(plan, replica_id, environ):
+    """One life of a group. It ends when the epochs are over."""
+    os.environ.update(environ | {"REPLICA_GROUP_ID": str(replica_id)})
+    torch.set_num_threads(1)
+    model = Memory(plan["length"], plan["fragments"], plan["step_s"])
+    diloco = DiLoCoCallback(timeout=20.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
+    folder = f"{plan['run_dir']}/replica_{replica_id}"
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
+        train_dataloader=ReplicaDataLoader(
+            Ids(plan["length"]),
+            batch_size=plan["batch_size"],
+            dataset_id="ids",
+            unit_size=plan["unit_size"],
+            num_workers=plan.get("num_workers", 0),
+        ),
+        max_duration=f"{plan['epochs']}ep",
+        callbacks=[diloco],
+        device="cpu",
+        seed=1,
+        progress_bar=False,
+        auto_log_hparams=False,
+        **(
+            {
+                "autoresume": True,
+                "run_name": "ids",
+                "save_folder": f"{folder}/checkpoints",
+                "save_interval": plan["save_interval"],
+                "save_overwrite": True,
+                "save_num_checkpoints_to_keep": 3,
+            }
+            if "save_interval" in plan
+            else {}
+        ),
+    )
+    trainer.fit()
+    weights = [moment.weight.detach().clone() for moment in model.moments]
+    torch.save(
+        {"digest": diloco.result["global_digest"], "moments": weights}, f"{folder}/trained.pt"
+    )
+    trainer.close()
+
+
+def what_is_in(moments):
+    """By fragment: which samples are in the model, and which of these more than once."""
+    for fragment in moments:
+        first, second, third = fragment.double()
+        is_in = first != 0
+        spread = first * third - second * second
+        yield is_in, is_in & (spread.abs() > 1e-5 * (first * third).abs())

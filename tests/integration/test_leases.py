@@ -1,0 +1,169 @@
+"""Every sample of an epoch is in the model once, whoever is killed and whenever.
+
+Run: pytest tests/integration/test_leases.py. Real: groups in processes of their own, which are
+killed with SIGKILL, the command `coordinator` in one more, lighthouse, gloo. The final model itself
+says what it has been trained on, see leased_group.py.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from integration.leased_group import train, what_is_in
+from integration.test_coordinator import TOKEN, Run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+SETTINGS = "{outer_lr: 0.7, sync_every: 12, num_fragments: FRAGMENTS}"
+GROUPS = 3
+
+
+class LeaseRun(Run):
+    """A coordinator, and groups that are started again when they have died."""
+
+    def __init__(self, folder, **plan):
+        self.plan = {
+            "run_dir": str(folder / "run"),
+            "length": 4000,
+            "fragments": 1,
+            "step_s": 0.02,
+            "batch_size": 4,
+            "unit_size": 64,
+            "epochs": 1,
+        } | plan
+        super().__init__(folder)
+        # Importing Composer takes seconds: each life of a group is forked off after that.
+        self.spawn = multiprocessing.get_context("forkserver")
+        self.spawn.set_forkserver_preload(["composer_replication.callback", "composer"])
+        self.lives = {}
+        self.num_lives = 0
+
+    def start_coordinator(self):
+        text = self.config.read_text()
+        settings = SETTINGS.replace("FRAGMENTS", str(self.plan["fragments"]))
+        head = text.partition("callbacks:")[0]
+        self.config.write_text(f"{head}callbacks: {{diloco: {settings}}}\n")
+        return super().start_coordinator()
+
+    def start_group(self, replica_id):
+        environ = {
+            "COMPOSER_REPLICATION_COORDINATOR": self.address,
+            "COMPOSER_REPLICATION_TOKEN": TOKEN,
+            "FSDP_VERSION": "2",
+        }
+        life = self.spawn.Process(target=train, args=(self.plan, replica_id, environ))
+        life.start()
+        self.lives[replica_id] = life
+        self.num_lives += 1
+
+    def wait_for_outer_steps(self, count):
+        self.wait_until(lambda: self.status()["outer_step"] >= count)
+
+    def wait_until(self, is_so, timeout_s=120):
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < deadline, self.status()
+            time.sleep(0.05)
+
+    def status(self):
+        return self.ask("GET", "/v1/status").json()
+
+    def those_in_training(self):
+        return {
+            int(replica["replica_id"])
+            for replica in self.status()["replicas"]
+            if replica["is_alive"] and replica.get("phase") == "training"
+        } & {replica_id for replica_id, life in self.lives.items() if life.is_alive()}
+
+    def restart_the_dead(self):
+        """Whether all have ended well."""
+        for replica_id, life in self.lives.items():
+            if life.exitcode not in (None, 0):
+                assert life.exitcode == -signal.SIGKILL, f"group {replica_id}: {life.exitcode}"
+                self.start_group(replica_id)
+        return all(life.exitcode == 0 for life in self.lives.values())
+
+    def check_that_all_is_in_once(self):
+        trained = [
+            torch.load(f"{self.plan['run_dir']}/replica_{i}/trained.pt") for i in range(GROUPS)
+        ]
+        assert len({one["digest"] for one in trained}) == 1
+        for is_in, is_in_twice in what_is_in(trained[0]["moments"]):
+            assert is_in.all(), f"{(~is_in).sum()} missing: {(~is_in).nonzero()[:9].flatten()}"
+            yield int(is_in_twice.sum())
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    runs = []
+
+    def make(**plan):
+        runs.append(LeaseRun(tmp_path, **plan))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        for process in [*run.processes, *run.lives.values()]:
+            process.kill()
+        for process in run.processes:
+            process.communicate()
+
+
+def kill_at_random(run, kills, draw, coordinator_every_s=None):
+    """Kill groups, and the coordinator, until all kills are done and all groups have ended."""
+    next_kill = time.monotonic() + 3.0
+    next_coordinator = time.monotonic() + (coordinator_every_s or 1e9)
+    coordinator_kills = 0
+    while not run.restart_the_dead():
+        now = time.monotonic()
+        if kills and now > next_kill:
+            replica_id = draw.randrange(GROUPS)
+            # Whoever dies, somebody who has the state lives: this is not about checkpoints.
+            if run.lives[replica_id].is_alive() and run.those_in_training() - {replica_id}:
+                os.kill(run.lives[replica_id].pid, signal.SIGKILL)
+                run.lives[replica_id].join()
+                kills -= 1
+                next_kill = now + draw.uniform(2.0, 7.0)
+        if now > next_coordinator:
+            run.coordinator.kill()
+            run.coordinator.wait()
+            run.coordinator = run.start_coordinator()
+            coordinator_kills += 1
+            next_coordinator = now + coordinator_every_s
+        time.sleep(0.02)
+    assert not kills, f"the epoch was over before the last {kills} kills"
+    return coordinator_kills
+
+
+def test_without_any_kill(run_of):
+    run = run_of(length=2000)
+    for replica_id in range(GROUPS):
+        run.start_group(replica_id)
+    run.wait_until(run.restart_the_dead)
+    assert list(run.check_that_all_is_in_once()) == [0]
+
+
+@pytest.mark.parametrize(("fragments", "coordinator_every_s"), [(1, None), (2, 20.0)])
+def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
+    """With two fragments the coordinator is killed too, every 20 s."""
+    run = run_of(length=24000, fragments=fragments)
+    for replica_id in range(GROUPS):
+        run.start_group(replica_id)
+    run.wait_for_outer_steps(2)
+    draw = random.Random(fragments)
+    coordinator_kills = kill_at_random(run, 10, draw, coordinator_every_s)
+    assert run.num_lives == GROUPS + 10
+    assert coordinator_every_s is None or coordinator_kills >= 2
+
+    twice = list(run.check_that_all_is_in_once())
+    (dataset,) = run.status()["datasets"]
+    (epoch,) = dataset["epochs"]
+    assert epoch["done"] == 24000 and epoch["leased"] == epoch["available"] == 0
+    # A fragment has again what a group that died had brought into the other one alone: it is known.
+    assert sum(twice) <= dataset["trained_in_part"] and min(twice) == 0
+    if fragments == 1:
+        assert sum(twice) == dataset["trained_in_part"] == dataset["trained_twice"] == 0
