@@ -72,8 +72,8 @@ def test_the_package_itself_is_light_and_lists_its_public_names():
     assert output.stdout.strip() == names
 
 
-# Composer brings some of these along (torchmetrics imports matplotlib where there is one), so what is
-# looked at is what our own modules import, all the way down.
+# Composer brings some of these along (torchmetrics imports matplotlib where there is one), so what
+# is looked at is what our own modules import, all the way down.
 
 
 @pytest.mark.parametrize("module", ["diloco/algorithm.py", "callback.py", "replica_loader.py"])

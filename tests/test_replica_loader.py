@@ -14,6 +14,8 @@ from composer_replication.fixed_shards import FixedShards
 from composer_replication.replica_loader import MapStyle
 from composer_replication.sample_stream import DatasetSpec, Lease, Place, StreamReader
 
+START = Place()
+
 
 class Numbers(Dataset):
     def __init__(self, length=100):
@@ -44,7 +46,7 @@ class Listed:
         return self.leases[number]
 
 
-def loader_of(source, place=Place(), length=100, has_more=lambda: False, epoch=0, done=0, **own):
+def loader_of(source, place=START, length=100, has_more=lambda: False, epoch=0, done=0, **own):
     own = {"batch_size": 4, "unit_size": 10, "dataset_id": "numbers"} | own
     loader = ReplicaDataLoader(Numbers(length), **own)
     loader.read(source, place, has_more)
@@ -218,14 +220,18 @@ def test_a_dataset_that_can_also_be_indexed_will_do():
 # Fixed shards.
 
 
+def parts(reader, count, epoch):
+    while taken := reader.take(count, epoch):
+        yield taken
+
+
 @pytest.mark.parametrize(("length", "groups"), [(100, 3), (95, 2), (41, 4), (7, 1)])
 def test_fixed_shards_are_all_of_an_epoch_once_and_another_order_every_epoch(length, groups):
     spec = DatasetSpec("numbers", length, seed=3, unit_size=10)
     orders = []
     readers = [StreamReader(spec, FixedShards(spec, g, groups), Place()) for g in range(groups)]
     for epoch in range(3):
-        shares = [list(itertools.chain(*iter(lambda r=r: r.take(4, epoch), []))) for r in readers]
-        everything = [x for share in shares for x in share]
+        everything = [x for reader in readers for part in parts(reader, 4, epoch) for x in part]
         assert sorted(everything) == list(range(length))
         orders.append(everything)
     assert orders[0] != orders[1] != orders[2]
@@ -241,7 +247,7 @@ def test_fixed_shards_resume_anywhere():
             places.append((epoch, reader.place))
     for index, (epoch, place) in enumerate(places):
         again = StreamReader(spec, FixedShards(spec, 1, 2), place)
-        rest = [t for e in range(epoch, 3) for t in iter(lambda e=e: again.take(3, e), [])]
+        rest = [part for later in range(epoch, 3) for part in parts(again, 3, later)]
         assert rest == found[index + 1 :]
 
 

@@ -36,6 +36,8 @@ class Streams:
         self._registry = registry
         self._journal = journal
         self.units = WorkUnits(database)
+        self._newest: tuple[int, Set[int]] = (0, set())
+        """The last outer step that this process has heard of, and who took part in it."""
         database.execute_schema(_SCHEMA)
 
     @property
@@ -66,6 +68,7 @@ class Streams:
             unknown = self.units.commit(ledger)
             if outer_step > self.outer_step:
                 _set_outer_step(cursor, outer_step)
+                self._newest = outer_step, present
             for stream in self.units.open_streams():
                 if stream.stream not in present:
                     died = self._registry.death_of(stream.replica_id, stream.session)
@@ -95,6 +98,9 @@ class Streams:
     def rewind(self, outer_step: int, ledger: Ledger) -> None:
         """The run goes on from a checkpoint.
 
+        Every group of a start says so. One that comes late with it changes nothing: a group of that
+        start has taken part in a later outer step by then, and lives.
+
         Args:
             outer_step: Of its model.
             ledger: Of its model; see ``WorkUnits.rewind`` for what is undone.
@@ -105,12 +111,24 @@ class Streams:
         """
         check_count("outer_step", outer_step)
         with self._database.transaction() as cursor:
+            if self._has_gone_on_from(outer_step):
+                self._journal.tell(f"the run has gone on from outer step {outer_step} already")
+                return
             self.units.rewind(ledger)
             if outer_step != self.outer_step:
                 self._journal.tell(
                     f"the run goes on from outer step {outer_step}, not {self.outer_step}"
                 )
                 _set_outer_step(cursor, outer_step)
+            self._newest = outer_step, set()
+
+    def _has_gone_on_from(self, outer_step: int) -> bool:
+        newest, present = self._newest
+        return newest > outer_step and any(
+            self._registry.death_of(stream.replica_id, stream.session) is None
+            for stream in self.units.open_streams()
+            if stream.stream in present
+        )
 
     def _close(self, stream: int, replica_id: str) -> None:
         samples, in_part = self.units.close(stream)

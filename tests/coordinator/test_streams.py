@@ -57,6 +57,9 @@ class Service:
     def open(self):
         return {stream.stream for stream in self.streams.units.open_streams()}
 
+    def done(self):
+        return sum(epoch.done for epoch in self.streams.units.progress("c4"))
+
     def told(self):
         return [event["text"] for event in self.journal.events() if "come back" in event["text"]]
 
@@ -217,3 +220,19 @@ def test_the_largest_outer_step_is_remembered_until_a_rewind(service, a):
     with pytest.raises(UnknownStream):
         service.streams.rewind(3, {2**40: (1, 1)})
     assert service.streams.outer_step == 5
+
+
+def test_a_rewind_that_comes_late_changes_nothing(service, a, b):
+    """Each group of a start says where it goes on; one is held up until others have synced."""
+    service.streams.rewind(0, {})
+    service.report([a, b], ledger={a: (8, 8), b: (8, 8)}, outer_step=1)
+    service.streams.rewind(0, {})
+    assert service.done() == 16 and service.streams.outer_step == 1
+
+
+def test_a_rewind_after_the_death_of_all_is_one(service, a):
+    service.report([a], ledger={a: (8, 8)}, outer_step=1)
+    service.now += TIMEOUT_S + 1
+    service.begin("0", "another", leases=0)
+    service.streams.rewind(0, {})
+    assert service.done() == 0 and service.streams.outer_step == 0

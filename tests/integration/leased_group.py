@@ -8,6 +8,7 @@ whether it was trained on once: only then is the square of the second the produc
 import os
 import random
 import time
+from pathlib import Path
 
 import torch
 from composer import Trainer
@@ -15,6 +16,7 @@ from composer.models import ComposerModel
 from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
+from composer_replication.checkpoint_files import newest_whole
 
 
 class Ids(Dataset):
@@ -56,6 +58,7 @@ def train(plan, replica_id, environ):
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
     diloco = DiLoCoCallback(timeout=20.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
     folder = f"{plan['run_dir']}/replica_{replica_id}"
+    newest = newest_whole(Path(folder) / "checkpoints")
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -74,8 +77,7 @@ def train(plan, replica_id, environ):
         auto_log_hparams=False,
         **(
             {
-                "autoresume": True,
-                "run_name": "ids",
+                "load_path": str(newest) if newest is not None else None,
                 "save_folder": f"{folder}/checkpoints",
                 "save_interval": plan["save_interval"],
                 "save_overwrite": True,
