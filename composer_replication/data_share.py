@@ -119,8 +119,10 @@ class DataShare:
         if self._leases is not None:
             self._leases.tell_sync(diloco)
 
-    def end(self, diloco: DiLoCo) -> None:
-        """Training is over."""
+    def end(self, diloco: DiLoCo, state: State) -> None:
+        """Training is over; there may be another fit."""
+        self._loader.disconnect()
+        state.dataloader_len = -1
         if self._leases is not None:
             self._leases.end(diloco)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
+from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -127,12 +130,28 @@ def start_lighthouse(
     Returns:
         The server; ``address()`` is what groups need, ``shutdown()`` ends it.
     """
-    from torchft.coordination import LighthouseServer
-
-    return LighthouseServer(
+    return _compiled_torchft().LighthouseServer(
         bind=bind,
         min_replicas=min_replicas,
         join_timeout_ms=join_timeout_ms,
         quorum_tick_ms=50,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
+
+
+def _compiled_torchft() -> Any:
+    """torchft's compiled half, which has the lighthouse.
+
+    By itself: importing torchft imports torch, which takes 1.5 s and 450 MB, and a coordinator needs
+    neither. Whoever imports torchft afterwards gets this very module.
+    """
+    name = "torchft._torchft"
+    if name not in sys.modules:
+        package = find_spec("torchft")
+        spec = package and PathFinder.find_spec(name, package.submodule_search_locations)
+        if spec is None or spec.loader is None:
+            raise ImportError("torchft is not installed: pip install composer-replication")
+        module = module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -112,6 +112,11 @@ class ReplicaDataLoader(DataLoader):
         self._is_connected = True
         self.pause()
 
+    def disconnect(self) -> None:
+        """It has."""
+        self._is_connected = False
+        self.pause()
+
     def __len__(self) -> int:
         """Batches of an epoch, if nobody shares it."""
         if self._is_connected:

@@ -7,6 +7,8 @@ anything else: the failure it prevents is a silent one.
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -186,3 +188,14 @@ def test_with_an_empty_module_torchfts_fragment_backs_up_nothing():
 
     (fragment,) = simulate(replica, num_replicas=1)
     assert fragment.original_parameters == {}
+
+
+def test_the_compiled_half_is_loaded_without_the_package_and_is_the_same_one():
+    program = (
+        "import sys; from composer_replication.lighthouse import start_lighthouse;"
+        "server = start_lighthouse(bind='127.0.0.1:0'); assert 'torch' not in sys.modules;"
+        "import torchft.coordination as c; assert type(server) is c.LighthouseServer;"
+        "server.shutdown()"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr

@@ -48,6 +48,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "torchft.manager._ManagedWork": ("_work",),
     "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
+    "torchft._torchft.LighthouseServer": ("address", "shutdown"),
 }
 """Every private torchft name this package touches, by the class that has it."""
 

@@ -1,8 +1,9 @@
 """A replica group whose model records which samples it has been trained on. See test_leases.py.
 
-Sample ``i`` moves coordinate ``i`` of three vectors, by 1, t and t^2, where t is another number in
-every batch. In the end the first says whether the sample is in the model, and the three together
-whether it was trained on once: only then is the square of the second the product of the others.
+Sample ``i`` moves coordinate ``i`` of five vectors, by 1, t, t^2, u and u^2, where t and u are other
+numbers in every batch. In the end the first says whether the sample is in the model, and the others
+whether it was trained on once: only then is the square of the second the product of the first and
+the third, and so on.
 """
 
 import os
@@ -35,7 +36,7 @@ class Memory(ComposerModel):
         super().__init__()
         self.step_s = step_s
         self.moments = torch.nn.ModuleList(
-            torch.nn.Linear(length, 3, bias=False) for _ in range(fragments)
+            torch.nn.Linear(length, 5, bias=False) for _ in range(fragments)
         )
         for parameter in self.parameters():
             torch.nn.init.zeros_(parameter)
@@ -43,8 +44,8 @@ class Memory(ComposerModel):
 
     def forward(self, batch):
         time.sleep(self.step_s)
-        t = self.draw.uniform(0.5, 2.0)
-        weights = torch.tensor([1.0, t, t * t])
+        t, u = (2 ** self.draw.uniform(-2, 2) for _ in range(2))
+        weights = torch.tensor([1.0, t, t * t, u, u * u])
         return sum((weights @ moment.weight[:, batch]).sum() for moment in self.moments)
 
     def loss(self, outputs, batch):
@@ -88,6 +89,8 @@ def train(plan, replica_id, environ):
         ),
     )
     trainer.fit()
+    for _ in range(plan.get("further_fits", 0)):
+        trainer.fit(duration="1ep")
     weights = [moment.weight.detach().clone() for moment in model.moments]
     torch.save(
         {"digest": diloco.result["global_digest"], "moments": weights}, f"{folder}/trained.pt"
@@ -98,7 +101,9 @@ def train(plan, replica_id, environ):
 def what_is_in(moments):
     """By fragment: which samples are in the model, and which of these more than once."""
     for fragment in moments:
-        first, second, third = fragment.double()
-        is_in = first != 0
-        spread = first * third - second * second
-        yield is_in, is_in & (spread.abs() > 1e-5 * (first * third).abs())
+        ones, t, t_squared, u, u_squared = fragment.double()
+        is_in = ones != 0
+        spread = sum(
+            (ones * b - a * a).abs() / (ones * b).abs() for a, b in ((t, t_squared), (u, u_squared))
+        )
+        yield is_in, is_in & (spread > 1e-5)

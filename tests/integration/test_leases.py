@@ -140,12 +140,18 @@ def kill_at_random(run, kills, draw, coordinator_every_s=None):
     return coordinator_kills
 
 
-def test_without_any_kill(run_of):
-    run = run_of(length=2000)
+@pytest.mark.parametrize("further_fits", [0, 1])
+def test_without_any_kill(run_of, further_fits):
+    """Another fit of the same trainers reads another epoch."""
+    run = run_of(length=2000, further_fits=further_fits, num_workers=2 * further_fits)
     for replica_id in range(GROUPS):
         run.start_group(replica_id)
     run.wait_until(run.restart_the_dead)
-    assert list(run.check_that_all_is_in_once()) == [0]
+    (twice,) = run.check_that_all_is_in_once()
+    assert twice == 2000 * further_fits
+    (dataset,) = run.status()["datasets"]
+    assert [epoch["done"] for epoch in dataset["epochs"]] == [2000] * (1 + further_fits)
+    assert dataset["trained_twice"] == 0
 
 
 @pytest.mark.parametrize(("fragments", "coordinator_every_s"), [(1, None), (2, 20.0)])
