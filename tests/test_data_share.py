@@ -1,6 +1,6 @@
 """A Composer job whose samples are shared out, without a coordinator: epochs, ranks, resumes.
 
-Run: pytest tests/test_data_share.py. Simulated network; with a coordinator: integration/test_leases.
+Run: pytest tests/test_data_share.py. Simulated network; with a coordinator: test_leases.py.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """A replica group whose model records which samples it has been trained on. See test_leases.py.
 
-Sample ``i`` moves coordinate ``i`` of five vectors, by 1, t, t^2, u and u^2, where t and u are other
+Sample ``i`` moves coordinate ``i`` of five vectors, by 1, t, t^2, u and u^2, where t and u are new
 numbers in every batch. In the end the first says whether the sample is in the model, and the others
 whether it was trained on once: only then is the square of the second the product of the first and
 the third, and so on.
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from composer import Trainer
 from composer.models import ComposerModel
+from composer.utils import dist
 from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
@@ -92,9 +93,9 @@ def train(plan, replica_id, environ):
     for _ in range(plan.get("further_fits", 0)):
         trainer.fit(duration="1ep")
     weights = [moment.weight.detach().clone() for moment in model.moments]
-    torch.save(
-        {"digest": diloco.result["global_digest"], "moments": weights}, f"{folder}/trained.pt"
-    )
+    if dist.get_global_rank() == 0:
+        trained = {"digest": diloco.result["global_digest"], "moments": weights}
+        torch.save(trained, f"{folder}/trained.pt")
     trainer.close()
 
 

@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from integration.leased_group import train, what_is_in
+from integration.test_composer_launchers import free_port
 from integration.test_coordinator import TOKEN, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -35,6 +36,7 @@ class LeaseRun(Run):
             "batch_size": 4,
             "unit_size": 64,
             "epochs": 1,
+            "ranks": 1,
         } | plan
         super().__init__(folder)
         # Importing Composer takes seconds: each life of a group is forked off after that.
@@ -56,10 +58,22 @@ class LeaseRun(Run):
             "COMPOSER_REPLICATION_TOKEN": TOKEN,
             "FSDP_VERSION": "2",
         }
-        life = self.spawn.Process(target=train, args=(self.plan, replica_id, environ))
-        life.start()
-        self.lives[replica_id] = life
+        ranks = self.plan["ranks"]
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        if ranks > 1:
+            environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+        self.lives[replica_id] = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            arguments = (self.plan, replica_id, environ | own)
+            self.lives[replica_id].append(self.spawn.Process(target=train, args=arguments))
+            self.lives[replica_id][-1].start()
         self.num_lives += 1
+
+    def kill(self, replica_id):
+        for process in self.lives[replica_id]:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
 
     def wait_for_outer_steps(self, count):
         self.wait_until(lambda: self.status()["outer_step"] >= count)
@@ -78,20 +92,22 @@ class LeaseRun(Run):
             int(replica["replica_id"])
             for replica in self.status()["replicas"]
             if replica["is_alive"] and replica.get("phase") == "training"
-        } & {replica_id for replica_id, life in self.lives.items() if life.is_alive()}
+        } & set(filter(self.is_alive, self.lives))
+
+    def is_alive(self, replica_id):
+        return all(process.is_alive() for process in self.lives[replica_id])
 
     def restart_the_dead(self):
         """Whether all have ended well."""
-        for replica_id, life in self.lives.items():
-            if life.exitcode not in (None, 0):
-                assert life.exitcode == -signal.SIGKILL, f"group {replica_id}: {life.exitcode}"
+        for replica_id, life in list(self.lives.items()):
+            codes = {process.exitcode for process in life}
+            if codes - {None, 0}:
+                assert codes == {-signal.SIGKILL}, f"group {replica_id}: {codes}"
                 self.start_group(replica_id)
-        return all(life.exitcode == 0 for life in self.lives.values())
+        return all(process.exitcode == 0 for life in self.lives.values() for process in life)
 
     def check_that_all_is_in_once(self):
-        trained = [
-            torch.load(f"{self.plan['run_dir']}/replica_{i}/trained.pt") for i in range(GROUPS)
-        ]
+        trained = [torch.load(f"{self.plan['run_dir']}/replica_{i}/trained.pt") for i in self.lives]
         assert len({one["digest"] for one in trained}) == 1
         for is_in, is_in_twice in what_is_in(trained[0]["moments"]):
             assert is_in.all(), f"{(~is_in).sum()} missing: {(~is_in).nonzero()[:9].flatten()}"
@@ -108,7 +124,7 @@ def run_of(tmp_path):
 
     yield make
     for run in runs:
-        for process in [*run.processes, *run.lives.values()]:
+        for process in [*run.processes, *(p for life in run.lives.values() for p in life)]:
             process.kill()
         for process in run.processes:
             process.communicate()
@@ -124,9 +140,8 @@ def kill_at_random(run, kills, draw, coordinator_every_s=None):
         if kills and now > next_kill:
             replica_id = draw.randrange(GROUPS)
             # Whoever dies, somebody who has the state lives: this is not about checkpoints.
-            if run.lives[replica_id].is_alive() and run.those_in_training() - {replica_id}:
-                os.kill(run.lives[replica_id].pid, signal.SIGKILL)
-                run.lives[replica_id].join()
+            if run.is_alive(replica_id) and run.those_in_training() - {replica_id}:
+                run.kill(replica_id)
                 kills -= 1
                 next_kill = now + draw.uniform(2.0, 7.0)
         if now > next_coordinator:
@@ -186,9 +201,8 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
             break
         begun = run.status()["outer_step"]
         run.wait_for_outer_steps(begun + 14)
-        for life in run.lives.values():
-            os.kill(life.pid, signal.SIGKILL)
-            life.join()
+        for replica_id in run.lives:
+            run.kill(replica_id)
         if kills == 1:
             run.coordinator.kill()
             run.coordinator.wait()
@@ -204,3 +218,20 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     assert sum(twice) == dataset["trained_in_part"] and dataset["trained_twice"] == 0
     assert fragments > 1 or sum(twice) == 0
     assert sum("goes on from outer step" in event["text"] for event in status["events"]) == 2
+
+
+def test_the_ranks_of_a_group_share_its_samples(run_of):
+    """One is killed, and goes on."""
+    run = run_of(length=4000, ranks=2, batch_size=3)
+    for replica_id in range(GROUPS):
+        run.start_group(replica_id)
+    run.wait_for_outer_steps(4)
+    run.kill(1)
+    run.wait_until(run.restart_the_dead)
+    assert run.num_lives == GROUPS + 1
+    (twice,) = run.check_that_all_is_in_once()
+    status = run.status()
+    (dataset,) = status["datasets"]
+    assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 4000
+    # The last batch before a pause has a sample twice where the ranks would else differ.
+    assert twice <= 6, status
