@@ -325,7 +325,7 @@ class DiLoCoCallback(Callback):
         }
         self._folder.write_result(self.result)
         if self._data is not None:
-            self._data.end(self.diloco, state)
+            self._data.end(self.diloco)
         self._ended = self._diloco_state()
         self._leave()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -18,6 +19,8 @@ from composer_replication.fixed_shards import FixedShards
 from composer_replication.options import ReplicaOptions
 from composer_replication.replica_loader import ReplicaDataLoader
 from composer_replication.sample_stream import Place
+
+log = logging.getLogger(__name__)
 
 
 class DataShare:
@@ -39,7 +42,7 @@ class DataShare:
         self._leases = leases
         self._loaded = Place()
         self._epoch, self._is_last_epoch = 0, False
-        loader.connect()
+        loader.pause()
 
     @classmethod
     def of(
@@ -54,9 +57,13 @@ class DataShare:
         loader: Any = state.train_dataloader
         if not isinstance(loader, ReplicaDataLoader):
             return None
-        share = cls(loader, options, DataLeases(options, loader, run.session) if run else None)
-        state.dataloader_len = -1  # read it again: it has none from now on
-        return share
+        if state.max_duration is not None and state.max_duration.unit == TimeUnit.EPOCH:
+            log.info(
+                "Schedules count an epoch as %d batches, as if this group read all of it; state "
+                "them in batches to fit its share",
+                len(loader),
+            )
+        return cls(loader, options, DataLeases(options, loader, run.session) if run else None)
 
     @property
     def place(self) -> Place:
@@ -119,10 +126,8 @@ class DataShare:
         if self._leases is not None:
             self._leases.tell_sync(diloco)
 
-    def end(self, diloco: DiLoCo, state: State) -> None:
-        """Training is over; there may be another fit."""
-        self._loader.disconnect()
-        state.dataloader_len = -1
+    def end(self, diloco: DiLoCo) -> None:
+        """Training is over."""
         if self._leases is not None:
             self._leases.end(diloco)
 

@@ -142,8 +142,8 @@ def start_lighthouse(
 def _compiled_torchft() -> Any:
     """torchft's compiled half, which has the lighthouse.
 
-    By itself: importing torchft imports torch, which takes 1.5 s and 450 MB, and a coordinator needs
-    neither. Whoever imports torchft afterwards gets this very module.
+    By itself: importing torchft imports torch, which takes 1.5 s and 450 MB, and a coordinator
+    needs neither. Whoever imports torchft afterwards gets this very module.
     """
     name = "torchft._torchft"
     if name not in sys.modules:

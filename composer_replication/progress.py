@@ -11,6 +11,7 @@ from typing import Any
 from composer import Logger, State, TimeUnit
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
+from composer_replication.replica_loader import ReplicaDataLoader
 from composer_replication.run_folder import ReplicaFolder
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ def max_batches(state: State) -> int | None:
         return None
     if end.unit == TimeUnit.BATCH:
         return end.value
-    if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
+    is_shared = isinstance(state.train_dataloader, ReplicaDataLoader)  # has but a bound
+    if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
         return end.value * state.dataloader_len.value
     return None

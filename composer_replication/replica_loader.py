@@ -21,10 +21,10 @@ class ReplicaDataLoader(DataLoader):
     every group has a fixed share of the units. Give it to Composer's ``Trainer`` beside a
     ``DiLoCoCallback``, which connects it; before training it gives nothing.
 
-    How many batches of an epoch a group gets is not known before: ``len`` is what it would be for
-    one group alone, for Composer to accept a duration in epochs, and none while training. So state
-    schedules in batches. Where nothing is left of an epoch, a group's last batch may be smaller,
-    and with several ranks some of its samples may be in it twice, so that all ranks have as many.
+    How many batches of an epoch a group gets is not known before: ``len`` is a bound, as if it got
+    all of them, so state schedules in batches. Where nothing is left of an epoch, a group's last
+    batch may be smaller, and with several ranks some of its samples may be in it twice, so that all
+    ranks have as many.
 
     Args:
         dataset: With ``__getitem__`` and a length; a ``streaming.StreamingDataset`` will do.
@@ -73,7 +73,6 @@ class ReplicaDataLoader(DataLoader):
         self.is_closed = False
         self._samples = StreamSampler(samples, batch_size)
         self._to_skip: int | None = None
-        self._is_connected = False
         self._changes_stream = False
         self._has_more: Callable[[], bool] = lambda: False
         super().__init__(
@@ -107,21 +106,11 @@ class ReplicaDataLoader(DataLoader):
         """What reads the stream."""
         return self._samples.reader
 
-    def connect(self) -> None:
-        """A group is about to train with it."""
-        self._is_connected = True
-        self.pause()
-
-    def disconnect(self) -> None:
-        """It has."""
-        self._is_connected = False
-        self.pause()
-
     def __len__(self) -> int:
-        """Batches of an epoch, if nobody shares it."""
-        if self._is_connected:
-            raise TypeError("how many batches of an epoch a replica group gets is not known before")
-        return -(-self.spec.length // (self._samples.batch_size * self._samples.num_replicas))
+        """More batches of an epoch than any group can get: Composer stops there."""
+        of_ranks = self._samples.batch_size * self._samples.num_replicas
+        num_units = -(-self.spec.length // self.spec.unit_size)
+        return -(-self.spec.length // of_ranks) + num_units  # each may end in a smaller batch
 
     def pause(self) -> None:
         """Give nothing until ``begin``: Composer looks at a batch of each epoch that has been."""

@@ -172,15 +172,12 @@ def test_an_error_of_the_source_is_one_of_the_loader():
         lists(loader_of(Broken()))
 
 
-def test_it_gives_nothing_before_training_and_has_no_length_in_it():
+def test_it_gives_nothing_before_training_and_its_length_is_a_bound():
     loader = ReplicaDataLoader(Numbers(), 4, dataset_id="numbers")
     assert list(loader) == []
     loader.read(Listed((0, 0, 0, 2), None), Place(), lambda: False)
     assert list(loader) == [], "Composer looks at a batch of every past epoch"
-    assert len(loader) == 25
-    loader.connect()
-    with pytest.raises(TypeError, match="not known before"):
-        len(loader)
+    assert len(loader) == 25 + 1, "and one smaller batch for each unit"
 
 
 @pytest.mark.parametrize(("wrong", "message"), [

@@ -1,1 +1,1 @@
-"""The coordinator: one process that hands out training samples to the replica groups of a run."""
+"""The coordinator: a run's settings, who takes part, and which samples each group trains on."""

@@ -145,7 +145,7 @@ class Registry:
             self._lives[replica_id] = Life(since, self.clock(), dict(progress))
         if progress.get("loss") is not None:
             losses = self._losses.setdefault(replica_id, {})
-            losses[progress.get("inner_steps") or 0] = progress["loss"]
+            losses[progress.get("batch") or 0] = progress["loss"]
             if len(losses) > 4 * self.MAX_POINTS:
                 self._losses[replica_id] = dict(sorted(losses.items())[::2])
 
@@ -202,7 +202,10 @@ class Registry:
         return self._began if life is None else life.registered_at
 
     def losses(self) -> dict[str, list[tuple[int, float]]]:
-        """Losses by inner steps of each group, no more points than a picture can show."""
+        """Losses of each group by batches, no more points than a picture can show.
+
+        By batches and not inner steps: a group that came back counts those from 0.
+        """
         found = {}
         for replica_id, losses in self._losses.items():
             points = sorted(losses.items())

@@ -222,8 +222,8 @@ def test_who_has_left_leaves_its_name(client):
 def test_the_status_shows_where_each_group_stands(client, clock):
     register(client)
     register(client, "1")
-    beat(client, inner_steps=20, outer_step=1, loss=3.5, phase="training")
-    beat(client, inner_steps=40, outer_step=2, loss=3.25, phase="training")
+    beat(client, batch=20, outer_step=1, loss=3.5, phase="training")
+    beat(client, batch=40, outer_step=2, loss=3.25, phase="training")
     clock.now += 5.0
     beat(client, "1", "one", inner_steps=41, outer_step=2)
     status = client.get("/v1/status").json()
