@@ -190,12 +190,14 @@ def _build_loader(
             )
         batch_size //= dist.get_world_size()
     split = {"split": "eval" if section == "eval_loader" else "train"}
+    has_fixed_share = section == "train_loader" and config[section].get("shards") != "leased"
+    place = (replica_rank(replica_id, num_replicas), num_replicas) if has_fixed_share else (0, 1)
     return build_named(
         section,
         split | config[section],
         batch_size=batch_size,
-        replica_rank=replica_rank(replica_id, num_replicas),
-        num_replica_groups=num_replicas,
+        replica_rank=place[0],
+        num_replica_groups=place[1],
     )
 
 

@@ -203,6 +203,7 @@ def create_app(
         """Say that a group is alive, and where it stands."""
         told = progress.model_dump(exclude={"session"}, exclude_none=True)
         registry.heartbeat(replica_id, progress.session, told)
+        streams.note_outer_step(progress.outer_step or 0)
         return Pulse(settings_version=settings.newest()[0])
 
     @v1.delete("/replicas/{replica_id}")

@@ -47,6 +47,12 @@ class Streams:
             row = cursor.execute("SELECT outer_step FROM outer_step").fetchone()
         return 0 if row is None or type(row[0]) is not int else row[0]
 
+    def note_outer_step(self, outer_step: int) -> None:
+        """A group is there: a run that has made outer steps is not begun anew by accident."""
+        with self._database.transaction() as cursor:
+            if outer_step > self.outer_step:
+                _set_outer_step(cursor, outer_step)
+
     def commit(self, outer_step: int, ledger: Ledger, present: Set[int], age_s: float) -> list[int]:
         """Take the report of a sync.
 

@@ -231,6 +231,7 @@ def test_the_status_shows_where_each_group_stands(client, clock):
     assert (one["is_alive"], one["last_seen_s"], one["loss"]) == (False, 5.0, 3.25)
     assert (other["is_alive"], other["outer_step"]) == (True, 2)
     assert status["losses"] == {"0": [[20, 3.5], [40, 3.25]]}
+    assert client.get("/v1/info").json()["outer_step"] == 2
     assert status["outer_step"] == 2
     assert [event["text"] for event in status["events"]] == [
         "replica group 0 registered from here",
