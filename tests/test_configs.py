@@ -17,9 +17,9 @@ SMALL = [
 ]
 
 
-def test_the_four_configs_are_there():
+def test_the_five_configs_are_there():
     names = {path.stem for path in CONFIGS}
-    assert names == {"quickstart", "streaming", "simulation", "gpu"}
+    assert names == {"quickstart", "streaming", "simulation", "gpu", "leased"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

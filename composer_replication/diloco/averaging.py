@@ -1,95 +1,103 @@
-"""The weighted mean over the quorum, in flat buckets of bounded size."""
+"""The weighted mean over the quorum, in one flat buffer that is sent in buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import mmap
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+CHUNK = 2**17
+"""Elements that are worked on at a time on a CPU: what is written is still in cache when it is read
+again."""
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of tensor number ``tensor``, flattened."""
+    """Elements ``start`` to ``stop`` of a flattened tensor, which are at ``offset`` in all."""
 
     tensor: int
     start: int
     stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    offset: int
 
 
-def plan_buckets(sizes: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """Cut tensors of ``sizes`` elements, in their order, into buckets of ``capacity`` elements.
+def plan_pieces(sizes: Sequence[int], chunk: int, whole: Collection[int] = ()) -> list[Piece]:
+    """Cut tensors of ``sizes`` elements, in their order, into pieces of at most ``chunk`` elements.
 
-    Every element is in exactly one piece; a tensor larger than a bucket spans several. (torchft's
-    own bucketing drops those, and whatever a bucket's last tensor leaves over.)
+    Every element is in exactly one piece; those of a tensor in ``whole`` in a single one.
     """
-    buckets: list[list[Piece]] = [[]]
-    room = capacity
+    pieces, first = [], 0
     for tensor, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if room == 0:
-                buckets.append([])
-                room = capacity
-            stop = min(size, start + room)
-            buckets[-1].append(Piece(tensor, start, stop))
-            room -= stop - start
-            start = stop
-    return buckets
+        step = max(size, 1) if tensor in whole else chunk
+        for start in range(0, size, step):
+            pieces.append(Piece(tensor, start, min(start + step, size), first + start))
+        first += size
+    return pieces
 
 
 class WeightedMean:
     """Computes ``sum(c_i * v_i) / sum(c_i)`` over the groups i of a quorum.
 
-    ``c_i`` travels as the last element of every message, so that sum and divisor always come from
-    the same members. A group with c_i = 0 sends zeros, whatever its values are: a joiner without
-    training, or a group whose values are not finite, takes part and changes nothing.
+    ``c_i`` is summed beside the values, in the same quorum. A group with c_i = 0 sends zeros,
+    whatever its values are: a joiner without training, or a group whose values are not finite,
+    takes part and changes nothing.
 
     Args:
         sizes: Elements of each tensor, in the order that all groups share.
         bucket_cap_mb: Largest message in MiB of fp32.
+        device: Where the messages live.
+        whole: Tensors that cannot be cut, since their elements do not lie one after the other.
     """
 
-    def __init__(self, sizes: Sequence[int], bucket_cap_mb: float) -> None:
-        self._buckets = plan_buckets(sizes, capacity=max(1, int(bucket_cap_mb * 2**20) // 4))
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        bucket_cap_mb: float,
+        device: torch.device,
+        whole: Collection[int] = (),
+    ) -> None:
+        self._num_elements = sum(sizes)
+        self._bucket = max(1, int(bucket_cap_mb * 2**20) // 4)
+        self.device = device
+        # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
+        chunk = CHUNK if device.type == "cpu" else max(1, self._num_elements)
+        self.pieces = plan_pieces(sizes, chunk, whole)
         self.messages: list[Tensor] = []
-        self.num_bytes = 4 * (sum(sizes) + len(self._buckets))
+        self._memory = FlatMemory(self._num_elements, device)
+        self._sums: Tensor | None = None
+        self.num_bytes = 4 * (self._num_elements + 1)
         self.norm = 0.0
+        self.total = 0.0
 
     @torch.no_grad()
-    def form(
-        self, value: Callable[[Piece], Tensor], contribution: float, device: torch.device
-    ) -> None:
+    def form(self, write: Callable[[Piece, Tensor], None], contribution: float) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
         ``norm`` then holds the L2 norm of the values, not finite if one of them is not.
 
         Args:
-            value: Gives the fp32 elements of a piece, 1-D.
+            write: Writes the elements of a piece into a 1-D fp32 tensor.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
-            device: Where the messages live.
         """
-        self.messages = [
-            torch.empty(sum(p.numel for p in pieces) + 1, device=device) for pieces in self._buckets
-        ]
-        for pieces, message in zip(self._buckets, self.messages, strict=True):
-            offset = 0
-            for piece in pieces:
-                message[offset : offset + piece.numel] = value(piece)
-                offset += piece.numel
-        norms = [torch.linalg.vector_norm(message[:-1]) for message in self.messages]
-        self.norm = float(torch.linalg.vector_norm(torch.stack(norms)))
-        for message in self.messages:
-            if contribution and self.is_finite:
-                message[:-1] *= contribution
-                message[-1] = contribution
-            else:
-                message.zero_()
+        flat = self._memory.take()
+        squares = [torch.zeros((), device=self.device)]
+        for piece in self.pieces:
+            values = flat[piece.offset : piece.offset + piece.stop - piece.start]
+            write(piece, values)
+            squares.append(torch.dot(values, values))  # in half the time of a norm
+            if contribution not in (0.0, 1.0):
+                values *= contribution
+        self.norm = math.sqrt(float(torch.stack(squares).sum()))
+        if not contribution or not self.is_finite:
+            contribution = 0.0
+            flat.zero_()
+        self._sums = flat
+        weight = torch.tensor([contribution], dtype=torch.float32, device=self.device)
+        self.messages = [*flat.split(self._bucket), weight]
 
     @property
     def is_finite(self) -> bool:
@@ -97,26 +105,64 @@ class WeightedMean:
         # The norm of finite values overflows only past 1e19, where no training is left to save.
         return self.norm < float("inf")
 
-    @torch.no_grad()
-    def receive(self, into: Sequence[Tensor]) -> float:
-        """Write the mean into ``into``, once the messages have been summed over the groups.
+    def receive(self) -> float:
+        """Once the messages have been summed over the groups: ``sum(c_i)``, also in ``total``.
 
-        Args:
-            into: Contiguous fp32 tensors of ``sizes`` elements, on any device.
-
-        Returns:
-            ``sum(c_i)``. When it is 0 nobody contributed and ``into`` is left as it was.
+        When it is 0 nobody contributed, and there is no mean.
         """
-        messages, self.messages = self.messages, []
-        total = float(messages[0][-1])
-        if total == 0.0:
-            return total
-        flat = [tensor.view(-1) for tensor in into]
-        for pieces, message in zip(self._buckets, messages, strict=True):
-            message /= total
-            offset = 0
-            for piece in pieces:
-                target = flat[piece.tensor][piece.start : piece.stop]
-                target.copy_(message[offset : offset + piece.numel])
-                offset += piece.numel
-        return total
+        self.total = float(self.messages[-1])
+        return self.total
+
+    def sums(self, piece: Piece) -> Tensor:
+        """The sums of a piece, 1-D fp32: ``total`` times the mean."""
+        assert self._sums is not None, "it has been formed and received"
+        return self._sums[piece.offset : piece.offset + piece.stop - piece.start]
+
+    def take(self, piece: Piece) -> Tensor:
+        """The mean of a piece, 1-D fp32; once, in place."""
+        return self.sums(piece).div_(self.total)
+
+    def clear(self) -> None:
+        """Forget the messages, whose allreduces have all ended well."""
+        assert self._sums is not None, "it has been formed"
+        self._memory.give_back(self._sums)
+        self.messages, self._sums = [], None
+
+
+class FlatMemory:
+    """fp32 memory of one size, used again from sync to sync.
+
+    On a CPU fresh memory costs several times what is then done in it, and keeping it would cost a
+    model's size. So between the syncs it is the system's to take (``MADV_FREE``): without a
+    shortage it is still there for the next one.
+
+    Args:
+        num_elements: How many.
+        device: Where.
+    """
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        self._num_elements = num_elements
+        self._device = device
+        self._can_be_lent = device.type == "cpu" and hasattr(mmap, "MADV_FREE") and num_elements > 0
+        self._pages: mmap.mmap | None = None
+        self._spare: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """Uninitialised, 1-D. What was taken before and not given back is left alone."""
+        if not self._can_be_lent:
+            return torch.empty(self._num_elements, device=self._device)
+        taken, self._spare = self._spare, None
+        if taken is None:
+            self._pages = mmap.mmap(-1, 4 * self._num_elements, flags=_PRIVATE)
+            taken = torch.frombuffer(self._pages, dtype=torch.float32)
+        return taken
+
+    def give_back(self, taken: Tensor) -> None:
+        """It is not needed any more, by nobody: no allreduce is under way in it."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_FREE)
+            self._spare = taken
+
+
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)

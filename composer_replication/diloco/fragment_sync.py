@@ -50,8 +50,10 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     * ``_save_grads``: form the pseudo-gradient as messages, weighted by the contribution;
     * ``_average_grads``: start the allreduces;
-    * ``_set_grads``, after the commit vote: hand the mean to the outer optimizer;
-    * ``_merge_parameters``: write the global parameters back into the model.
+    * ``_set_grads``, after the commit vote: take the outer step and write the global parameters
+      back into the model, while they are in cache; the step of the outer optimizer that torchft
+      takes next finds no gradients;
+    * ``_merge_parameters``: nothing is left to do.
 
     Nothing is applied before the vote, so a sync that did not commit leaves no trace and can be
     tried again.
@@ -99,7 +101,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._local = list(global_parameters.local.values())
         self._theta = list(global_parameters.theta.values())
         self.device = local_tensor(self._local[0]).device
-        self.mean = WeightedMean([theta.numel() for theta in self._theta], settings.bucket_cap_mb)
+        scattered = [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
+        sizes = [theta.numel() for theta in self._theta]
+        self.mean = WeightedMean(sizes, settings.bucket_cap_mb, self.device, scattered)
         self.inner_steps = 0
         self.samples = 0
         self._formed = Formed(0, 0, 0, None)
@@ -195,7 +199,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             position = self._state.ledger.position
             self._formed = Formed(self.inner_steps, self.samples, position, kept)
         self.contribution = self._own_contribution()
-        self.mean.form(self._pseudo_gradient, self.contribution, self.device)
+        self.mean.form(self._pseudo_gradient, self.contribution)
         if not self.mean.is_finite:
             self.contribution = 0.0
         if not self.is_joining:
@@ -213,24 +217,27 @@ class FragmentSync(_StreamingDiLoCoFragment):
         by = {"uniform": 1, "steps": formed.inner_steps, "samples": formed.samples}
         return float(by[self._weight_by])
 
-    def _pseudo_gradient(self, piece: Piece) -> torch.Tensor:
+    def _pseudo_gradient(self, piece: Piece, into: Tensor) -> None:
         theta = self._theta[piece.tensor].detach().view(-1)[piece.start : piece.stop]
         local = local_tensor(self._local[piece.tensor])
         if self._unsent is not None and not self.is_joining:
             assert self._unsent.local is not None, "it was saved in flight"
-            local = self._unsent.local[piece.tensor].to(self.device)
-        return pseudo_gradient(
-            theta.to(self.device, non_blocking=True), local.reshape(-1)[piece.start : piece.stop]
-        )
+            local = self._unsent.local[piece.tensor]
+        local = local.reshape(-1)[piece.start : piece.stop].to(self.device)
+        pseudo_gradient(theta.to(self.device, non_blocking=True), local, into)
 
-    def initial_values(self, piece: Piece) -> torch.Tensor:
-        """The local parameters in fp32, for the cold start."""
+    def initial_values(self, piece: Piece, into: Tensor) -> None:
+        """The local parameters, for the cold start."""
         local = local_tensor(self._local[piece.tensor]).reshape(-1)
-        return local[piece.start : piece.stop].float()
+        into.copy_(local[piece.start : piece.stop])
 
     def adopt_mean(self) -> None:
         """Take the mean of ``initial_values`` as global and local parameters."""
-        self.mean.receive([theta.detach() for theta in self._theta])
+        if self.mean.receive():
+            for piece in self.mean.pieces:
+                theta = self._theta[piece.tensor].detach().view(-1)[piece.start : piece.stop]
+                theta.copy_(self.mean.take(piece))
+        self.mean.clear()
         self.take_global()
 
     def _average_grads(self) -> None:
@@ -240,14 +247,18 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._allreduce_work.append(self._roll_call.send(self))  # pyright: ignore[reportArgumentType]
 
     def _set_grads(self) -> None:
-        gradients = [torch.empty_like(theta) for theta in self._theta]
-        self.total_contribution = self.mean.receive(gradients)
-        if self.total_contribution == 0.0:
-            return  # the gradients stay None, and the outer optimizer steps over them
-        self._state.begin_outer_step()
-        self.globals.set_mean(gradients)
+        self.total_contribution = self.mean.receive()
+        if self.total_contribution > 0.0:
+            self._state.begin_outer_step()
+            self.globals.take_outer_step(self.mean, self._write_back_alpha)
+        self.mean.clear()
 
     def _merge_parameters(self) -> None:
-        if self.is_joining and self.total_contribution == 0.0:
-            return  # all groups were resuming: each continues in mid-round where it stopped
-        self.globals.write_back(0.0 if self.is_joining else self._alpha)
+        # Where something moved it has been done, piece by piece. If not, and all groups were
+        # resuming, each continues in mid-round where it stopped.
+        if self.total_contribution == 0.0 and not self.is_joining:
+            self.globals.write_back(self._write_back_alpha)
+
+    @property
+    def _write_back_alpha(self) -> float:
+        return 0.0 if self.is_joining else self._alpha

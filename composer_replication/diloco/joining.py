@@ -206,7 +206,7 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     weight = 1.0 if manager.participating_rank() == 0 else 0.0
     works = []
     for fragment in fragments:
-        fragment.mean.form(fragment.initial_values, weight, fragment.device)
+        fragment.mean.form(fragment.initial_values, weight)
         works += [
             manager.allreduce(message, reduce_op=ReduceOp.SUM)  # pyright: ignore
             for message in fragment.mean.messages

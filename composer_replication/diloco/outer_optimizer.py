@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from composer_replication.diloco.averaging import Piece, WeightedMean
 from composer_replication.diloco.fragments import Buffers, Parameters
+from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -31,7 +33,9 @@ def nesterov_sgd(
     )
 
 
-def pseudo_gradient(global_parameter: Tensor, local_parameter: Tensor) -> Tensor:
+def pseudo_gradient(
+    global_parameter: Tensor, local_parameter: Tensor, into: Tensor | None = None
+) -> Tensor:
     """Global minus local, in the dtype of ``global_parameter``. The only place that knows the sign.
 
     Inner training took the parameters from ``global`` to ``local`` because that lowers the loss.
@@ -46,7 +50,7 @@ def pseudo_gradient(global_parameter: Tensor, local_parameter: Tensor) -> Tensor
     loss tells. torchft had it reversed (its pull request 233), and code written then compensates
     with ``SGD(maximize=True)``. Both together ascend, so ``check_sign`` refuses the latter.
     """
-    return global_parameter - local_parameter.to(global_parameter.dtype)
+    return torch.sub(global_parameter, local_parameter.to(global_parameter.dtype), out=into)
 
 
 def check_sign(outer_optimizer: OuterOptimizer) -> None:
@@ -115,6 +119,8 @@ class GlobalParameters:
             theta.copy_(shard)
             self.theta[name] = nn.Parameter(theta.pin_memory() if pin else theta)
         owned = [self.theta[name] for name in parameters]
+        self._momentum_norm: float | None = None
+        """As of the last outer step; None if it was not computed in it."""
         self._buffers = frozenset(buffers or {})
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -130,28 +136,45 @@ class GlobalParameters:
             )
 
     @torch.no_grad()
-    def write_back(self, alpha: float = 0.0) -> None:
-        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12)."""
-        for parameter, theta in zip(self.local.values(), self.theta.values(), strict=True):
-            target = local_tensor(parameter)
-            if alpha == 0.0:  # not lerp: 0 * nan is nan, and a sick replica would never recover
-                target.copy_(theta)
-            else:
-                kept = theta.to(target.device).lerp(target.float(), alpha)
-                target.copy_(kept)
-
-    @torch.no_grad()
-    def set_mean(self, means: Sequence[Tensor]) -> None:
-        """Give the mean pseudo-gradients, in the order of ``theta``, to the outer optimizer.
+    def take_outer_step(self, mean: WeightedMean, alpha: float) -> None:
+        """Move the global parameters by the mean pseudo-gradient, and ``write_back``.
 
         Buffers take theirs at once: global minus the mean of (global minus local) is the mean, and
         a buffer that is a constant stays what it is to the bit.
+
+        Args:
+            mean: Received, over the tensors in the order of ``theta``. It is used up.
+            alpha: See ``write_back``.
         """
-        for (name, theta), mean in zip(self.theta.items(), means, strict=True):
-            if name in self._buffers:
-                theta.sub_(mean)
-            else:
-                theta.grad = mean
+        theta = list(self.theta.values())
+        buffers = {place for place, name in enumerate(self.theta) if name in self._buffers}
+        local = [local_tensor(parameter) for parameter in self.local.values()]
+        if mean.device.type == theta[0].device.type == "cpu" and is_plain_sgd(self.optimizer):
+            descent = ChunkedDescent(self.optimizer, theta, buffers)
+            self._momentum_norm = descent.step(
+                mean,
+                lambda piece: _write_piece(local[piece.tensor], theta[piece.tensor], piece, alpha),
+            )
+            return
+        for piece in mean.pieces:
+            parameter, delta = theta[piece.tensor], mean.take(piece).to(theta[0].device)
+            if piece.tensor in buffers:
+                parameter.view(-1)[piece.start : piece.stop].sub_(delta)
+                continue
+            if piece.start == 0:
+                parameter.grad = torch.empty_like(parameter)
+            assert parameter.grad is not None, "made with its first piece"
+            parameter.grad.view(-1)[piece.start : piece.stop] = delta
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._momentum_norm = None
+        self.write_back(alpha)
+
+    @torch.no_grad()
+    def write_back(self, alpha: float = 0.0) -> None:
+        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12)."""
+        for parameter, theta in zip(self.local.values(), self.theta.values(), strict=True):
+            _mix(local_tensor(parameter), theta, alpha)
 
     def copy_of_local(self) -> list[Tensor]:
         """Copies of the local parameters, in their own dtypes, beside the global ones."""
@@ -198,6 +221,7 @@ class GlobalParameters:
                 )
         for name, theta in self.theta.items():
             theta.copy_(state_dict["theta"][name])
+        self._momentum_norm = None
         groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
         self.optimizer.load_state_dict(
             {"state": state_dict["optimizer"]["state"], "param_groups": groups["param_groups"]}
@@ -224,9 +248,25 @@ class GlobalParameters:
 
     def momentum_norm(self) -> float:
         """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step."""
+        if self._momentum_norm is not None:
+            return self._momentum_norm
         buffers = [
             state["momentum_buffer"]
             for state in self.optimizer.state.values()
             if state.get("momentum_buffer") is not None
         ]
         return float(torch.stack([b.norm() for b in buffers]).norm()) if buffers else 0.0
+
+
+def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
+    if alpha == 0.0:  # not lerp: 0 * nan is nan, and a sick replica would never recover
+        local.copy_(theta)
+    else:
+        local.copy_(theta.to(local.device).lerp(local.float(), alpha))
+
+
+def _write_piece(local: Tensor, theta: Tensor, piece: Piece, alpha: float) -> None:
+    if local.is_contiguous():
+        local = local.view(-1)[piece.start : piece.stop]
+        theta = theta.view(-1)[piece.start : piece.stop]
+    _mix(local, theta, alpha)  # else the piece is all of it

@@ -6,37 +6,38 @@ import math
 import pytest
 import torch
 
-from composer_replication.diloco.averaging import WeightedMean, plan_buckets
+from composer_replication.diloco.averaging import CHUNK, WeightedMean, plan_pieces
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 10, 1000])
 @pytest.mark.parametrize("sizes", [[5], [3, 4], [1, 10, 1], [2, 2, 2, 9], [0, 3, 0], [4, 4, 4]])
-def test_every_element_is_in_exactly_one_bucket_in_order(sizes, capacity):
-    buckets = plan_buckets(sizes, capacity)
-    seen = [
-        (piece.tensor, element)
-        for bucket in buckets
-        for piece in bucket
-        for element in range(piece.start, piece.stop)
-    ]
-    assert seen == [(i, e) for i, size in enumerate(sizes) for e in range(size)]
-    assert all(sum(p.numel for p in bucket) <= capacity for bucket in buckets)
+def test_every_element_is_in_exactly_one_piece_in_order(sizes, capacity):
+    for whole in ((), {1}):
+        pieces = plan_pieces(sizes, capacity, whole)
+        seen = [(p.tensor, element) for p in pieces for element in range(p.start, p.stop)]
+        assert seen == [(i, e) for i, size in enumerate(sizes) for e in range(size)]
+        assert all(p.stop - p.start <= capacity or p.tensor in whole for p in pieces)
+        lengths = [p.stop - p.start for p in pieces]
+        assert [p.offset for p in pieces] == [sum(lengths[:i]) for i in range(len(pieces))]
 
 
 def average(groups, weights, bucket_cap_mb):
     """The mean that each group computes, with the sum that a network would give."""
-    means = [WeightedMean([t.numel() for t in group], bucket_cap_mb) for group in groups]
+    means = [WeightedMean([t.numel() for t in group], bucket_cap_mb, CPU) for group in groups]
     for mean, group, weight in zip(means, groups, weights, strict=True):
-        flat = [t.reshape(-1).float() for t in group]
-        mean.form(
-            lambda p, flat=flat: flat[p.tensor][p.start : p.stop], weight, torch.device("cpu")
-        )
+        flat = [t.reshape(-1) for t in group]
+        mean.form(lambda p, into, f=flat: into.copy_(f[p.tensor][p.start : p.stop]), weight)
     for messages in zip(*(mean.messages for mean in means), strict=True):
         total = sum(m.clone() for m in messages)
         for message in messages:
             message.copy_(total)
     results = [[torch.full(t.shape, 7.0) for t in group] for group in groups]
-    totals = [mean.receive(into) for mean, into in zip(means, results, strict=True)]
+    totals = [mean.receive() for mean in means]
+    for mean, result in zip(means, results, strict=True):
+        for piece in mean.pieces if mean.total else ():
+            result[piece.tensor].view(-1)[piece.start : piece.stop] = mean.take(piece)
     return results, totals
 
 
@@ -47,6 +48,7 @@ TRAPS = {
     "uneven": [200_000, 200_000, 100_000],
     "larger than a bucket": [300_000, 10],
     "larger in the middle": [10, 300_000, 10],
+    "around a chunk": [CHUNK - 1, CHUNK, CHUNK + 1],
 }
 
 
@@ -104,8 +106,9 @@ def test_no_bucket_size_changes_a_bit():
 
 
 def test_norm_and_bytes_are_those_of_what_is_sent():
-    mean = WeightedMean([2, 1], bucket_cap_mb=2**-17)
-    values = torch.tensor([3.0, 0.0, 4.0])
-    mean.form(lambda p: values[p.start + 2 * p.tensor : p.stop + 2 * p.tensor], 2.0, values.device)
+    mean = WeightedMean([2, 1], 2**-17, CPU)
+    values = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    mean.form(lambda p, into: into.copy_(values[p.tensor][p.start : p.stop]), 2.0)
     assert mean.norm == 5.0
-    assert mean.num_bytes == 4 * sum(message.numel() for message in mean.messages) == 4 * (3 + 2)
+    assert [message.tolist() for message in mean.messages] == [[6.0, 0.0], [8.0], [2.0]]
+    assert mean.num_bytes == 4 * (3 + 1)

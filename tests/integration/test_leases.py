@@ -143,7 +143,7 @@ def kill_at_random(run, kills, draw, coordinator_every_s=None):
             if run.is_alive(replica_id) and run.those_in_training() - {replica_id}:
                 run.kill(replica_id)
                 kills -= 1
-                next_kill = now + draw.uniform(2.0, 7.0)
+                next_kill = now + draw.uniform(1.0, 4.0)
         if now > next_coordinator:
             run.coordinator.kill()
             run.coordinator.wait()
@@ -172,7 +172,7 @@ def test_without_any_kill(run_of, further_fits):
 @pytest.mark.parametrize(("fragments", "coordinator_every_s"), [(1, None), (2, 20.0)])
 def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
     """With two fragments the coordinator is killed too, every 20 s."""
-    run = run_of(length=24000, fragments=fragments)
+    run = run_of(length=14000, fragments=fragments)
     for replica_id in range(GROUPS):
         run.start_group(replica_id)
     run.wait_for_outer_steps(2)
@@ -184,7 +184,7 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
     twice = list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
     (epoch,) = dataset["epochs"]
-    assert epoch["done"] == 24000 and epoch["leased"] == epoch["available"] == 0
+    assert epoch["done"] == 14000 and epoch["leased"] == epoch["available"] == 0
     # What a group that died had brought into one fragment alone is in that twice, and counted.
     assert sum(twice) == dataset["trained_in_part"] and dataset["trained_twice"] == 0
     assert fragments > 1 or sum(twice) == 0
@@ -193,14 +193,14 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
-    run = run_of(length=12000, fragments=fragments, save_interval="50ba")
+    run = run_of(length=7000, fragments=fragments, save_interval="30ba")
     for kills in range(3):
         for replica_id in range(GROUPS):
             run.start_group(replica_id)
         if kills == 2:
             break
         begun = run.status()["outer_step"]
-        run.wait_for_outer_steps(begun + 14)
+        run.wait_for_outer_steps(begun + 8 * fragments)
         for replica_id in run.lives:
             run.kill(replica_id)
         if kills == 1:
@@ -214,7 +214,7 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     twice = list(run.check_that_all_is_in_once())
     status = run.status()
     (dataset,) = status["datasets"]
-    assert dataset["epochs"][0]["done"] == 12000
+    assert dataset["epochs"][0]["done"] == 7000
     assert sum(twice) == dataset["trained_in_part"] and dataset["trained_twice"] == 0
     assert fragments > 1 or sum(twice) == 0
     assert sum("goes on from outer step" in event["text"] for event in status["events"]) == 2

@@ -1,0 +1,109 @@
+"""What the callback costs in steps that do not sync, as a ratio.
+
+    python benchmarks/step.py [--quick] [--json OUT]
+
+Composer's own fit loop with and without the callback, taking turns in one process; of each run the
+median time of a batch counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback, Trainer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+from composer_replication.byte_gpt import ByteGPT
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.simulation import simulate
+
+WARM_UP = 10
+
+
+class Times(Callback):
+    """The time of each batch, from its end to the next one's."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    @property
+    def median(self) -> float:
+        """Seconds a batch."""
+        ends = self.ends[WARM_UP:]
+        return statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+def seconds_a_batch(with_callback: bool, batches: int, folder: str | None) -> float:
+    """Train, and never sync on the way."""
+    times = Times()
+
+    def replica(sim: Any) -> None:
+        torch.manual_seed(0)
+        model = ByteGPT(d_model=128, n_heads=4, n_layers=4, max_seq_len=64)
+        tokens = torch.zeros(64, dtype=torch.long)
+        samples = [{"input_ids": tokens, "labels": tokens}] * (8 * batches)
+        diloco = DiLoCoCallback(
+            manager=sim.manager, replica_id=0, sync_every=10 * batches, run_dir=folder
+        )
+        trainer = Trainer(
+            model=model,
+            optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            train_dataloader=DataLoader(samples, 8),  # pyright: ignore[reportArgumentType]
+            max_duration=f"{batches}ba",
+            callbacks=[diloco, times] if with_callback else [times],
+            device="cpu",
+            progress_bar=False,
+            auto_log_hparams=False,
+        )
+        trainer.fit()
+        trainer.close()
+
+    simulate(replica, num_replicas=1)
+    return times.median
+
+
+def main() -> None:
+    """Measure, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="5 pairs of runs")
+    parser.add_argument("--json", type=Path, help="write the ratios there")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--batches", type=int, default=80)
+    arguments = parser.parse_args()
+    pairs = 5 if arguments.quick else arguments.pairs
+    ratios, alone = [], []
+    for _ in track(range(pairs), "pairs of runs"):
+        alone.append(seconds_a_batch(False, arguments.batches, None))
+        ratios.append(seconds_a_batch(True, arguments.batches, None) / alone[-1])
+    found = {
+        "with / without the callback": ratios,
+        "without, ms a batch": [1000 * seconds for seconds in alone],
+    }
+    table = Table("what", "median", "min", "max", title=f"{pairs} pairs of runs")
+    spread = {
+        name: {"median": statistics.median(v), "min": min(v), "max": max(v)}
+        for name, v in found.items()
+    }
+    for name, value in spread.items():
+        table.add_row(name, *(f"{value[key]:.4g}" for key in ("median", "min", "max")))
+    Console().print(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"ratios": spread}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""DiLoCo's outer step on a CPU, chunk by chunk, so that each number is fetched from memory once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+
+from composer_replication.diloco.averaging import Piece, WeightedMean
+
+LANES = 16
+"""The widest vector of fp32 that torch computes in: torch's fused step rounds what is left over
+otherwise than its own parts do."""
+
+
+def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is SGD with momentum at most, as DiLoCo's outer optimizer is."""
+    if type(optimizer) is not torch.optim.SGD or len(optimizer.param_groups) != 1:
+        return False
+    group = optimizer.param_groups[0]
+    return not any(group[name] for name in ("weight_decay", "dampening", "maximize"))
+
+
+class ChunkedDescent:
+    """An outer step of ``torch.optim.SGD``.
+
+    It does to each element what torch does, in the same order, and so gets the same bits; a test
+    holds the two together. Torch goes over all of a tensor for each operation and makes another one
+    on the way: eleven passes over memory and a buffer as large as the model. Here it is five, by
+    torch's own fused step on chunks, and the way back into the model finds the global parameters in
+    cache.
+
+    Args:
+        optimizer: See ``is_plain_sgd``. Its state is used and kept, so that it may be saved.
+        theta: Global parameters, fp32 and contiguous, in the order of the mean.
+        buffers: The places of those that the optimizer does not own, and that become the mean.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        theta: Sequence[nn.Parameter],
+        buffers: Collection[int],
+    ) -> None:
+        (group,) = optimizer.param_groups
+        self._lr, self._momentum = float(group["lr"]), float(group["momentum"])
+        self._nesterov = group["nesterov"]
+        self._theta = [parameter.detach().view(-1) for parameter in theta]
+        self._buffers = buffers
+        self._buffer_of: dict[int, Tensor] = {}
+        self._is_first: set[int] = set()
+        for place, parameter in enumerate(theta) if self._momentum else ():
+            if place in buffers:
+                continue
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.empty_like(parameter, requires_grad=False)
+                self._is_first.add(place)
+            self._buffer_of[place] = state["momentum_buffer"].view(-1)
+
+    def step(self, mean: WeightedMean, write_back: Callable[[Piece], None]) -> float:
+        """Take it.
+
+        Args:
+            mean: Received; it is used up.
+            write_back: Called with each piece, right after its global parameters have moved.
+
+        Returns:
+            The L2 norm of the momentum.
+        """
+        squares = [torch.zeros(())]
+        total = torch.tensor(mean.total)
+        for piece in mean.pieces:
+            theta = self._theta[piece.tensor][piece.start : piece.stop]
+            if piece.tensor in self._buffers:
+                theta.sub_(mean.take(piece))
+            elif not self._momentum:
+                theta.add_(mean.take(piece), alpha=-self._lr)
+            else:
+                momentum = self._buffer_of[piece.tensor][piece.start : piece.stop]
+                sums, is_first = mean.sums(piece), piece.tensor in self._is_first
+                fused = 0 if is_first else sums.numel() // LANES * LANES
+                if fused:
+                    self._fused(theta[:fused], sums[:fused], momentum[:fused], total)
+                self._by_parts(theta[fused:], sums[fused:].div_(total), momentum[fused:], is_first)
+                squares.append(torch.dot(momentum, momentum))
+            write_back(piece)
+        return math.sqrt(float(torch.stack(squares).sum()))
+
+    def _fused(self, theta: Tensor, sums: Tensor, momentum: Tensor, total: Tensor) -> None:
+        sgd(
+            [theta],
+            [sums],
+            [momentum],
+            weight_decay=0.0,
+            momentum=self._momentum,
+            lr=self._lr,
+            dampening=0.0,
+            nesterov=self._nesterov,
+            maximize=False,
+            fused=True,
+            grad_scale=total,  # it divides by that
+        )
+
+    def _by_parts(self, theta: Tensor, delta: Tensor, momentum: Tensor, is_first: bool) -> None:
+        if is_first:
+            momentum.copy_(delta)
+        else:
+            momentum.mul_(self._momentum).add_(delta)
+        move = delta.add_(momentum, alpha=self._momentum) if self._nesterov else momentum
+        theta.add_(move, alpha=-self._lr)
