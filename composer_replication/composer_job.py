@@ -145,6 +145,7 @@ def build_diloco(
         must_not_start=must_not_start,
         give_up_after_s=options.give_up_after_s,
         digest_every=options.digest_every,
+        ranks=torch.distributed.group.WORLD if state.is_model_ddp else None,
     )
 
 

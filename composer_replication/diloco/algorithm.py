@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torchft.local_sgd
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
 from composer_replication.diloco.fragment_sync import FragmentSync
@@ -81,6 +82,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             ever.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and a report has the ``global_digest``; 0 for never.
+        ranks: The ranks of this group that hold the same parameters, as under DDP: each sends a
+            share of the pseudo-gradient. None: this rank sends all that it holds.
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
@@ -117,6 +120,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         must_not_start: str | None = None,
         give_up_after_s: float | None = None,
         digest_every: int = 0,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(model_fragments, nn.Module):
             model_fragments = list(model_fragments)
@@ -177,6 +181,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 self._clock,
                 self._state,
                 roll_call,
+                ranks,
             )
             for index, globals_ in enumerate(owned)
         ]

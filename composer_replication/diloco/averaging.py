@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from composer_replication.diloco.rank_share import RankShare
 
 CHUNK = 2**17
 """Elements that are worked on at a time on a CPU: what is written is still in cache when it is read
@@ -23,6 +26,14 @@ class Piece:
     start: int
     stop: int
     offset: int
+
+    def between(self, start: int, stop: int) -> Piece | None:
+        """The part of it that is at ``start`` to ``stop`` in all, if there is one."""
+        size = self.stop - self.start
+        first, end = max(start - self.offset, 0), min(stop - self.offset, size)
+        if first >= end:
+            return None
+        return Piece(self.tensor, self.start + first, self.start + end, self.offset + first)
 
 
 def plan_pieces(sizes: Sequence[int], chunk: int, whole: Collection[int] = ()) -> list[Piece]:
@@ -51,6 +62,8 @@ class WeightedMean:
         bucket_cap_mb: Largest message in MiB of fp32.
         device: Where the messages live.
         whole: Tensors that cannot be cut, since their elements do not lie one after the other.
+        ranks: The ranks of this group that hold the same values, if there are several: each sends a
+            share of them.
     """
 
     def __init__(
@@ -59,17 +72,22 @@ class WeightedMean:
         bucket_cap_mb: float,
         device: torch.device,
         whole: Collection[int] = (),
+        ranks: ProcessGroup | None = None,
     ) -> None:
-        self._num_elements = sum(sizes)
+        num_elements = sum(sizes)
         self._bucket = max(1, int(bucket_cap_mb * 2**20) // 4)
         self.device = device
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
-        chunk = CHUNK if device.type == "cpu" else max(1, self._num_elements)
+        chunk = CHUNK if device.type == "cpu" else max(1, num_elements)
         self.pieces = plan_pieces(sizes, chunk, whole)
+        self._share = share = RankShare(num_elements, ranks)
+        cut = (piece.between(share.start, share.stop) for piece in self.pieces)
+        self._own_pieces = [piece for piece in cut if piece is not None]
+        self._filled = max(0, min(num_elements, share.stop) - share.start)
         self.messages: list[Tensor] = []
-        self._memory = FlatMemory(self._num_elements, device)
+        self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
-        self.num_bytes = 4 * (self._num_elements + 1)
+        self.num_bytes = 4 * (share.stop - share.start + 1)
         self.norm = 0.0
         self.total = 0.0
 
@@ -85,19 +103,21 @@ class WeightedMean:
         """
         flat = self._memory.take()
         squares = [torch.zeros((), device=self.device)]
-        for piece in self.pieces:
+        for piece in self._own_pieces:
             values = flat[piece.offset : piece.offset + piece.stop - piece.start]
             write(piece, values)
             squares.append(torch.dot(values, values))  # in half the time of a norm
             if contribution not in (0.0, 1.0):
                 values *= contribution
-        self.norm = math.sqrt(float(torch.stack(squares).sum()))
+        self.norm = math.sqrt(float(self._share.sum(torch.stack(squares).sum())))
+        own = flat[self._share.start : self._share.stop]
         if not contribution or not self.is_finite:
             contribution = 0.0
-            flat.zero_()
+            own.zero_()
+        own[self._filled :] = 0.0
         self._sums = flat
         weight = torch.tensor([contribution], dtype=torch.float32, device=self.device)
-        self.messages = [*flat.split(self._bucket), weight]
+        self.messages = [*own.split(self._bucket), weight]
 
     @property
     def is_finite(self) -> bool:
@@ -108,9 +128,12 @@ class WeightedMean:
     def receive(self) -> float:
         """Once the messages have been summed over the groups: ``sum(c_i)``, also in ``total``.
 
-        When it is 0 nobody contributed, and there is no mean.
+        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it.
         """
         self.total = float(self.messages[-1])
+        if self.total:
+            assert self._sums is not None, "it has been formed"
+            self._share.gather(self._sums)
         return self.total
 
     def sums(self, piece: Piece) -> Tensor:

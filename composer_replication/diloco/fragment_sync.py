@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging import Piece, WeightedMean
@@ -67,6 +67,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         clock: Told when a quorum has formed and when a vote is over.
         state: What the outer step changes.
         roll_call: Goes along with the messages.
+        ranks: Those of this group that hold the same parameters, see ``DiLoCo``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         clock: SyncClock,
         state: GlobalState,
         roll_call: RollCall,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             cast(Manager, manager),
@@ -103,7 +105,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.device = local_tensor(self._local[0]).device
         scattered = [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
         sizes = [theta.numel() for theta in self._theta]
-        self.mean = WeightedMean(sizes, settings.bucket_cap_mb, self.device, scattered)
+        self.mean = WeightedMean(sizes, settings.bucket_cap_mb, self.device, scattered, ranks)
         self.inner_steps = 0
         self.samples = 0
         self._formed = Formed(0, 0, 0, None)

@@ -5,12 +5,14 @@ killed with SIGKILL, the command `coordinator` in one more, lighthouse, gloo. Th
 says what it has been trained on, see leased_group.py.
 """
 
+import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,5 +235,10 @@ def test_the_ranks_of_a_group_share_its_samples(run_of):
     status = run.status()
     (dataset,) = status["datasets"]
     assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 4000
+    sent = [
+        json.loads(line)["diloco/bytes_sent"]
+        for line in (Path(run.plan["run_dir"]) / "replica_0" / "metrics.jsonl").open()
+    ]
+    assert set(sent) == {4 * (5 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
     # The last batch before a pause has a sample twice where the ranks would else differ.
     assert twice <= 6, status

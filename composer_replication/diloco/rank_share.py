@@ -1,0 +1,44 @@
+"""The ranks of a replica group that hold the same parameters share the work of a sync."""
+
+from __future__ import annotations
+
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class RankShare:
+    """This rank's part of a flat pseudo-gradient: it sends that part alone to the other groups.
+
+    Under DDP all ranks of a group hold the same. Each averages its share with the same rank of the
+    other groups; then the ranks gather the whole mean, on the line between them, which is fast. So
+    the traffic between groups does not grow with their ranks.
+
+    Args:
+        num_elements: Of the whole.
+        ranks: Of the group, who hold the same; None for a rank by itself.
+    """
+
+    ALIGNMENT = 16
+
+    def __init__(self, num_elements: int, ranks: ProcessGroup | None) -> None:
+        self._ranks = ranks
+        rank, size = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
+        share = -(-num_elements // size)
+        if size > 1:
+            share = -(-share // self.ALIGNMENT) * self.ALIGNMENT
+        self.padded = share * size
+        """Elements of memory for the whole: all shares are equally large."""
+        self.start, self.stop = rank * share, (rank + 1) * share
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the ranks of the group, the same on all of them."""
+        if self._ranks is not None:
+            torch.distributed.all_reduce(value, group=self._ranks)
+        return value
+
+    def gather(self, flat: Tensor) -> None:
+        """Fill in the others' shares. Every rank of the group calls it, or none."""
+        if self._ranks is not None:
+            own = flat[self.start : self.stop].clone()
+            torch.distributed.all_gather_into_tensor(flat, own, group=self._ranks)
