@@ -1,0 +1,112 @@
+"""Host memory that DiLoCo takes beyond the model, in bytes per parameter.
+
+    python benchmarks/memory.py [--quick] [--json OUT] [--params 50e6]
+
+A model of fp32 parameters on the CPU, one replica group, a process for each measurement; resting
+after two syncs, and the peak in the third. Not counted is what the system may take back at once
+(``LazyFree``), our pseudo-gradient between two syncs; it is shown by itself. Linux alone tells
+these numbers (/proc). torchft is its DiLoCo without buckets, under the same manager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica import make_manager
+
+TENSORS = 50
+FLOOR = {"resting": 8.0, "peak": 12.0, "given back": 0.0}
+"""Global parameters and momentum; and the pseudo-gradient."""
+
+
+class Still(torch.optim.Optimizer):
+    """An inner optimizer that does nothing but count."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """No step at all."""
+
+
+def build_model(params: int) -> nn.Module:
+    """Equal tensors."""
+    model = nn.Module()
+    for index in range(TENSORS):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.rand(params // TENSORS)))
+    return model
+
+
+def measure(kind: str, params: int, out: Any) -> None:
+    """One process: bytes per parameter, resting and at the peak."""
+    lighthouse = start_lighthouse()
+    manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address())
+    model = build_model(params)
+    inner = Still(model.parameters())
+    before = _read("status", "VmRSS")
+    if kind == "ours":
+        diloco: Any = DiLoCo(manager, model, inner, sync_every=1)
+    else:
+        from torchft.local_sgd import DiLoCo as StockDiLoCo
+
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        diloco = StockDiLoCo(manager, [model], inner, outer, sync_every=1)
+    with diloco:
+        for _ in range(2):
+            inner.step()
+        given_back = _read("smaps_rollup", "LazyFree")
+        resting = _read("status", "VmRSS") - given_back
+        Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+        inner.step()
+        peak = _read("status", "VmHWM")
+    found = {"resting": resting - before, "peak": peak - before, "given back": given_back}
+    out.put({name: value / params for name, value in found.items()})
+    manager.shutdown()
+    lighthouse.shutdown()
+
+
+def _read(file: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
+
+
+def main() -> None:
+    """Measure, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="20 million parameters")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=50_000_000)
+    arguments = parser.parse_args()
+    params = 20_000_000 if arguments.quick else arguments.params
+    context = multiprocessing.get_context("spawn")
+    found = {"floor": FLOOR}
+    for kind in ("ours", "torchft"):
+        out = context.Queue()
+        process = context.Process(target=measure, args=(kind, params, out))
+        process.start()
+        found[kind] = out.get(timeout=300)
+        process.join()
+    table = Table("host bytes per parameter", *FLOOR, title=f"{params:,} parameters")
+    for kind, value in found.items():
+        table.add_row(kind, *(f"{value[name]:.2f}" for name in FLOOR))
+    Console().print(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"bytes_per_parameter": found}))
+
+
+if __name__ == "__main__":
+    main()
