@@ -15,6 +15,7 @@ from composer_replication.composer_job import replica_id_of
 from composer_replication.coordinated_run import CoordinatedRun
 from composer_replication.data_leases import DataLeases
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.ledger import check_keeps_all_steps
 from composer_replication.fixed_shards import FixedShards
 from composer_replication.options import ReplicaOptions
 from composer_replication.replica_loader import ReplicaDataLoader
@@ -53,10 +54,13 @@ class DataShare:
         Raises:
             CoordinatorAwayError: The coordinator does not answer.
             RefusedByCoordinatorError: It knows the dataset as another one.
+            ValueError: Samples would count as trained whose steps are thrown away.
         """
         loader: Any = state.train_dataloader
         if not isinstance(loader, ReplicaDataLoader):
             return None
+        if run is not None:
+            check_keeps_all_steps(run.settings)
         if state.max_duration is not None and state.max_duration.unit == TimeUnit.EPOCH:
             log.info(
                 "Schedules count an epoch as %d batches, as if this group read all of it; state "

@@ -21,6 +21,7 @@ from composer_replication.diloco.fragments import (
     split_model,
 )
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.ledger import check_keeps_all_steps
 from composer_replication.diloco.outer_loop import OuterLoop, SyncError
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
@@ -226,12 +227,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Raises:
             ValueError: Inner steps are thrown away, which no record could tell.
         """
-        if self.settings.discards_overlapped_steps:
-            raise ValueError(
-                f"fragment_sync_delay={self.settings.fragment_sync_delay} with "
-                "fragment_update_alpha=0 throws inner steps away, so their samples would count as "
-                "trained and be lost: use fragment_update_alpha=0.5"
-            )
+        check_keeps_all_steps(self.settings)
         self._state.ledger.read_from(stream)
 
     def expect_position(self, position: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from composer_replication.diloco.settings import DiLoCoSettings
+
 
 class Claim(NamedTuple):
     """How far a replica group's stream of samples is in the global parameters after a sync.
@@ -18,6 +20,20 @@ class Claim(NamedTuple):
     stream: int
     position: int
     in_part: int
+
+
+def check_keeps_all_steps(settings: DiLoCoSettings) -> None:
+    """Refuse settings under which no record of trained samples could be right.
+
+    Raises:
+        ValueError: Inner steps are thrown away.
+    """
+    if settings.discards_overlapped_steps:
+        raise ValueError(
+            f"fragment_sync_delay={settings.fragment_sync_delay} with fragment_update_alpha=0 "
+            "throws inner steps away, so their samples would count as trained and be lost: use "
+            "fragment_update_alpha=0.5"
+        )
 
 
 class Ledger:

@@ -58,7 +58,7 @@ def train(plan, replica_id, environ):
     os.environ.update(environ | {"REPLICA_GROUP_ID": str(replica_id)})
     torch.set_num_threads(1)
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
-    diloco = DiLoCoCallback(timeout=20.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
+    diloco = DiLoCoCallback(timeout=10.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
     folder = f"{plan['run_dir']}/replica_{replica_id}"
     newest = newest_whole(Path(folder) / "checkpoints")
     trainer = Trainer(

@@ -45,7 +45,7 @@ class LeaseRun(Run):
         self.spawn = multiprocessing.get_context("forkserver")
         self.spawn.set_forkserver_preload(["composer_replication.callback", "composer"])
         self.lives = {}
-        self.num_lives = 0
+        self.num_lives = self.num_left = 0
 
     def start_coordinator(self):
         text = self.config.read_text()
@@ -104,7 +104,10 @@ class LeaseRun(Run):
         for replica_id, life in list(self.lives.items()):
             codes = {process.exitcode for process in life}
             if codes - {None, 0}:
-                assert codes == {-signal.SIGKILL}, f"group {replica_id}: {codes}"
+                # A joiner that cannot connect twice, between two deaths, leaves with status 1.
+                self.num_left += codes == {1}
+                assert codes in ({-signal.SIGKILL}, {1}), f"group {replica_id}: {codes}"
+                assert self.num_left <= 4
                 self.start_group(replica_id)
         return all(process.exitcode == 0 for life in self.lives.values() for process in life)
 
@@ -180,7 +183,7 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
     run.wait_for_outer_steps(2)
     draw = random.Random(fragments)
     coordinator_kills = kill_at_random(run, 10, draw, coordinator_every_s)
-    assert run.num_lives == GROUPS + 10
+    assert run.num_lives == GROUPS + 10 + run.num_left
     assert coordinator_every_s is None or coordinator_kills >= 2
 
     twice = list(run.check_that_all_is_in_once())
