@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from still import Still, build_model
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.lighthouse import start_lighthouse
@@ -31,29 +31,11 @@ FLOOR = {"resting": 8.0, "peak": 12.0, "given back": 0.0}
 """Global parameters and momentum; and the pseudo-gradient."""
 
 
-class Still(torch.optim.Optimizer):
-    """An inner optimizer that does nothing but count."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(list(parameters), {})
-
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """No step at all."""
-
-
-def build_model(params: int) -> nn.Module:
-    """Equal tensors."""
-    model = nn.Module()
-    for index in range(TENSORS):
-        model.register_parameter(f"p{index}", nn.Parameter(torch.rand(params // TENSORS)))
-    return model
-
-
 def measure(kind: str, params: int, out: Any) -> None:
     """One process: bytes per parameter, resting and at the peak."""
     lighthouse = start_lighthouse()
     manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address())
-    model = build_model(params)
+    model = build_model(params, TENSORS)
     inner = Still(model.parameters())
     before = _read("status", "VmRSS")
     if kind == "ours":

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from still import Still, build_model
 from torch import nn
 from torch.distributed import ReduceOp
 
@@ -43,27 +44,6 @@ PASSES = 9
 """Over the bytes of the pseudo-gradient: form it (3), outer step (5), way back (1)."""
 
 QUICK = {"params": 25_000_000, "repetitions": 5}
-
-
-class Still(torch.optim.Optimizer):
-    """An inner optimizer that does nothing but count."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(list(parameters), {})
-
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """No step at all."""
-
-
-def build_model(params: int, tensors: int) -> nn.Module:
-    """Parameters of equal sizes but for the last one."""
-    model = nn.Module()
-    size = params // tensors
-    for index in range(tensors):
-        numel = size if index < tensors - 1 else params - size * (tensors - 1)
-        weight = torch.empty(numel).uniform_(-1, 1, generator=torch.Generator().manual_seed(index))
-        model.register_parameter(f"p{index}", nn.Parameter(weight))
-    return model
 
 
 class Phases:

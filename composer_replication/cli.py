@@ -241,6 +241,7 @@ def quiet_others() -> None:
 
 def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
     """Check that a group's coordinator agrees with its config, and that its lighthouse answers."""
+    environ = os.environ if environ is None else environ
     section = (config.get("callbacks") or {}).get("diloco") or {}
     env = ReplicaEnv.from_env(environ)
     address = section.get("lighthouse_addr") or env.lighthouse_addr
@@ -248,8 +249,15 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
     if coordinator_addr:
         from composer_replication.coordinator_client import CoordinatorClient
 
-        info = CoordinatorClient(coordinator_addr, env.token).info()
+        client = CoordinatorClient(coordinator_addr, env.token)
+        info = client.info()
         info.check_given(section, coordinator_addr)
+        info.check_versions()
+        info.check_model(config["model"])
+        replica_id = section.get("replica_id", env.replica_id)
+        if replica_id is not None and environ.get("RANK", "0") == "0":  # one of a group asks
+            client.check_name_is_free(str(replica_id), info.heartbeat_timeout_s)
+        client.close()
         address = address or info.lighthouse_addr
     if not address:
         raise ConfigError(

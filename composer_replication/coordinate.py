@@ -48,6 +48,7 @@ def coordinate(
         bind=bind,
         hostname=hostname,
         token=token,
+        model_section=config.get("model"),
     )
     console = Console(highlight=False)
     for line in (

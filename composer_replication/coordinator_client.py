@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from composer_replication import __version__
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
 from composer_replication.sample_stream import DatasetSpec, Lease
 
@@ -38,6 +41,9 @@ class RunInfo:
     min_replicas: int
     lighthouse_addr: str
     heartbeat_timeout_s: float
+    version: str
+    torchft: str
+    model_section: Mapping[str, Any] | None
     outer_step: int
     """The last one that it has heard of."""
 
@@ -59,6 +65,39 @@ class RunInfo:
                 "and this group's config has others; leave them out, or make them equal:\n"
                 + "\n".join(differing)
             )
+
+    def check_model(self, section: Mapping[str, Any]) -> None:
+        """Compare a config's ``model`` with that of the coordinator's config.
+
+        What only one of them names is compared when the model has been built, by its shapes. What
+        shapes do not tell, such as a number of heads, is found out here alone.
+
+        Raises:
+            RefusedByCoordinatorError: A key has another value.
+        """
+        run = self.model_section or {}
+        differing = [
+            f"model.{name} is {value!r} here, and {run[name]!r} in this run"
+            for name, value in section.items()
+            if name in run and value != run[name]
+        ]
+        if differing:
+            raise RefusedByCoordinatorError(f"another model: {'; '.join(differing)}", 422)
+
+    def check_versions(self) -> None:
+        """Compare what is installed here with what the run's coordinator has.
+
+        Raises:
+            RefusedByCoordinatorError: It would refuse this group.
+        """
+        for name, own, run in (
+            ("composer_replication", __version__, self.version),
+            ("torchft", version("torchft-nightly"), self.torchft),
+        ):
+            if own != run:
+                raise RefusedByCoordinatorError(
+                    f"{name} {own} here, and {run} in this run: install the same version"
+                )
 
 
 class CoordinatorClient:
@@ -91,6 +130,9 @@ class CoordinatorClient:
             "num_replicas",
             "min_replicas",
             "lighthouse_addr",
+            "version",
+            "torchft",
+            "model_section",
             "outer_step",
         )
         return RunInfo(
@@ -100,9 +142,33 @@ class CoordinatorClient:
             **{field: told[field] for field in fields},
         )
 
-    def settings(self, version: int) -> DiLoCoSettings:
+    def check_name_is_free(self, replica_id: str, heartbeat_timeout_s: float) -> None:
+        """Find out within half the heartbeat timeout whether a living group has a name.
+
+        One that has died a moment ago looks alive, but sends no more heartbeats.
+
+        Raises:
+            CoordinatorAwayError: Nobody answers.
+            RefusedByCoordinatorError: It sends heartbeats.
+        """
+        began = time.monotonic()
+        # No group's heartbeats are further apart, see ``ask_for_run``.
+        while (elapsed := time.monotonic() - began) < heartbeat_timeout_s / 2 + 0.2:
+            replicas = self._ask("GET", "/v1/status")["replicas"]
+            found = next((r for r in replicas if r["replica_id"] == replica_id), None)
+            if found is None or not found["is_alive"]:
+                return
+            if found["last_seen_s"] is not None and found["last_seen_s"] < elapsed - 0.1:
+                raise RefusedByCoordinatorError(
+                    f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
+                    "of its own, or end that one",
+                    409,
+                )
+            time.sleep(0.1)
+
+    def settings(self, number: int) -> DiLoCoSettings:
         """One version of the settings. Raises what ``info`` does."""
-        return _settings_of(self._ask("GET", f"/v1/settings/{version}"), self.address)
+        return _settings_of(self._ask("GET", f"/v1/settings/{number}"), self.address)
 
     def register(self, registration: Mapping[str, Any]) -> int:
         """Take part; the newest version of the settings.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from composer import State
@@ -97,8 +98,7 @@ class DataShare:
             shards = fixed_shards(self._options, self._loader)
             self._loader.read(shards, self._loaded, lambda: False)
             return
-        has_more = lambda: self._has_more(diloco, stand_by)  # noqa: E731
-        self._leases.start(diloco, self._loaded, stream, has_more)
+        self._leases.start(diloco, self._loaded, stream, partial(self._has_more, diloco, stand_by))
 
     def before_batch(self, state: State) -> None:
         """Composer is about to ask for a batch."""

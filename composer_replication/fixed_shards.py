@@ -33,6 +33,7 @@ class FixedShards:
                 f"{self._num_units} units for num_replicas={num_replicas} groups: use a unit_size "
                 f"of at most {max(1, dataset.length // num_replicas)}"
             )
+        self._units = lru_cache(maxsize=64)(self._own_units)
         self._num_own = -(-(self._num_units - replica_rank) // num_replicas)
 
     def lease(self, number: int, epoch: int) -> Lease:
@@ -45,8 +46,7 @@ class FixedShards:
             return Lease(number, epoch, 0, 0, 0, start)
         return Lease(number, epoch, units[place], 0, self._size(units[place : place + 1]), start)
 
-    @lru_cache(maxsize=64)  # noqa: B019 (there is one of these in a process)
-    def _units(self, epoch: int) -> list[int]:
+    def _own_units(self, epoch: int) -> list[int]:
         draw = random.Random(f"{self._dataset.seed} {epoch}").random
         keys = [draw() for _ in range(self._num_units)]
         order = sorted(range(self._num_units), key=keys.__getitem__)

@@ -111,6 +111,7 @@ def launch(
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
         all_start=True,
+        model_section=config.get("model"),
     )
     # The display tells people; the coordinator's own words would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
@@ -120,6 +121,7 @@ def launch(
             with ReplicaGroups(run_dir, interrupts) as groups:
 
                 def start(replica_id: int) -> None:
+                    coordinator.group_has_ended(replica_id)  # if there was one before
                     place = environment(replica_id, replicas, nproc, coordinator, run_dir)
                     groups.start(replica_id, command(replica_id), place | {TOKEN: token})
 

@@ -101,11 +101,6 @@ def launch_script(folder, body, *arguments, replicas=2):
 LAUNCHER = """
 import sys
 from composer_replication import launch
-class Coordinator:
-    address = lighthouse_addr = "http://localhost:1"
-    def __init__(self, *_, **__): pass
-    def shutdown(self): pass
-launch.Coordinator = Coordinator
 script, run_dir = sys.argv[1:]
 command = lambda _: [sys.executable, script]
 sys.exit(launch.launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))

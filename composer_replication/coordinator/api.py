@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
@@ -51,6 +52,7 @@ class Info(BaseModel):
     """What a replica group has to know before it starts."""
 
     version: str
+    torchft: str
     settings_authority: bool = True
     settings: dict[str, Any]
     settings_version: int
@@ -61,6 +63,7 @@ class Info(BaseModel):
     heartbeat_timeout_s: float
     outer_step: int
     model_fingerprint: str | None
+    model_section: dict[str, Any] | None
 
 
 class ModelTensor(Strict):
@@ -126,6 +129,7 @@ def create_app(
     lighthouse_addr: str,
     num_replicas: int,
     min_replicas: int,
+    model_section: Mapping[str, Any] | None,
 ) -> FastAPI:
     """Build the application.
 
@@ -138,6 +142,7 @@ def create_app(
         lighthouse_addr: ``http://host:port``, as groups reach it.
         num_replicas: How many groups a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
+        model_section: The config's ``model``, if it has one.
     """
 
     def check_token(
@@ -164,7 +169,8 @@ def create_app(
         """The settings of the run, which all replica groups adopt, and where the lighthouse is."""
         version, newest, source = settings.newest()
         return Info(
-            version=__version__,
+            version=registry.versions.composer_replication,
+            torchft=registry.versions.torchft,
             settings=asdict(newest),
             settings_version=version,
             settings_source=source,
@@ -174,6 +180,7 @@ def create_app(
             heartbeat_timeout_s=registry.heartbeat_timeout_s,
             outer_step=streams.outer_step,
             model_fingerprint=registry.model_fingerprint(),
+            model_section=None if model_section is None else dict(model_section),
         )
 
     @v1.get("/settings/{version}")

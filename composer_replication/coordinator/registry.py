@@ -149,6 +149,13 @@ class Registry:
             if len(losses) > 4 * self.MAX_POINTS:
                 self._losses[replica_id] = dict(sorted(losses.items())[::2])
 
+    def end(self, replica_id: str) -> None:
+        """Whoever started a group says that its processes are gone: its name is free at once."""
+        with self._database.transaction():
+            life = self._lives.get(replica_id)
+            if life is not None:
+                life.left_at = self.clock()
+
     def leave(self, replica_id: str, session: str) -> None:
         """A group has ended.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -44,6 +46,8 @@ class Coordinator:
         straggler_timeout_s: How long a quorum waits for a group that is alive and not there yet.
         lighthouse_heartbeat_ms: After how long without a heartbeat the lighthouse drops a group.
         all_start: Whether all groups start together with it, see ``RunSettings``.
+        model_section: The config's ``model``, which groups compare with their own before they build
+            it.
 
     Raises:
         ValueError: ``bind`` is no address, or the state is of a run with other settings.
@@ -66,6 +70,7 @@ class Coordinator:
         straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
         lighthouse_heartbeat_ms: int = 5_000,
         all_start: bool = False,
+        model_section: Mapping[str, Any] | None = None,
     ) -> None:
         self._socket = _listen(bind)
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,7 @@ class Coordinator:
             self._database.close()
             self._socket.close()
             raise
+        self._registry = registry
         address, _, port = bind.rpartition(":")
         # The next port, so that groups find it again after a restart of this process.
         self._lighthouse = start_lighthouse(
@@ -101,6 +107,7 @@ class Coordinator:
             lighthouse_addr=self.lighthouse_addr,
             num_replicas=num_replicas,
             min_replicas=min_replicas,
+            model_section=model_section,
         )
         # Its own log lines, one for every request, would bury ours.
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
@@ -110,11 +117,18 @@ class Coordinator:
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
+        if not self._server.started:
+            self.shutdown()
+            raise OSError("the coordinator's HTTP service has not started: the log says why")
 
     @property
     def is_serving(self) -> bool:
         """Whether the service answers."""
         return self._thread.is_alive()
+
+    def group_has_ended(self, replica_id: int | str) -> None:
+        """A group's processes are gone: it may be started again without a wait."""
+        self._registry.end(str(replica_id))
 
     def shutdown(self) -> None:
         """End the service and the lighthouse; all that was answered is on the disk."""

@@ -70,11 +70,10 @@ class Streams:
         """
         check_count("outer_step", outer_step)
         ended = self._registry.clock() - age_s
-        with self._database.transaction() as cursor:
+        with self._database.transaction():
             unknown = self.units.commit(ledger)
-            if outer_step > self.outer_step:
-                _set_outer_step(cursor, outer_step)
-                self._newest = outer_step, present
+            self.note_outer_step(outer_step)
+            self._newest = max((outer_step, present), self._newest, key=lambda sync: sync[0])
             for stream in self.units.open_streams():
                 if stream.stream not in present:
                     died = self._registry.death_of(stream.replica_id, stream.session)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,26 +19,12 @@ from composer_replication.coordinator.unit_rows import (
     StreamRow,
     understood,
 )
+from composer_replication.sample_stream import Lease
 
 _DAMAGED = (
     "Lease {} of stream {} is damaged in the coordinator's database, so the stream cannot go on: "
     "release it and open a new one."
 )
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Samples for one stream: ``[start, stop)`` of the order inside a unit; none if empty."""
-
-    number: int
-    epoch: int
-    unit: int
-    start: int
-    stop: int
-    stream_start: int
-    """Samples of the stream that come before these."""
-    is_open: bool = True
-    """False for an empty one of a stream that has been closed, in which others have its samples."""
 
 
 @lru_cache(maxsize=4)

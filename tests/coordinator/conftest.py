@@ -1,6 +1,7 @@
 """Work units of a small data set, and three streams of them."""
 
 import pytest
+from coordinator.small_units import LENGTH, SEED, UNIT_SIZE, open_stream
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.work_units import WorkUnits
@@ -21,24 +22,20 @@ def database(path):
 @pytest.fixture
 def units(database):
     units = WorkUnits(database)
-    units.create_dataset("c4", length=23, seed=7, unit_size=5)
+    units.create_dataset("c4", LENGTH, SEED, UNIT_SIZE)
     return units
-
-
-def _open_stream(units, name):
-    return units.open_stream(name, "c4", f"replica of {name}", f"session of {name}")
 
 
 @pytest.fixture
 def a(units):
-    return _open_stream(units, "a")
+    return open_stream(units, "a")
 
 
 @pytest.fixture
 def b(units, a):
-    return _open_stream(units, "b")
+    return open_stream(units, "b")
 
 
 @pytest.fixture
 def c(units, b):
-    return _open_stream(units, "c")
+    return open_stream(units, "c")

@@ -56,6 +56,7 @@ def make(tmp_path, clock, *, settings=SETTINGS, token="secret", **arguments):
         lighthouse_addr="http://head:1",
         num_replicas=2,
         min_replicas=1,
+        model_section={"d_model": 8},
     )
     headers = {"Authorization": f"Bearer {token}"}
     return TestClient(app, headers=headers, raise_server_exceptions=False), database
@@ -433,3 +434,15 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
     labels = {label for label, _ in seen}
     assert len(labels) == 15
     assert {kind for _, kind in seen} == {2, 4}
+
+
+def test_a_late_rewind_changes_nothing_though_heartbeats_came_before_the_report(client, stream):
+    """A group's heartbeat tells of an outer step before its report of the sync arrives."""
+    post(client, f"streams/{stream}/leases", number=0, epoch=0)
+    beat(client, outer_step=3)
+    report = {"outer_step": 3, "ledger": [[stream, 2, 2]], "present": [stream], "age_s": 0.0}
+    assert post(client, "commits", **report).status_code == 200
+    assert post(client, "rewind", outer_step=0, ledger=[]).status_code == 200
+    assert client.get("/v1/info").json()["outer_step"] == 3
+    (epoch,) = dataset(client)["epochs"]
+    assert epoch["done"] == 2

@@ -18,16 +18,9 @@ TABLE = "CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, text TEXT)
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "coordinator.db"
-
-
-@pytest.fixture
-def database(path):
-    database = Database(path)
+def database(database):
     database.execute_schema(TABLE)
-    yield database
-    database.close()
+    return database
 
 
 def insert(database, *numbers, text=""):

@@ -236,3 +236,13 @@ def test_a_rewind_after_the_death_of_all_is_one(service, a):
     service.begin("0", "another", leases=0)
     service.streams.rewind(0, {})
     assert service.done() == 0 and service.streams.outer_step == 0
+
+
+def test_a_group_whose_processes_are_gone_gives_way_at_once(service, a, b):
+    service.now += 1.0
+    service.registry.end("1")
+    service.registry.end("no such group")
+    service.register("1", "started again")
+    service.now += 0.5
+    service.report([a])
+    assert service.open() == {a}

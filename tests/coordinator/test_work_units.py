@@ -6,8 +6,21 @@ folder. The rules one by one; all calls in any order are in test_work_units_in_a
 
 import threading
 
-import numpy as np
 import pytest
+from coordinator.small_units import (
+    LENGTH,
+    NUM_UNITS,
+    SEED,
+    UNIT_SIZE,
+    UNKNOWN,
+    counts,
+    lease_all,
+    open_stream,
+    samples,
+    size_of,
+    twice,
+    unit_order,
+)
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.unit_leases import Lease
@@ -18,41 +31,6 @@ from composer_replication.coordinator.unit_rows import (
 )
 from composer_replication.coordinator.unit_streams import OpenStream
 from composer_replication.coordinator.work_units import Returned, WorkUnits
-
-LENGTH, SEED, UNIT_SIZE = 23, 7, 5
-NUM_UNITS = 5
-UNKNOWN = 2**40
-
-
-def unit_order(epoch):
-    """What every coordinator makes of them: it depends on the seed and the epoch alone."""
-    return np.random.default_rng([SEED, epoch]).permutation(NUM_UNITS).tolist()
-
-
-def size_of(unit):
-    return 3 if unit == 4 else 5
-
-
-def samples(lease):
-    return [(lease.epoch, lease.unit, at) for at in range(lease.start, lease.stop)]
-
-
-def open_stream(units, name):
-    return units.open_stream(name, "c4", f"replica of {name}", f"session of {name}")
-
-
-def lease_all(units, stream, epoch=0):
-    return [units.lease(stream, number, epoch) for number in range(NUM_UNITS)]
-
-
-def counts(units, epoch=0):
-    progress = units.progress("c4")[epoch]
-    assert progress.done + progress.leased + progress.available == progress.length == LENGTH
-    return progress.done, progress.leased, progress.available
-
-
-def twice(units):
-    return units.dataset("c4").trained_twice
 
 
 def in_part(units):

@@ -11,8 +11,16 @@ from collections import Counter
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import pytest
+from coordinator.small_units import (
+    LENGTH,
+    SEED,
+    UNIT_SIZE,
+    UNKNOWN,
+    samples,
+    size_of,
+    unit_order,
+)
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -29,22 +37,7 @@ from composer_replication.coordinator.unit_rows import StreamClosed
 from composer_replication.coordinator.unit_streams import OpenStream
 from composer_replication.coordinator.work_units import Returned, WorkUnits
 
-LENGTH, SEED, UNIT_SIZE = 23, 7, 5
-NUM_UNITS = 5
-UNKNOWN = 2**40
 EPOCHS = st.sampled_from([0, 0, 0, 1, 2])
-
-
-def unit_order(epoch):
-    return np.random.default_rng([SEED, epoch]).permutation(NUM_UNITS).tolist()
-
-
-def size_of(unit):
-    return 3 if unit == 4 else 5
-
-
-def samples(lease):
-    return [(lease.epoch, lease.unit, at) for at in range(lease.start, lease.stop)]
 
 
 class Stream:

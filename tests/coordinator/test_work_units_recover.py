@@ -6,40 +6,20 @@ temporary folder.
 
 import numpy as np
 import pytest
+from coordinator.small_units import (
+    UNKNOWN,
+    counts,
+    lease_all,
+    open_stream,
+    twice,
+    unit_order,
+)
 
 from composer_replication.coordinator import unit_leases
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.unit_progress import EpochProgress
 from composer_replication.coordinator.unit_rows import StreamClosed, UnknownStream
 from composer_replication.coordinator.unit_streams import OpenStream
-
-LENGTH, SEED, UNIT_SIZE = 23, 7, 5
-NUM_UNITS = 5
-UNKNOWN = 2**40
-
-
-def unit_order(epoch):
-    """What every coordinator makes of them: it depends on the seed and the epoch alone."""
-    return np.random.default_rng([SEED, epoch]).permutation(NUM_UNITS).tolist()
-
-
-def open_stream(units, name):
-    return units.open_stream(name, "c4", f"replica of {name}", f"session of {name}")
-
-
-def lease_all(units, stream, epoch=0):
-    return [units.lease(stream, number, epoch) for number in range(NUM_UNITS)]
-
-
-def counts(units, epoch=0):
-    progress = units.progress("c4")[epoch]
-    assert progress.done + progress.leased + progress.available == progress.length == LENGTH
-    return progress.done, progress.leased, progress.available
-
-
-def twice(units):
-    return units.dataset("c4").trained_twice
-
 
 # Rewinding and reopening.
 

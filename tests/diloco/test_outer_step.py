@@ -1,6 +1,7 @@
 """The outer step by chunks is torch's, to the bit. Run: pytest tests/diloco/test_outer_step.py"""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_every_bit_is_that_of_torch(outer, dtype, alpha):
     model = Model(dtype)
     assert not model.conv.weight.is_contiguous()
     plain = copy.deepcopy(model)
-    built = lambda parameters: torch.optim.SGD(parameters, **outer)  # noqa: E731
+    built = partial(torch.optim.SGD, **outer)
     globals_ = GlobalParameters(dict(model.named_parameters()), built, CPU, pin_memory=False)
     theta = [t.detach().clone().requires_grad_() for t in globals_.theta.values()]
     reference = built(theta)

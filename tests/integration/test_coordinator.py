@@ -113,32 +113,34 @@ MISFITS = {
         {},
         "outer_lr: 0.3 here, 0.7 there",
     ),
-    "another model": (["model.d_model=64"], {}, "another model: "),
+    "another model": (["model.d_model=64"], {}, "another model: model.d_model is 64 here, and 32"),
+    "another model of the same shapes": (["model.n_heads=4"], {}, "model.n_heads is 4 here, and 2"),
+    "another model by its shapes": (["model.expansion_ratio=8"], {}, "another model: blocks.0."),
     "a wrong token": ([], {"COMPOSER_REPLICATION_TOKEN": "wrong"}, "wrong token"),
     "a living group's name": ([], {"REPLICA_GROUP_ID": "1"}, "'1' is alive"),
     "another torchft": ([], {"PYTHONPATH": "TORCHFT"}, "torchft 2020.1.1 here, and 20"),
 }
+BEFORE_COMPOSER = MISFITS.keys() - {"another model by its shapes"}
+"""Those that are found out before Composer is imported, which takes seconds."""
 
 
 def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
     groups = [run.start(i) for i in range(2)]
     run.wait_for_syncs(3)
+    early = tmp_path / "early" / "composer"
+    early.mkdir(parents=True)
+    (early / "__init__.py").write_text("raise AssertionError('imported before the refusal')")
     other = tmp_path / "other" / "torchft_nightly-2020.1.1.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torchft-nightly\nVersion: 2020.1.1\n"
     )
-    # All at once, on a busy machine: what takes long is importing Composer.
-    misfits = {
-        name: run.start(
-            2,
-            *overrides,
-            f"run_dir={tmp_path / 'misfit'}",
-            "train_loader.path=null",
-            **{k: str(other.parent) if v == "TORCHFT" else v for k, v in environ.items()},
-        )
-        for name, (overrides, environ, _) in MISFITS.items()
-    }
+    misfits = {}
+    for name, (overrides, environ, _) in MISFITS.items():
+        folders = [early.parent] if name in BEFORE_COMPOSER else []
+        folders += [other.parent] if environ.get("PYTHONPATH") else []
+        path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+        misfits[name] = run.start(2, *overrides, f"run_dir={tmp_path / 'misfit'}", **environ | path)
     for name, process in misfits.items():
         output, _ = process.communicate(timeout=90)
         assert process.returncode == 2, (name, output)

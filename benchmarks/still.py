@@ -1,0 +1,29 @@
+"""What the benchmarks of a sync share: a model, and an inner optimizer that leaves it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Still(torch.optim.Optimizer):
+    """An inner optimizer that does nothing but count."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """No step at all."""
+
+
+def build_model(params: int, tensors: int) -> nn.Module:
+    """Parameters of equal sizes but for the last one, the same in every process."""
+    model = nn.Module()
+    size = params // tensors
+    for index in range(tensors):
+        numel = size if index < tensors - 1 else params - size * (tensors - 1)
+        weight = torch.empty(numel).uniform_(-1, 1, generator=torch.Generator().manual_seed(index))
+        model.register_parameter(f"p{index}", nn.Parameter(weight))
+    return model
