@@ -1,16 +1,23 @@
 # make train: install, then train two replica groups on this machine. make test: install, then test.
+# make gpu-check: the tests and benchmarks that need a GPU.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLMFOUNDRY := .venv-llmfoundry
 
-.PHONY: train test lint test-llmfoundry clean
+.PHONY: train test gpu-check lint test-llmfoundry clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU; PYTHON_GPU is one that has torch for it, ours by default.
+PYTHON_GPU ?= $(BIN)/python
+gpu-check: $(if $(findstring $(BIN),$(PYTHON_GPU)),$(VENV)/.installed-dev)
+	$(PYTHON_GPU) -m pytest tests/test_gpu.py -rs
+	$(PYTHON_GPU) benchmarks/gpu_check.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

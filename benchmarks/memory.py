@@ -1,11 +1,11 @@
-"""Host memory that DiLoCo takes beyond the model, in bytes per parameter.
+"""Memory that DiLoCo takes beyond the model, in bytes per parameter.
 
-    python benchmarks/memory.py [--quick] [--json OUT] [--params 50e6]
+    python benchmarks/memory.py [--quick] [--json OUT] [--params 50e6] [--device cuda]
 
-A model of fp32 parameters on the CPU, one replica group, a process for each measurement; resting
-after two syncs, and the peak in the third. Not counted is what the system may take back at once
-(``LazyFree``), our pseudo-gradient between two syncs; it is shown by itself. Linux alone tells
-these numbers (/proc). torchft is its DiLoCo without buckets, under the same manager.
+Of the host, and of the device that the model is on. A model of fp32 parameters, one replica group,
+a process for each measurement; resting after two syncs, and the peak in the third. Not counted is
+what the system may take back at once (``LazyFree``), our pseudo-gradient between two syncs; it is
+shown by itself. Linux alone tells these numbers (/proc). torchft is its DiLoCo without buckets, under the same manager.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import make_manager
 
 TENSORS = 50
-FLOOR = {"resting": 8.0, "peak": 12.0, "given back": 0.0}
+FLOOR = {"resting": 8.0, "peak": 12.0, "given back": 0.0, "device, peak": 0.0}
 """Global parameters and momentum; and the pseudo-gradient."""
 
 
-def measure(kind: str, params: int, out: Any) -> None:
+def measure(kind: str, params: int, device: str, out: Any) -> None:
     """One process: bytes per parameter, resting and at the peak."""
     lighthouse = start_lighthouse()
     manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address())
-    model = build_model(params, TENSORS)
+    model = build_model(params, TENSORS, device)
     inner = Still(model.parameters())
     before = _read("status", "VmRSS")
     if kind == "ours":
-        diloco: Any = DiLoCo(manager, model, inner, sync_every=1)
+        diloco: Any = DiLoCo(manager, model, inner, sync_every=1, message_device="cpu")
     else:
         from torchft.local_sgd import DiLoCo as StockDiLoCo
 
@@ -51,12 +51,28 @@ def measure(kind: str, params: int, out: Any) -> None:
         given_back = _read("smaps_rollup", "LazyFree")
         resting = _read("status", "VmRSS") - given_back
         Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+        on_device = DeviceMemory(device)
         inner.step()
         peak = _read("status", "VmHWM")
     found = {"resting": resting - before, "peak": peak - before, "given back": given_back}
+    found["device, peak"] = on_device.peak()
     out.put({name: value / params for name, value in found.items()})
     manager.shutdown()
     lighthouse.shutdown()
+
+
+class DeviceMemory:
+    """What is taken of a CUDA device's memory from now on; nothing of any other."""
+
+    def __init__(self, device: str) -> None:
+        self._is_cuda = device == "cuda"
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """Bytes at the peak, beyond those at first."""
+        return torch.cuda.max_memory_allocated() - self._before if self._is_cuda else 0
 
 
 def _read(file: str, name: str) -> int:
@@ -72,17 +88,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="20 million parameters")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--params", type=lambda text: int(float(text)), default=50_000_000)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     params = 20_000_000 if arguments.quick else arguments.params
     context = multiprocessing.get_context("spawn")
     found = {"floor": FLOOR}
     for kind in ("ours", "torchft"):
         out = context.Queue()
-        process = context.Process(target=measure, args=(kind, params, out))
+        process = context.Process(target=measure, args=(kind, params, arguments.device, out))
         process.start()
         found[kind] = out.get(timeout=300)
         process.join()
-    table = Table("host bytes per parameter", *FLOOR, title=f"{params:,} parameters")
+    table = Table("bytes per parameter", *FLOOR, title=f"{params:,} parameters")
     for kind, value in found.items():
         table.add_row(kind, *(f"{value[name]:.2f}" for name in FLOOR))
     Console().print(table)

@@ -1,6 +1,6 @@
 """What the callback costs in steps that do not sync, as a ratio.
 
-    python benchmarks/step.py [--quick] [--json OUT]
+    python benchmarks/step.py [--quick] [--json OUT] [--device gpu]
 
 Composer's own fit loop with and without the callback, taking turns in one process; of each run the
 median time of a batch counts.
@@ -45,7 +45,7 @@ class Times(Callback):
         return statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
 
 
-def seconds_a_batch(with_callback: bool, batches: int, folder: str | None) -> float:
+def seconds_a_batch(with_callback: bool, batches: int, device: str) -> float:
     """Train, and never sync on the way."""
     times = Times()
 
@@ -55,7 +55,9 @@ def seconds_a_batch(with_callback: bool, batches: int, folder: str | None) -> fl
         tokens = torch.zeros(64, dtype=torch.long)
         samples = [{"input_ids": tokens, "labels": tokens}] * (8 * batches)
         diloco = DiLoCoCallback(
-            manager=sim.manager, replica_id=0, sync_every=10 * batches, run_dir=folder
+            manager=sim.manager,
+            replica_id=0,
+            sync_every=10 * batches,
         )
         trainer = Trainer(
             model=model,
@@ -63,7 +65,7 @@ def seconds_a_batch(with_callback: bool, batches: int, folder: str | None) -> fl
             train_dataloader=DataLoader(samples, 8),  # pyright: ignore[reportArgumentType]
             max_duration=f"{batches}ba",
             callbacks=[diloco, times] if with_callback else [times],
-            device="cpu",
+            device=device,
             progress_bar=False,
             auto_log_hparams=False,
         )
@@ -83,12 +85,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the ratios there")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--batches", type=int, default=80)
+    parser.add_argument("--device", default="cpu", help="as Composer calls them: cpu, gpu")
     arguments = parser.parse_args()
     pairs = 5 if arguments.quick else arguments.pairs
     ratios, alone = [], []
     for _ in track(range(pairs), "pairs of runs"):
-        alone.append(seconds_a_batch(False, arguments.batches, None))
-        ratios.append(seconds_a_batch(True, arguments.batches, None) / alone[-1])
+        alone.append(seconds_a_batch(False, arguments.batches, arguments.device))
+        ratios.append(seconds_a_batch(True, arguments.batches, arguments.device) / alone[-1])
     found = {
         "with / without the callback": ratios,
         "without, ms a batch": [1000 * seconds for seconds in alone],

@@ -18,7 +18,7 @@ class Still(torch.optim.Optimizer):
         """No step at all."""
 
 
-def build_model(params: int, tensors: int) -> nn.Module:
+def build_model(params: int, tensors: int, device: str = "cpu", dtype: str = "float32") -> Any:
     """Parameters of equal sizes but for the last one, the same in every process."""
     model = nn.Module()
     size = params // tensors
@@ -26,4 +26,4 @@ def build_model(params: int, tensors: int) -> nn.Module:
         numel = size if index < tensors - 1 else params - size * (tensors - 1)
         weight = torch.empty(numel).uniform_(-1, 1, generator=torch.Generator().manual_seed(index))
         model.register_parameter(f"p{index}", nn.Parameter(weight))
-    return model
+    return model.to(device=device, dtype=getattr(torch, dtype))

@@ -1,6 +1,7 @@
 """What one sync takes, beside one raw allreduce of the same bytes, and where the time goes.
 
     python benchmarks/sync.py [--quick] [--json OUT] [--params 100e6] [--tensors 147] [--groups 2]
+                              [--wire-format int8] [--device cuda] [--dtype bfloat16]
 
 Replica groups of one process each on this machine, over gloo and loopback; an inner step does
 nothing, so that what is left is the sync. In one run, taking turns, the slowest process of each
@@ -12,6 +13,8 @@ repetition counting:
 * ours, and the phases of it: form, send (until the last byte is there), outer (outer step and the
   way back into the model), and the rest (quorum, vote);
 * torchft: its own DiLoCo under the same manager.
+
+On ``--device cuda`` the model is there and all else, messages too, in host memory.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.wire_sizes import WIRE_FORMATS
 from composer_replication.lighthouse import start_lighthouse
 
 from composer_replication.replica import make_manager  # isort: skip
@@ -89,7 +93,7 @@ def measure(arguments: argparse.Namespace, rank: int, address: str, barrier: Any
     manager = make_manager(
         replica_id=rank, lighthouse_addr=address, min_replica_size=arguments.groups, timeout=120.0
     )
-    model = build_model(arguments.params, arguments.tensors)
+    model = build_model(arguments.params, arguments.tensors, arguments.device, arguments.dtype)
     flat = torch.ones(arguments.params)
     other = torch.empty_like(flat)
     taken: dict[str, list[float]] = {}
@@ -98,6 +102,7 @@ def measure(arguments: argparse.Namespace, rank: int, address: str, barrier: Any
         barrier.wait()
         began = time.perf_counter()
         call()
+        settle()
         taken.setdefault(name, []).append(time.perf_counter() - began)
 
     def raw() -> None:
@@ -111,6 +116,8 @@ def measure(arguments: argparse.Namespace, rank: int, address: str, barrier: Any
         sync_every=1,
         num_replicas=arguments.groups,
         bucket_cap_mb=arguments.bucket_cap_mb,
+        wire_format=arguments.wire_format,
+        message_device="cpu",
     )
     with ours:
         phases.watch(ours)
@@ -120,6 +127,7 @@ def measure(arguments: argparse.Namespace, rank: int, address: str, barrier: Any
             repeat("raw", raw)
             repeat("copy", lambda: other.copy_(flat))
             move(model, rank)
+            settle()
             phases.seconds.clear()
             repeat("ours", inner.step)
             seconds = phases.seconds
@@ -140,7 +148,7 @@ def measure_stock(
     manager = make_manager(
         replica_id=rank, lighthouse_addr=address, min_replica_size=arguments.groups, timeout=120.0
     )
-    model = build_model(arguments.params, arguments.tensors)
+    model = build_model(arguments.params, arguments.tensors, arguments.device, arguments.dtype)
     flat = torch.ones(arguments.params)
     inner = Still(model.parameters())
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -152,9 +160,11 @@ def measure_stock(
             if repetition == 1:
                 taken = {name: [] for name in taken}
             move(model, rank)
+            settle()
             barrier.wait()
             began = time.perf_counter()
             inner.step()
+            settle()
             taken["torchft"].append(time.perf_counter() - began)
             barrier.wait()
             began = time.perf_counter()
@@ -164,6 +174,12 @@ def measure_stock(
     out.put((rank, taken))
     barrier.wait()
     manager.shutdown()
+
+
+def settle() -> None:
+    """Let the device finish."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 @torch.no_grad()
@@ -233,13 +249,17 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=147)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--wire-format", choices=WIRE_FORMATS, default=WIRE_FORMATS[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--bucket-cap-mb", type=float, default=32.0)
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)
     found = ratios(arguments)
     title = (
-        f"{arguments.groups} groups, {arguments.params:,} parameters in {arguments.tensors} tensors"
+        f"{arguments.groups} groups, {arguments.params:,} parameters in {arguments.tensors} "
+        f"tensors, {arguments.wire_format}, {arguments.device}"
     )
     table = Table("what", "median", "min", "max", title=title)
     for name, value in found.items():

@@ -103,7 +103,7 @@ def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
         store_addr=host,
         store_port=port,
         hostname=options.hostname,
-        backend=backend_for(next(state.model.parameters()).device),
+        backend=_backend(options, state),
     )
     manager.store = store
     return manager
@@ -148,7 +148,15 @@ def build_diloco(
         give_up_after_s=options.give_up_after_s,
         digest_every=options.digest_every,
         ranks=torch.distributed.group.WORLD if state.is_model_ddp else None,
+        message_device="cpu" if _backend(options, state) == "gloo" else None,
     )
+
+
+def _backend(options: ReplicaOptions, state: State) -> str:
+    device = next(state.model.parameters()).device
+    if options.backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend='nccl' and the model is on {device}: use 'gloo'")
+    return options.backend or backend_for(device)
 
 
 def broadcast(value: Any) -> Any:

@@ -21,7 +21,8 @@ _SECONDS = (
     "connect_timeout",
     "heartbeat_interval_s",
 )
-_CHOICES = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "backend": (None, "gloo", "nccl"),
     "heal_inner_state": ("own", "donor"),
     "eval_weights": ("global", "local"),
     "on_bad_state": ("error", "fresh"),
@@ -52,6 +53,8 @@ class ReplicaOptions:
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
             that is an error, in seconds. None: for ever; what is missing is logged.
         hostname: How peers reach this machine. None: its host name.
+        backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
+            ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
         backup_device: Where global parameters and outer state live. None: in host memory.
         pin_memory: Whether they are pinned there, if there is an accelerator.
         final_sync: Whether training ends with a sync of what has been trained since the last one,
@@ -86,6 +89,7 @@ class ReplicaOptions:
     quorum_retries: int = 3600
     give_up_after_s: float | None = None
     hostname: str | None = None
+    backend: str | None = None
     backup_device: str | None = None
     pin_memory: bool = True
     final_sync: bool = True
@@ -108,7 +112,8 @@ class ReplicaOptions:
             _check_count(name, getattr(self, name), least)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use {' or '.join(choices)}")
+                known = " or ".join(filter(None, choices))
+                raise ValueError(f"{name}={getattr(self, name)!r}: use {known}")
         StartPolicy(self.num_replicas or 1, self.start_timeout_s, self.on_start_timeout)
         if self.num_replicas is not None:
             _check_count("num_replicas", self.num_replicas, 1)

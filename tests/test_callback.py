@@ -83,6 +83,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "quorum_retries": 11,
         "hostname": "here",
         "backup_device": "cpu",
+        "backend": "gloo",
         "pin_memory": False,
         "final_sync": False,
         "heal_inner_state": "donor",

@@ -5,6 +5,7 @@ import torch
 from common import TinyMLP, batch, mse, plain_sgd, take_step
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.diloco.wire import make_wire_format
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import backend_for, make_manager
 
@@ -38,6 +39,48 @@ def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(backup_dev
     one, other = simulate(lambda sim: train(sim.manager, "cuda", **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 12
     assert one[1] == (backup_device == "cpu")
+
+
+def test_messages_in_host_memory_take_none_of_the_device():
+    def replica(sim):
+        model = torch.nn.Linear(2000, 2000, device="cuda")
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, sync_every=1, message_device="cpu") as diloco:
+            take_step(inner, -1.0)  # what the inner optimizer takes is taken
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            inner.step()
+            taken = torch.cuda.max_memory_allocated() - before
+            local = dict(model.named_parameters())
+            for name, theta in diloco.global_parameters().items():
+                assert torch.equal(local[name].cpu(), theta)
+            return taken
+
+    [taken] = simulate(replica, num_replicas=1)
+    assert taken < 0.05 * 4 * 2000 * 2000
+
+
+@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
+@pytest.mark.parametrize("message_device", ["cpu", "cuda"])
+def test_every_wire_format_keeps_replicas_equal(wire_format, message_device):
+    settings = {"sync_every": 4, "wire_format": wire_format, "message_device": message_device}
+    one, other = simulate(lambda sim: train(sim.manager, "cuda", **settings), num_replicas=2)
+    assert one[0] == other[0] and len(set(one[0])) == 6
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "fp4"])
+def test_the_device_encodes_and_decodes_to_the_bits_of_the_cpu(name):
+    wire_format = make_wire_format(name)
+    values = torch.randn(512 * 300, generator=torch.Generator().manual_seed(0))
+    encoded = torch.empty(wire_format.num_bytes(values.numel()), dtype=torch.uint8)
+    wire_format.encode(values, encoded)
+    on_device, decoded = torch.empty_like(encoded, device="cuda"), torch.empty_like(values)
+    wire_format.encode(values.cuda(), on_device)
+    assert torch.equal(on_device.cpu(), encoded)
+    wire_format.decode(encoded, decoded)
+    decoded_there = torch.empty_like(decoded, device="cuda")
+    wire_format.decode(on_device, decoded_there)
+    assert torch.equal(decoded_there.cpu(), decoded)
 
 
 def test_a_model_on_the_device_follows_the_trace_of_the_cpu():

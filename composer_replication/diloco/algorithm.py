@@ -86,6 +86,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             parameters, and a report has the ``global_digest``; 0 for never.
         ranks: The ranks of this group that hold the same parameters, as under DDP: each sends a
             share of the pseudo-gradient. None: this rank sends all that it holds.
+        message_device: Where pseudo-gradients are formed and summed. None: where the model is, as
+            NCCL wants it. ``cpu`` for a model on an accelerator and groups that average over gloo:
+            then a sync needs no memory on the accelerator.
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
@@ -125,6 +128,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         give_up_after_s: float | None = None,
         digest_every: int = 0,
         ranks: ProcessGroup | None = None,
+        message_device: torch.device | str | None = None,
     ) -> None:
         if not isinstance(model_fragments, nn.Module):
             model_fragments = list(model_fragments)
@@ -189,6 +193,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 self._state,
                 roll_call,
                 ranks,
+                None if message_device is None else torch.device(message_device),
             )
             for index, globals_ in enumerate(owned)
         ]

@@ -68,6 +68,8 @@ class WeightedMean:
         whole: Tensors that cannot be cut, since their elements do not lie one after the other.
         ranks: The ranks of this group that hold the same values, if there are several: each sends a
             share of them.
+        model_device: Where the values come from, and where ``ranks`` talk to each other. None:
+            ``device``.
     """
 
     def __init__(
@@ -77,19 +79,22 @@ class WeightedMean:
         device: torch.device,
         whole: Collection[int] = (),
         ranks: ProcessGroup | None = None,
+        model_device: torch.device | None = None,
     ) -> None:
+        model_device = model_device or device
         num_elements = sum(sizes)
         self._bucket = max(1, int(bucket_cap_mb * 2**20) // 4)
         self.device = device
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
         chunk = CHUNK if device.type == "cpu" else max(1, num_elements)
         self.pieces = plan_pieces(sizes, chunk, whole)
-        self._share = share = RankShare(num_elements, ranks)
+        self._share = share = RankShare(num_elements, ranks, model_device, self._bucket)
         cut = (piece.between(share.start, share.stop) for piece in self.pieces)
         self._own_pieces = [piece for piece in cut if piece is not None]
         self._filled = max(0, min(num_elements, share.stop) - share.start)
         self.messages: list[Tensor] = []
-        self._memory = FlatMemory(share.padded, device)
+        is_copied_to = device.type == "cpu" and model_device.type != "cpu"
+        self._memory = FlatMemory(share.padded, device, pin=is_copied_to)
         self._sums: Tensor | None = None
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
@@ -178,25 +183,30 @@ class FlatMemory:
 
     On a CPU fresh memory costs several times what is then done in it, and keeping it would cost a
     model's size. So between the syncs it is the system's to take (``MADV_FREE``): without a
-    shortage it is still there for the next one.
+    shortage it is still there for the next one. Pinned memory is kept: it cannot be taken.
 
     Args:
         num_elements: How many.
         device: Where.
+        pin: Whether it is pinned, for copies from and to an accelerator.
     """
 
-    def __init__(self, num_elements: int, device: torch.device) -> None:
+    def __init__(self, num_elements: int, device: torch.device, pin: bool = False) -> None:
         self._num_elements = num_elements
         self._device = device
-        self._can_be_lent = device.type == "cpu" and hasattr(mmap, "MADV_FREE") and num_elements > 0
+        self._pin = pin
+        is_lendable = device.type == "cpu" and hasattr(mmap, "MADV_FREE") and num_elements > 0
+        self._can_be_lent = is_lendable and not pin
         self._pages: mmap.mmap | None = None
         self._spare: Tensor | None = None
 
     def take(self) -> Tensor:
         """Uninitialised, 1-D. What was taken before and not given back is left alone."""
-        if not self._can_be_lent:
-            return torch.empty(self._num_elements, device=self._device)
         taken, self._spare = self._spare, None
+        if not self._can_be_lent:
+            if taken is None:
+                taken = torch.empty(self._num_elements, device=self._device, pin_memory=self._pin)
+            return taken
         if taken is None:
             self._pages = mmap.mmap(-1, 4 * self._num_elements, flags=_PRIVATE)
             taken = torch.frombuffer(self._pages, dtype=torch.float32)
@@ -206,6 +216,7 @@ class FlatMemory:
         """It is not needed any more, by nobody: no allreduce is under way in it."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_FREE)
+        if self._pin or self._pages is not None:
             self._spare = taken
 
 

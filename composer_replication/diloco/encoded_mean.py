@@ -58,8 +58,9 @@ class EncodedMean(WeightedMean):
         ranks: ProcessGroup | None,
         wire_format: str,
         error_feedback: bool,
+        model_device: torch.device | None = None,
     ) -> None:
-        super().__init__(sizes, bucket_cap_mb, device, whole, ranks)
+        super().__init__(sizes, bucket_cap_mb, device, whole, ranks, model_device)
         self._format = make_wire_format(wire_format)
         self._num_elements = sum(sizes)
         self._exchange: Exchange | None = None

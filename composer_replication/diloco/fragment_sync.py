@@ -70,6 +70,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         state: What the outer step changes.
         roll_call: Goes along with the messages.
         ranks: Those of this group that hold the same parameters, see ``DiLoCo``.
+        message_device: See there.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         state: GlobalState,
         roll_call: RollCall,
         ranks: ProcessGroup | None = None,
+        message_device: torch.device | None = None,
     ) -> None:
         super().__init__(
             cast(Manager, manager),
@@ -104,7 +106,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._weight_by = settings.weight_by
         self._local = list(global_parameters.local.values())
         self._theta = list(global_parameters.theta.values())
-        self.device = local_tensor(self._local[0]).device
+        self._model_device = local_tensor(self._local[0]).device
+        self.device = message_device or self._model_device
         self._bucket_cap_mb, self._ranks = settings.bucket_cap_mb, ranks
         self.mean = self.exact_mean()
         if settings.wire_format != "float32":
@@ -116,6 +119,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
                 ranks,
                 settings.wire_format,
                 settings.error_feedback,
+                self._model_device,
             )
         self.inner_steps = 0
         self.samples = 0
@@ -138,7 +142,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def exact_mean(self) -> WeightedMean:
         """A mean of such tensors in fp32, whatever the wire format."""
         return WeightedMean(
-            self._sizes, self._bucket_cap_mb, self.device, self._scattered, self._ranks
+            self._sizes,
+            self._bucket_cap_mb,
+            self.device,
+            self._scattered,
+            self._ranks,
+            self._model_device,
         )
 
     @property
@@ -270,7 +279,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self._unsent is not None and not self.is_joining:
             assert self._unsent.local is not None, "it was saved in flight"
             local = self._unsent.local[piece.tensor]
-        local = local.reshape(-1)[piece.start : piece.stop].to(self.device)
+        local = local.reshape(-1)[piece.start : piece.stop]
+        if local.device != into.device:
+            local = into.copy_(local)
         pseudo_gradient(theta.to(self.device, non_blocking=True), local, into)
 
     def initial_values(self, piece: Piece, into: Tensor) -> None:

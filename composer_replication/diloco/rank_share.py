@@ -17,12 +17,16 @@ class RankShare:
     Args:
         num_elements: Of the whole.
         ranks: Of the group, who hold the same; None for a rank by itself.
+        device: Where the ranks talk to each other; the whole may be elsewhere.
+        bucket: Largest number of elements that a rank sends the others at a time.
     """
 
     ALIGNMENT = 16
 
-    def __init__(self, num_elements: int, ranks: ProcessGroup | None) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, num_elements: int, ranks: ProcessGroup | None, device: torch.device, bucket: int
+    ) -> None:
+        self._ranks, self._device, self._bucket = ranks, device, bucket
         rank, size = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
         share = -(-num_elements // size)
         if size > 1:
@@ -33,12 +37,19 @@ class RankShare:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group, the same on all of them."""
-        if self._ranks is not None:
-            torch.distributed.all_reduce(value, group=self._ranks)
+        if self._ranks is None:
+            return value
+        value = value.to(self._device)
+        torch.distributed.all_reduce(value, group=self._ranks)
         return value
 
     def gather(self, flat: Tensor) -> None:
         """Fill in the others' shares. Every rank of the group calls it, or none."""
-        if self._ranks is not None:
-            own = flat[self.start : self.stop].clone()
-            torch.distributed.all_gather_into_tensor(flat, own, group=self._ranks)
+        if self._ranks is None:
+            return
+        shares = flat.view(self._ranks.size(), -1)
+        for bucket in shares.split(self._bucket, dim=1):
+            own = bucket[self._ranks.rank()].to(self._device, copy=True)
+            gathered = own.new_empty(bucket.numel())
+            torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)
+            bucket.copy_(gathered.view(bucket.shape))
