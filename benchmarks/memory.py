@@ -5,7 +5,8 @@
 Of the host, and of the device that the model is on. A model of fp32 parameters, one replica group,
 a process for each measurement; resting after two syncs, and the peak in the third. Not counted is
 what the system may take back at once (``LazyFree``), our pseudo-gradient between two syncs; it is
-shown by itself. Linux alone tells these numbers (/proc). torchft is its DiLoCo without buckets, under the same manager.
+shown by itself. Linux alone tells these numbers (/proc). torchft is its DiLoCo without buckets,
+under the same manager.
 """
 
 from __future__ import annotations
