@@ -24,8 +24,8 @@ from nonnegative import fit_nonnegative
 from rich.console import Console
 from rich.table import Table
 
+from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.plan import (
-    BYTES_PER_PARAMETER,
     DDP_OVERLAP,
     Terms,
     ddp_terms,

@@ -33,9 +33,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from composer_replication.diloco.settings import DiLoCoSettings
-
-BYTES_PER_PARAMETER = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "fp4": 0.5 + 1 / 32}
-"""On the wire: int8 has an fp32 scale for 256 parameters, fp4 one of 8 bits for 32."""
+from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
 
 DDP_BUCKET_MB = 25.0
 """torch's default."""
@@ -58,7 +56,7 @@ class PlannedRun:
         groups: Replica groups (k).
         round_trip_s: Between two groups, in seconds (r).
         sync_every: See ``DiLoCoSettings`` (H), like the next two (P and tau).
-        wire_format: One of ``BYTES_PER_PARAMETER``.
+        wire_format: See ``DiLoCoSettings``.
         ranks: Processes in a group that hold the same parameters, as under DDP.
         bucket_cap_mb: See ``DiLoCoSettings``.
 
@@ -201,7 +199,8 @@ def check_utilisation(utilisation: float) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes beyond the model, of each process: resting, at the peak of a sync, on the device."""
+    """Bytes beyond the model, of each process: resting, at the peak of a sync, and on an
+    accelerator if its groups average over NCCL (over gloo nothing)."""
 
     host_resting: float
     host_peak: float
@@ -213,8 +212,8 @@ def memory(run: PlannedRun) -> Memory:
 
     In host memory global parameters, momentum and, below float32, the error feedback; at the peak a
     fragment's pseudo-gradient, its messages three times (what is sent, what comes, what is
-    gathered) and, while it is overlapped, a copy of the local parameters. On an accelerator the
-    fragment's flat pseudo-gradient, and the rank's share of it again when the ranks gather.
+    gathered) and, while it is overlapped, a copy of the local parameters. Over NCCL the accelerator
+    has the fragment's flat pseudo-gradient.
     """
     fragment = 4 * run.fragment_params
     is_coded = run.wire_format != "float32"
@@ -222,8 +221,7 @@ def memory(run: PlannedRun) -> Memory:
     share = run.fragment_params / run.ranks
     messages = 3 * share * BYTES_PER_PARAMETER[run.wire_format] * is_coded
     copy = fragment * (run.fragment_sync_delay > 0)
-    gathered = 4 * share * (run.ranks > 1)
-    return Memory(resting, resting + fragment + messages + copy, fragment + gathered)
+    return Memory(resting, resting + fragment + messages + copy, fragment)
 
 
 def _ring(groups: int) -> float:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from composer_replication.diloco.wire_sizes import WIRE_FORMATS
 from composer_replication.plan import (
-    BYTES_PER_PARAMETER,
     Memory,
     PlannedRun,
     check_utilisation,
@@ -118,7 +118,7 @@ class Plan:
                 f"{', '.join(calibration.not_told_apart)}."
             )
         there = ["DDP"] * calibration.has_ddp + calibration.wire_formats
-        missing = [name for name in ("DDP", *BYTES_PER_PARAMETER) if name not in there]
+        missing = [name for name in ("DDP", *WIRE_FORMATS) if name not in there]
         if missing:
             yield f"Not in the calibration, so not in the tables: {', '.join(missing)}."
         if any(row.memory and row.smallest_sync_every is None for row in self.rows):
@@ -131,8 +131,8 @@ class Plan:
         )
         yield (
             "Memory: by the code, of each process, so of every rank under DDP. The host's has been "
-            "measured for float32 on CPUs, the device's never; there the largest tensor comes on "
-            "top."
+            "measured for float32 on CPUs, the device's never. Groups that average over gloo need "
+            "none there."
         )
 
     def print(self, console: Console) -> None:
@@ -177,7 +177,7 @@ class Plan:
     def _memory(self) -> Table:
         table = _table(
             "Memory of a process, beyond the model",
-            ("host, resting", "host, in a sync", "device, in a sync"),
+            ("host, resting", "host, in a sync", "device, over NCCL"),
         )
         for row in self.rows:
             if row.memory:

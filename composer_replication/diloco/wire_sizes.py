@@ -7,6 +7,14 @@ WIRE_FORMATS = ("float32", "bfloat16", "int8", "fp4")
 BLOCK = {"bfloat16": 2, "int8": 256, "fp4": 32}
 """Elements that share a scale; for bfloat16, which has none, those of one 32-bit word."""
 
+BYTES_PER_PARAMETER = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "int8": 1 + 4 / BLOCK["int8"],
+    "fp4": 0.5 + 1 / BLOCK["fp4"],
+}
+"""Of a large message."""
+
 PART = 512
 """What is encoded at a time has a multiple of so many elements."""
 
