@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from composer_replication.diloco.averaging import Piece, WeightedMean
-from composer_replication.diloco.exchange import EncodedBucket, Exchange
+from composer_replication.diloco.encoded_buckets import ScatteredBucket, SharedBucket
+from composer_replication.diloco.exchange import Exchange
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 from composer_replication.diloco.wire import make_wire_format
 from composer_replication.diloco.wire_sizes import WIRE_FORMATS
@@ -34,14 +35,14 @@ class EncodedMean(WeightedMean):
     """A ``WeightedMean`` in a wire format: a reduce-scatter and an all-gather of encoded parts.
 
     Each bucket has as many parts as there are groups. A group decodes its part of all others, takes
-    their mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in
-    as many bytes whatever the number of groups.
+    the mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in as
+    many bytes whatever the number of groups. Two groups do with an all-gather (``SharedBucket``).
 
     With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
     has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
-    rounded on the way back is added to the residual of the group that rounded it, times ``total /
-    c_i``, since a residual counts by the group's part of the mean. The residual changes with the
-    commit alone: a sync that is tried again sends the same.
+    rounded on the way back is the residual of the group that rounded it, times ``total / c_i``,
+    since a residual counts by the group's part of the mean. The residual changes with the commit
+    alone: a sync that is tried again sends the same.
 
     Args:
         sizes: See ``WeightedMean``, as for every argument not listed here.
@@ -78,8 +79,9 @@ class EncodedMean(WeightedMean):
     def send(self, manager: DiLoCoManager) -> list[Any]:
         groups, rank = manager.num_participants(), manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
+        bucket_of = SharedBucket if groups <= 2 else ScatteredBucket
         buckets = [
-            EncodedBucket(values, groups, rank, self._format)
+            bucket_of(values, groups, rank, self._format)
             for values in self._own.split(self._bucket)
         ]
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)

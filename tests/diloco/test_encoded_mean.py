@@ -12,7 +12,8 @@ from torch.distributed import ReduceOp
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.encoded_mean import EncodedMean
 from composer_replication.diloco.settings import SettingsMismatch
-from composer_replication.diloco.wire_sizes import WIRE_FORMATS
+from composer_replication.diloco.wire import Int8
+from composer_replication.diloco.wire_sizes import PART, WIRE_FORMATS, encoded_bytes
 from composer_replication.simulation import Fault, SimulationError
 
 ENCODED = WIRE_FORMATS[1:]
@@ -114,6 +115,26 @@ def test_with_error_feedback_the_sum_of_many_means_is_nearer_the_true_one(wire_f
         found, _ = simulate(lambda sim, f=feedback: replica(sim, f), num_replicas=2)
         errors[feedback] = float((found - true).norm())
     assert errors[True] < 0.75 * errors[False]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_what_does_not_travel_is_not_rounded_on_the_way_there(groups, monkeypatch):
+    # Of three groups the one that sums a part has its own values of it, and a third comes exactly:
+    # what it alone contributes is rounded once.
+    monkeypatch.setattr(f"{__name__}.weight_of", lambda group, step: float(group == 0))
+
+    def replica(sim):
+        mean = make_mean("int8", error_feedback=False, bucket_cap_mb=1.0)
+        return average(sim, mean, 0)[1]
+
+    found = simulate(replica, num_replicas=groups)[0]
+    values = torch.cat(values_of(0, 0))
+    size = -(-values.numel() // (groups * PART)) * PART
+    own = torch.nn.functional.pad(values, (0, groups * size - values.numel()))[:size]
+    encoded, rounded = torch.empty(encoded_bytes("int8", size), dtype=torch.uint8), own.clone()
+    Int8().encode(own, encoded)
+    Int8().decode(encoded, rounded)
+    assert torch.equal(found[:size], rounded[: found.numel()])
 
 
 @pytest.mark.parametrize("wire_format", ENCODED)

@@ -9,7 +9,6 @@ from composer_replication.diloco.averaging import CHUNK
 from composer_replication.diloco.wire import make_wire_format
 from composer_replication.diloco.wire_sizes import PART, WIRE_FORMATS, encoded_bytes
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 ENCODED = WIRE_FORMATS[1:]
 
 
@@ -58,12 +57,12 @@ def test_int8_rounds_to_the_nearest_127th_of_the_largest_in_256():
     )
 
 
-def test_fp4_is_e2m1_where_the_largest_of_32_fits():
-    values = padded(0.2, 0.3, 0.74, -0.76, 1.2, 1.3, 1.74, -1.76, 2.4, 2.6, 3.4, -3.6, 4.9, 5.1, -6)
-    decoded = there_and_back("fp4", values)[:15]
-    assert decoded.tolist() == [
-        0.0, 0.5, 0.5, -1.0, 1.0, 1.5, 1.5, -2.0, 2.0, 3.0, 3.0, -4.0, 4.0, 6.0, -6.0
-    ]  # fmt: skip
+def test_fp4_rounds_to_the_nearest_seventh_where_the_largest_of_32_fits():
+    values = padded(7.0, 0.4, 0.6, -1.4, -1.6, 3.49, -6.6)
+    values[32:35] = torch.tensor([0.875, -0.124, 0.06])  # a block of its own, in eighths
+    decoded = there_and_back("fp4", values)
+    assert decoded[:7].tolist() == [7.0, 0.0, 1.0, -1.0, -2.0, 3.0, -7.0]
+    assert decoded[32:35].tolist() == [0.875, -0.125, 0.0]
 
 
 def scale_of(largest, top):
@@ -78,7 +77,7 @@ def test_fp4_rounds_to_the_nearest_of_its_grid_at_the_scale_of_each_block():
     blocks = values.view(-1, 32)
     top = float(values.abs().max())
     for block, found in zip(blocks, decoded, strict=True):
-        grid = E2M1 * scale_of(float(block.abs().max()), top) / 6
+        grid = torch.arange(8) * scale_of(float(block.abs().max()), top) / 7
         both = torch.cat([-grid, grid])
         distance = (block[:, None] - both).abs().amin(1)
         assert torch.allclose((block - found).abs(), distance, rtol=1e-4, atol=1e-12)
