@@ -158,9 +158,9 @@ def measure_trainings(
         for name in names
         if not i or name not in ONE_SEED
     ]
-    # Two threads of a small model are held up by each other: several trainings at a time instead.
+    # Two threads of a small model hold each other up: more trainings at a time than cores.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+    with ProcessPoolExecutor(3 * (os.cpu_count() or 1) // 2, context) as pool:
         for run, loss in zip(
             track(runs, "trainings"), pool.map(train, *zip(*runs, strict=True)), strict=True
         ):
