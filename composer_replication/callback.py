@@ -86,7 +86,8 @@ class DiLoCoCallback(Callback):
     | ``diloco/sync_seconds``           | how long training stood still for it                |
     | ``diloco/wait_seconds``           | of that, the wait for the quorum                    |
     | ``diloco/compute_fraction``       | of the time since the last sync, the part training  |
-    | ``diloco/bytes_sent``             | size of this rank's messages                        |
+    | ``diloco/bytes_sent``             | size of this rank's messages, as they travel        |
+    | ``diloco/bytes_float32``          | size that they would have in float32                |
     | ``diloco/pseudo_gradient_norm``   | L2 norm of this group's pseudo-gradient             |
     | ``diloco/outer_momentum_norm``    | L2 norm of the fragment's outer momentum            |
     | ``diloco/steps_lost``             | inner steps thrown away, by a heal or not finite    |
@@ -118,6 +119,8 @@ class DiLoCoCallback(Callback):
         weight_by: str = DiLoCoSettings.weight_by,
         sync_buffers: str = DiLoCoSettings.sync_buffers,
         bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
+        wire_format: str = DiLoCoSettings.wire_format,
+        error_feedback: bool = DiLoCoSettings.error_feedback,
         max_sync_retries: int = DiLoCoSettings.max_sync_retries,
         replica_id: str | int | None = None,
         num_replicas: int | None = None,
@@ -155,6 +158,8 @@ class DiLoCoCallback(Callback):
             weight_by=weight_by,
             sync_buffers=sync_buffers,
             bucket_cap_mb=bucket_cap_mb,
+            wire_format=wire_format,
+            error_feedback=error_feedback,
             max_sync_retries=max_sync_retries,
         )
         self.options = ReplicaOptions(

@@ -7,6 +7,7 @@ all of which Composer saves, it has
   outer hyperparameters, as JSON;
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
+* ``residual``: what the wire format has kept back, by name, fp32, if there is error feedback;
 * ``theta``: the global parameters by name, of those that are not fp32 in the model;
 * ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
@@ -27,10 +28,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_replication.diloco.outer_optimizer import local_tensor
-from composer_replication.diloco.settings import DiLoCoSettings, compare_fingerprints
+from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
 from composer_replication.global_weights import as_dtensor
 
-FORMAT = 2
+FORMAT = 3
 _PLAIN = (
     "outer_step",
     "settings",
@@ -111,6 +112,7 @@ def pack(
         "in_flight": _save_in_flight(state["in_flight"], layout),
         "local": {name: layout.save(name, tensor) for name, tensor in local.items()},
         "momentum": {name: layout.save(name, tensor) for name, tensor in momentum.items()},
+        "residual": {name: layout.save(name, tensor) for name, tensor in state["residual"].items()},
         "theta": {
             name: layout.save(name, tensor)
             for name, tensor in theta.items()
@@ -129,11 +131,13 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
 
     trained = [name for name, t in layout.live.items() if t.requires_grad]
     with_momentum = trained if settings.outer_momentum else []
+    with_residual = list(layout.live) if settings.keeps_residual else []
     saved = {
         "progress": "",
         "in_flight": "",
         "local": {name: empty(name, tensor.dtype) for name, tensor in layout.live.items()},
         "momentum": {name: empty(name, torch.float32) for name in with_momentum},
+        "residual": {name: empty(name, torch.float32) for name in with_residual},
         "theta": {
             name: empty(name, torch.float32)
             for name, tensor in layout.live.items()
@@ -157,10 +161,9 @@ def unpack(
     """
     progress = _read_progress(saved)
     mine, theirs = settings.fingerprint(), progress["settings"]
-    kept = ("num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers")
     compare_fingerprints(
-        {key: mine.get(key) for key in kept},
-        {key: theirs.get(key) for key in kept},
+        {key: mine.get(key) for key in FIXED},
+        {key: theirs.get(key) for key in FIXED},
         "the checkpoint",
     )
     names = saved["local"].keys()
@@ -177,6 +180,8 @@ def unpack(
     in_flight = _load_in_flight(saved["in_flight"], layout)
     state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
     state["fragments"] = _fragments(saved, progress, layout)
+    residual = saved.get("residual", {}).items()
+    state["residual"] = {name: layout.load(name, tensor) for name, tensor in residual}
     return state, local
 
 

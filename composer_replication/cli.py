@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import sys
 import time
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from composer_replication import __version__
 from composer_replication.config import ConfigError, load_config, save_config
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, check_lighthouse
 from composer_replication.options import ReplicaEnv, ReplicaOptions
 from composer_replication.supervision import MAX_RESTARTS
@@ -210,6 +212,69 @@ def export(
     )
     if not when:
         print("The checkpoint has no DiLoCo state, so these may be any weights.")
+
+
+@app.command()
+def plan(
+    params: Annotated[float, typer.Option(help="Trainable parameters, e.g. 7e9.")],
+    link: Annotated[
+        str,
+        typer.Option(help="What a group can send to the others, e.g. 1Gbit, 100Mbit or 250MB/s."),
+    ],
+    step_time: Annotated[float, typer.Option(help="Seconds of an inner step.")],
+    groups: Annotated[int, typer.Option(help="Replica groups.")],
+    sync_every: Annotated[
+        int, typer.Option(help="Inner steps in a round (H).")
+    ] = DiLoCoSettings.sync_every,
+    num_fragments: Annotated[
+        int, typer.Option(help="Fragments of the streaming run; 1 with no delay is vanilla.")
+    ] = 2,
+    fragment_sync_delay: Annotated[
+        int, typer.Option(help="Inner steps that overlap its syncs (tau).")
+    ] = 5,
+    round_trip: Annotated[
+        float, typer.Option(help="Seconds of a round trip between two groups.")
+    ] = 0.0,
+    ranks: Annotated[
+        int, typer.Option(help="Processes in each group, as under DDP: each sends a share.")
+    ] = 1,
+    bucket_cap_mb: Annotated[
+        float, typer.Option(help="Largest message of a sync, in MiB of fp32.")
+    ] = DiLoCoSettings.bucket_cap_mb,
+    utilisation: Annotated[
+        float, typer.Option(help="The share of the time to train: which H reaches it?")
+    ] = 0.95,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="A file from benchmarks/calibrate.py. Else: the one that is shipped."),
+    ] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the numbers there.")
+    ] = None,
+) -> None:
+    """Say what rounds of a run would take, send and hold, before anything is rented."""
+    from composer_replication.plan import PlannedRun
+    from composer_replication.plan_calibration import Calibration, parse_link
+    from composer_replication.plan_table import Plan
+
+    if not math.isfinite(params):
+        raise ConfigError(f"params={params}: write how many there are, e.g. 7e9")
+    run = PlannedRun(
+        params=int(params),
+        link_bits_per_s=parse_link(link),
+        step_s=step_time,
+        groups=groups,
+        round_trip_s=round_trip,
+        sync_every=sync_every,
+        num_fragments=num_fragments,
+        fragment_sync_delay=fragment_sync_delay,
+        ranks=ranks,
+        bucket_cap_mb=bucket_cap_mb,
+    )
+    planned = Plan(run, Calibration.load(calibration), utilisation)
+    planned.print(Console())
+    if json_out is not None:
+        json_out.write_text(json.dumps(planned.as_json(), indent=2) + "\n")
 
 
 @app.command()

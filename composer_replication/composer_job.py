@@ -136,6 +136,8 @@ def build_diloco(
         weight_by=settings.weight_by,
         sync_buffers=settings.sync_buffers,
         bucket_cap_mb=settings.bucket_cap_mb,
+        wire_format=settings.wire_format,
+        error_feedback=settings.error_feedback,
         max_sync_retries=settings.max_sync_retries,
         backup_device=options.backup_device,
         pin_memory=options.pin_memory,

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torchft.manager import Manager
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # pyright: ignore[reportPrivateImportUsage]
+from torchft.manager import Manager, _ManagedWork
+from torchft.work import _DummyWork
 
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import can_connect, read_status
@@ -204,6 +206,30 @@ class ReplicaManager(Manager):
         """torchft's, with a wait on the CPU that a signal can interrupt."""
         work = super().allreduce(tensor, should_quantize, reduce_op)
         return InterruptibleWork(work) if tensor.device.type == "cpu" else work
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        """Send each group its part of ``sent``, 1-D in equal parts; errors as in ``allreduce``."""
+        return self._started(
+            lambda: self._pg.alltoall_base(received, sent, [], [], AllToAllOptions()), received
+        )
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
+        """Send ``own`` to all groups; ``gathered`` is 1-D, in the order of the groups."""
+        parts = list(gathered.chunk(gathered.numel() // own.numel()))
+        return self._started(
+            lambda: self._pg.allgather([parts], [own], AllgatherOptions()), gathered
+        )
+
+    def _started(self, start: Callable[[], Any], result: Tensor) -> Any:
+        """A collective that torchft's Manager does not have, with what it does around its own."""
+        if self.errored():
+            return _DummyWork(result)
+        try:
+            work = _ManagedWork(self, start(), result)
+        except Exception as error:
+            self.report_error(error)
+            return _DummyWork(result)
+        return InterruptibleWork(work) if result.device.type == "cpu" else work
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """torchft's vote, awaited so that a signal can interrupt it.

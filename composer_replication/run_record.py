@@ -224,7 +224,7 @@ def _describe_traffic(run: Run) -> list[tuple[str, str]]:
     if not sent:
         return []
     # Data parallel averages every parameter in every inner step: each fragment once.
-    per_fragment = {line["diloco/fragment"]: line["diloco/bytes_sent"] for line in lines}
+    per_fragment = {line["diloco/fragment"]: line["diloco/bytes_float32"] for line in lines}
     inner_steps = max(line["inner_steps"] for line in lines)
     data_parallel = inner_steps * sum(per_fragment.values())
     text = (

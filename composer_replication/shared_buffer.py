@@ -69,7 +69,7 @@ class Stopped(Exception):
 
 @dataclass
 class Quorum:
-    """One quorum: its members in order, who has to heal, and the buffers of its allreduces."""
+    """One quorum: its members in order, who has to heal, and the buffers of its collectives."""
 
     number: int
     members: tuple[int, ...]
@@ -78,14 +78,14 @@ class Quorum:
     is_broken: bool = False
     cut_off: set[int] = field(default_factory=set)
     buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    sums: dict[int, Tensor] = field(default_factory=dict)
+    complete: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 class SharedBuffer:
     """The network: who is there, and the memory through which they average.
 
     torchft's semantics: a quorum forms when every live replica asks for one; whoever is behind
-    heals from one that is not; if a member dies, the allreduces of that quorum fail in the others.
+    heals from one that is not; if a member dies, the collectives of that quorum fail in the others.
     """
 
     def __init__(self, num_replicas: int, faults: Sequence[Fault], timeout_s: float | None) -> None:
@@ -172,9 +172,9 @@ class SharedBuffer:
         self._asking.clear()
 
     def put(self, quorum: Quorum, number: int, replica_id: int, tensor: Tensor) -> None:
-        """Hand in this replica's part of allreduce ``number`` of the quorum."""
+        """Hand in this replica's part of collective ``number`` of the quorum."""
         if tensor.device.type != "cpu":
-            torch.accelerator.synchronize()  # another thread, with a stream of its own, adds it up
+            torch.accelerator.synchronize()  # other threads, with streams of their own, read it
         with self._changed:
             buffer = quorum.buffers.setdefault(number, {})
             buffer[replica_id] = tensor.detach().clone()
@@ -183,21 +183,25 @@ class SharedBuffer:
                 if len(shapes) > 1:
                     quorum.is_broken = True
                 else:
-                    parts = [buffer[m] for m in quorum.members if m not in quorum.cut_off]
-                    quorum.sums[number] = sum(parts[1:], start=parts[0])
+                    for member in quorum.cut_off:
+                        buffer[member].zero_()
+                    quorum.complete[number] = [buffer[member] for member in quorum.members]
                 del quorum.buffers[number]
             self._changed.notify_all()
 
-    def take(self, quorum: Quorum, number: int) -> Tensor | None:
-        """Wait for the sum of allreduce ``number``; None if it failed."""
+    def take(self, quorum: Quorum, number: int) -> list[Tensor] | None:
+        """Wait for what all members handed in for collective ``number``; None if it failed.
+
+        The tensors are shared by those who take them, and not to be written to.
+        """
         with self._changed:
             self._wait_until(
-                lambda: number in quorum.sums or quorum.is_broken, f"allreduce {number}"
+                lambda: number in quorum.complete or quorum.is_broken, f"collective {number}"
             )
-            return quorum.sums.get(number)  # a member that leaves later breaks no finished sum
+            return quorum.complete.get(number)  # a member that leaves later breaks no finished one
 
     def cut_off(self, quorum: Quorum, replica_id: int) -> None:
-        """Leave this member's part out of every sum of the quorum."""
+        """Let nothing of what this member sends in the quorum reach anybody."""
         with self._changed:
             quorum.cut_off.add(replica_id)
 

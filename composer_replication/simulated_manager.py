@@ -13,20 +13,31 @@ from composer_replication.shared_buffer import Quorum, SharedBuffer, Stopped
 
 
 class SimulatedWork:
-    """Stands in for the Work that ``Manager.allreduce`` returns."""
+    """Stands in for the Work that a Manager's collectives return.
+
+    Args:
+        manager: Whose it is.
+        number: Which collective of the quorum.
+        result: Where what comes out is written.
+        combine: What comes out of the parts of all groups.
+    """
 
     def __init__(
-        self, manager: SimulatedManager, number: int, tensor: Tensor, mean_of: int
+        self,
+        manager: SimulatedManager,
+        number: int,
+        result: Tensor,
+        combine: Callable[[list[Tensor]], Tensor],
     ) -> None:
         self._manager = manager
         self._number = number
-        self._tensor = tensor
-        self._mean_of = mean_of
+        self._result = result
+        self._combine = combine
 
     def wait(self, timeout: object = None) -> bool:
-        """Write the sum or mean into the tensor. An error goes to the manager, as in torchft."""
+        """Write the result into its tensor. An error goes to the manager, as in torchft."""
         del timeout  # the simulation has one for all
-        return self._manager.finish_allreduce(self._number, self._tensor, self._mean_of)
+        return self._manager.finish(self._number, self._result, self._combine)
 
 
 class SimulatedManager:
@@ -46,7 +57,7 @@ class SimulatedManager:
         self._step = 0
         self._batches_committed = 0
         self._quorum: Quorum | None = None
-        self._num_allreduces = 0
+        self._num_collectives = 0
         self._error: Exception | None = None
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
 
@@ -62,7 +73,7 @@ class SimulatedManager:
 
     def start_quorum(self) -> None:
         self._error = None
-        self._num_allreduces = 0
+        self._num_collectives = 0
         self._quorum = quorum = self._network.join_quorum(self._replica_id, self._step, self._save)
         if self._strikes("kill"):
             raise Stopped
@@ -106,24 +117,46 @@ class SimulatedManager:
             raise ValueError("should_quantize=True: the simulation does not quantise")
         if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ValueError(f"reduce_op={reduce_op}: the simulation has SUM and AVG")
-        assert self._quorum is not None, "allreduce before start_quorum"
-        number = self._num_allreduces
-        self._num_allreduces += 1
-        if self._error is None:
-            self._network.put(self._quorum, number, self._replica_id, tensor)
         mean_of = self.num_participants() if reduce_op == ReduceOp.AVG else 1
-        return SimulatedWork(self, number, tensor, mean_of)
 
-    def finish_allreduce(self, number: int, tensor: Tensor, mean_of: int) -> bool:
+        def combine(parts: list[Tensor]) -> Tensor:
+            total = sum(parts[1:], start=parts[0])
+            return total / mean_of if mean_of > 1 else total
+
+        return self._start(tensor, tensor, combine)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> SimulatedWork:
+        groups, rank = self.num_participants(), self.participating_rank()
+        assert rank is not None, "all_to_all before start_quorum"
+        return self._start(
+            sent, received, lambda parts: torch.cat([part.chunk(groups)[rank] for part in parts])
+        )
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> SimulatedWork:
+        return self._start(own, gathered, torch.cat)
+
+    def _start(
+        self, sent: Tensor, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
+    ) -> SimulatedWork:
+        assert self._quorum is not None, "a collective before start_quorum"
+        number = self._num_collectives
+        self._num_collectives += 1
+        if self._error is None:
+            self._network.put(self._quorum, number, self._replica_id, sent)
+        return SimulatedWork(self, number, result, combine)
+
+    def finish(
+        self, number: int, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
+    ) -> bool:
         assert self._quorum is not None, "wait before start_quorum"
         if self._error is not None:
             return False
-        total = self._network.take(self._quorum, number)
-        if total is None:
-            self.report_error(ConnectionError("a peer left during the allreduce"))
+        parts = self._network.take(self._quorum, number)
+        if parts is None:
+            self.report_error(ConnectionError("a peer left during a collective"))
             return False
         with torch.no_grad():
-            tensor.copy_(total / mean_of if mean_of > 1 else total)
+            result.copy_(combine(parts))
         return True
 
     def errored(self) -> Exception | None:

@@ -65,6 +65,8 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "weight_by": "steps",
         "sync_buffers": "mean",
         "bucket_cap_mb": 1.5,
+        "wire_format": "int8",
+        "error_feedback": False,
         "max_sync_retries": 4,
         "replica_id": "berlin",
         "num_replicas": 6,

@@ -39,6 +39,8 @@ def test_the_algorithm_imports_nothing_of_ours_but_itself(path):
     ("training.py", ("launch", "cli", "report")),
     ("data.py", ("callback", "training", "launch", "cli", "diloco")),
     ("report.py", ("callback", "training", "launch", "cli", "diloco")),
+    ("plan.py", ("plan_calibration", "plan_table", "cli")),
+    ("plan_calibration.py", ("plan_table", "cli")),
 ])  # fmt: skip
 def test_no_module_imports_one_above_it(module, may_not_import):
     above = {f"composer_replication.{name}" for name in may_not_import}
@@ -51,7 +53,8 @@ def test_omegaconf_is_known_in_one_place():
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "components", "options", "lighthouse", "run_folder", "text_files", "cli"]
+    "module",
+    "config components options lighthouse run_folder text_files plan plan_table cli".split(),
 )
 def test_what_answers_at_once_imports_nothing_heavy(module):
     program = (

@@ -40,6 +40,7 @@ status = {"phase": "training", "batch": 20, "max_batches": 20, "inner_steps": 20
 with (folder / "metrics.jsonl").open("w") as file:
     for step in (1, 2):
         sync = {"outer_step": step, "fragment": 0, "num_participants": 2, "bytes_sent": 4000}
+        sync["bytes_float32"] = 4000
         sync |= {"sync_seconds": 0.1, "compute_fraction": 0.9, "global_digest": digest}
         line = {f"diloco/{key}": value for key, value in sync.items()}
         file.write(json.dumps(line | {"inner_steps": 10 * step, "loss": 4.0 - step}) + "\\n")

@@ -25,6 +25,7 @@ def sync(outer_step, **changes):
         "diloco/sync_seconds": 0.5,
         "diloco/compute_fraction": 0.9,
         "diloco/bytes_sent": 1000,
+        "diloco/bytes_float32": 1000,
         "inner_steps": 5 * outer_step,
         "loss": 5.0 - outer_step / 10,
     }

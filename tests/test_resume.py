@@ -406,7 +406,7 @@ def without_ours(path):
 def of_another_format(path):
     saved = torch.load(path, weights_only=False)
     ours = saved["state"]["callbacks"]["DiLoCoCallback"]
-    ours["progress"] = ours["progress"].replace('"format": 2', '"format": 99')
+    ours["progress"] = ours["progress"].replace('"format": 3', '"format": 99')
     torch.save(saved, path)
 
 
@@ -424,7 +424,7 @@ def with_a_scrambled_sync_in_flight(path):
 
 BAD = [
     (without_ours, "it is of batch 3 and has no DiLoCo state"),
-    (of_another_format, "its format is 99 and this version reads 2"),
+    (of_another_format, "its format is 99 and this version reads 3"),
     (without_a_parameter, "mlp.layers.0.bias is in the model and not in it: it is another"),
     (with_a_scrambled_sync_in_flight, "its sync in flight cannot be read"),
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
+from composer_replication.diloco.encoded_mean import check_can_encode
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
     check_trained_by,
@@ -112,6 +113,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         weight_by: str = DiLoCoSettings.weight_by,
         sync_buffers: str = DiLoCoSettings.sync_buffers,
         bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
+        wire_format: str = DiLoCoSettings.wire_format,
+        error_feedback: bool = DiLoCoSettings.error_feedback,
         max_sync_retries: int = DiLoCoSettings.max_sync_retries,
         backup_device: torch.device | str | None = None,
         pin_memory: bool = True,
@@ -135,6 +138,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             weight_by=weight_by,
             sync_buffers=sync_buffers,
             bucket_cap_mb=bucket_cap_mb,
+            wire_format=wire_format,
+            error_feedback=error_feedback,
             max_sync_retries=max_sync_retries,
         )
         if settings.discards_overlapped_steps:
@@ -144,6 +149,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 "use fragment_update_alpha=0.5, as arXiv 2501.18512 does",
                 stacklevel=2,
             )
+        check_can_encode(manager, wire_format)
         outer_optimizer = outer_optimizer or nesterov_sgd()
         check_sign(outer_optimizer)
         fragments = split_model(model_fragments, num_fragments, fragment_patterns)
@@ -386,6 +392,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
             "reading": self._state.ledger.local_state(),
             "in_flight": next(filter(None, in_flight), None),
+            "residual": {
+                name: tensor.clone() if copies else tensor
+                for fragment in self._fragments
+                for name, tensor in (fragment.residual_state() or {}).items()
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -402,6 +413,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer.inner_steps = state_dict["inner_steps"]
         for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
             fragment.inner_steps, fragment.samples = counted
+            if state_dict["residual"]:
+                fragment.load_residual_state(state_dict["residual"])
         self._state.ledger.load_local_state(state_dict["reading"])
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1

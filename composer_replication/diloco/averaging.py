@@ -6,12 +6,14 @@ import math
 import mmap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from composer_replication.diloco.rank_share import RankShare
+from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 CHUNK = 2**17
 """Elements that are worked on at a time on a CPU: what is written is still in cache when it is read
@@ -57,6 +59,8 @@ class WeightedMean:
     whatever its values are: a joiner without training, or a group whose values are not finite,
     takes part and changes nothing.
 
+    The sum is an allreduce of fp32 numbers; ``EncodedMean`` has the other wire formats.
+
     Args:
         sizes: Elements of each tensor, in the order that all groups share.
         bucket_cap_mb: Largest message in MiB of fp32.
@@ -87,9 +91,14 @@ class WeightedMean:
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
-        self.num_bytes = 4 * (share.stop - share.start + 1)
+        self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
+        """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
+        2 (k - 1) / k of it to the others: with two, that is all of it."""
         self.norm = 0.0
+        self.contribution = 0.0
         self.total = 0.0
+        self.divisor = 0.0
+        """What the sums are of: ``total`` times the mean."""
 
     @torch.no_grad()
     def form(self, write: Callable[[Piece, Tensor], None], contribution: float) -> None:
@@ -107,17 +116,28 @@ class WeightedMean:
             values = flat[piece.offset : piece.offset + piece.stop - piece.start]
             write(piece, values)
             squares.append(torch.dot(values, values))  # in half the time of a norm
-            if contribution not in (0.0, 1.0):
-                values *= contribution
+            self._prepare(piece, values, contribution)
         self.norm = math.sqrt(float(self._share.sum(torch.stack(squares).sum())))
         own = flat[self._share.start : self._share.stop]
-        if not contribution or not self.is_finite:
-            contribution = 0.0
+        self.contribution = contribution if self.is_finite else 0.0
+        if not self.contribution:
             own.zero_()
         own[self._filled :] = 0.0
-        self._sums = flat
-        weight = torch.tensor([contribution], dtype=torch.float32, device=self.device)
-        self.messages = [*own.split(self._bucket), weight]
+        weight = torch.tensor([self.contribution], dtype=torch.float32, device=self.device)
+        self.messages, self._sums = [*own.split(self._bucket), weight], flat
+
+    def _prepare(self, piece: Piece, values: Tensor, contribution: float) -> None:
+        if contribution not in (0.0, 1.0):
+            values *= contribution
+
+    @property
+    def _own(self) -> Tensor:
+        assert self._sums is not None, "it has been formed"
+        return self._sums[self._share.start : self._share.stop]
+
+    def send(self, manager: DiLoCoManager) -> list[Any]:
+        """Start what makes it the mean, without waiting: every Work of it has to be waited for."""
+        return [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
 
     @property
     def is_finite(self) -> bool:
@@ -126,27 +146,28 @@ class WeightedMean:
         return self.norm < float("inf")
 
     def receive(self) -> float:
-        """Once the messages have been summed over the groups: ``sum(c_i)``, also in ``total``.
+        """Once all that ``send`` started has ended well: ``sum(c_i)``, also in ``total``.
 
-        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it.
+        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it. Not before
+        the vote: it cannot be formed again after it.
         """
-        self.total = float(self.messages[-1])
+        self.total = self.divisor = float(self.messages[-1])
         if self.total:
             assert self._sums is not None, "it has been formed"
             self._share.gather(self._sums)
         return self.total
 
     def sums(self, piece: Piece) -> Tensor:
-        """The sums of a piece, 1-D fp32: ``total`` times the mean."""
+        """The sums of a piece, 1-D fp32: ``divisor`` times the mean."""
         assert self._sums is not None, "it has been formed and received"
         return self._sums[piece.offset : piece.offset + piece.stop - piece.start]
 
     def take(self, piece: Piece) -> Tensor:
         """The mean of a piece, 1-D fp32; once, in place."""
-        return self.sums(piece).div_(self.total)
+        return self.sums(piece).div_(self.divisor)
 
     def clear(self) -> None:
-        """Forget the messages, whose allreduces have all ended well."""
+        """Forget what was sent, which has all ended well."""
         assert self._sums is not None, "it has been formed"
         self._memory.give_back(self._sums)
         self.messages, self._sums = [], None

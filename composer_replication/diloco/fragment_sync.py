@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging import Piece, WeightedMean
+from composer_replication.diloco.encoded_mean import EncodedMean
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.outer_optimizer import (
@@ -103,9 +105,18 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._local = list(global_parameters.local.values())
         self._theta = list(global_parameters.theta.values())
         self.device = local_tensor(self._local[0]).device
-        scattered = [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
-        sizes = [theta.numel() for theta in self._theta]
-        self.mean = WeightedMean(sizes, settings.bucket_cap_mb, self.device, scattered, ranks)
+        self._bucket_cap_mb, self._ranks = settings.bucket_cap_mb, ranks
+        self.mean = self.exact_mean()
+        if settings.wire_format != "float32":
+            self.mean = EncodedMean(
+                self._sizes,
+                settings.bucket_cap_mb,
+                self.device,
+                self._scattered,
+                ranks,
+                settings.wire_format,
+                settings.error_feedback,
+            )
         self.inner_steps = 0
         self.samples = 0
         self._formed = Formed(0, 0, 0, None)
@@ -115,6 +126,20 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [theta.numel() for theta in self._theta]
+
+    @property
+    def _scattered(self) -> list[int]:
+        return [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
+
+    def exact_mean(self) -> WeightedMean:
+        """A mean of such tensors in fp32, whatever the wire format."""
+        return WeightedMean(
+            self._sizes, self._bucket_cap_mb, self.device, self._scattered, self._ranks
+        )
 
     @property
     def is_in_flight(self) -> bool:
@@ -144,6 +169,24 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """Send, at the next sync, what ``in_flight_state`` says was in flight."""
         local = [state["local"][name] for name in self.globals.theta]
         self._unsent = Formed(state["inner_steps"], state["samples"], state["position"], local)
+
+    def residual_state(self) -> dict[str, Tensor] | None:
+        """What the wire format has kept back, by name in the shapes of the parameters, if any.
+
+        Under DDP a collective of the group's ranks.
+        """
+        if not isinstance(self.mean, EncodedMean) or self.mean.residual is None:
+            return None
+        parts = self.mean.gather_residual().split(self._sizes)
+        theta = self.globals.theta
+        return {
+            name: part.view(t.shape) for (name, t), part in zip(theta.items(), parts, strict=True)
+        }
+
+    def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what another wire message has kept back."""
+        if isinstance(self.mean, EncodedMean):
+            self.mean.load_residual([state[name].reshape(-1) for name in self.globals.theta])
 
     @property
     def claim(self) -> Claim:
@@ -191,6 +234,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.globals.write_back()
         self.inner_steps = self.samples = 0
         self._unsent = None
+        if isinstance(self.mean, EncodedMean):
+            self.mean.forget_residual()
 
     def _save_grads(self) -> None:
         if self._unsent is not None and not self.is_joining:
@@ -233,20 +278,20 @@ class FragmentSync(_StreamingDiLoCoFragment):
         local = local_tensor(self._local[piece.tensor]).reshape(-1)
         into.copy_(local[piece.start : piece.stop])
 
-    def adopt_mean(self) -> None:
+    def adopt_mean(self, mean: WeightedMean) -> None:
         """Take the mean of ``initial_values`` as global and local parameters."""
-        if self.mean.receive():
-            for piece in self.mean.pieces:
+        if mean.receive():
+            for piece in mean.pieces:
                 theta = self._theta[piece.tensor].detach().view(-1)[piece.start : piece.stop]
-                theta.copy_(self.mean.take(piece))
-        self.mean.clear()
+                theta.copy_(mean.take(piece))
         self.take_global()
 
     def _average_grads(self) -> None:
-        for message in self.mean.messages:
-            work = self._manager.allreduce(message, reduce_op=ReduceOp.SUM)  # pyright: ignore
-            self._allreduce_work.append(work)
-        self._allreduce_work.append(self._roll_call.send(self))  # pyright: ignore[reportArgumentType]
+        # The table is sent first, since an encoded mean sends more once it has received; it is
+        # waited for last.
+        table = self._roll_call.send(self)
+        manager = cast(DiLoCoManager, self._manager)
+        self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
 
     def _set_grads(self) -> None:
         self.total_contribution = self.mean.receive()

@@ -204,17 +204,14 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
         Whether it committed. If not, nothing has changed.
     """
     weight = 1.0 if manager.participating_rank() == 0 else 0.0
-    works = []
-    for fragment in fragments:
-        fragment.mean.form(fragment.initial_values, weight)
-        works += [
-            manager.allreduce(message, reduce_op=ReduceOp.SUM)  # pyright: ignore
-            for message in fragment.mean.messages
-        ]
+    means, works = [fragment.exact_mean() for fragment in fragments], []
+    for fragment, mean in zip(fragments, means, strict=True):
+        mean.form(fragment.initial_values, weight)
+        works += mean.send(manager)
     for work in works:
         work.wait()
     if not manager.should_commit():
         return False
-    for fragment in fragments:
-        fragment.adopt_mean()
+    for fragment, mean in zip(fragments, means, strict=True):
+        fragment.adopt_mean(mean)
     return True

@@ -186,6 +186,7 @@ class OuterLoop:
                 wait_seconds=wait_seconds,
                 compute_fraction=compute_fraction,
                 bytes_sent=fragment.mean.num_bytes,
+                bytes_float32=fragment.mean.num_bytes_float32,
                 pseudo_gradient_norm=fragment.mean.norm,
                 outer_momentum_norm=fragment.globals.momentum_norm(),
                 steps_lost=self._steps_lost,

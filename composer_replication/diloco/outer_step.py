@@ -72,7 +72,7 @@ class ChunkedDescent:
             The L2 norm of the momentum.
         """
         squares = [torch.zeros(())]
-        total = torch.tensor(mean.total)
+        total = torch.tensor(mean.divisor)
         for piece in mean.pieces:
             theta = self._theta[piece.tensor][piece.start : piece.stop]
             if piece.tensor in self._buffers:

@@ -22,7 +22,9 @@ class SyncReport:
         sync_seconds: How long training stood still for it.
         wait_seconds: The part of that spent waiting for the quorum.
         compute_fraction: Of the time since the sync before, the part spent training.
-        bytes_sent: Size of this group's messages.
+        bytes_sent: Size of this rank's messages, as they travel. Of k groups each sends 2 (k - 1) /
+            k of it to the others: with two, all of it.
+        bytes_float32: The size that they would have in float32.
         pseudo_gradient_norm: L2 norm of this group's own pseudo-gradient.
         outer_momentum_norm: L2 norm of the fragment's momentum after the outer step.
         steps_lost: Inner steps that this group has thrown away since the sync before, because it
@@ -44,6 +46,7 @@ class SyncReport:
     wait_seconds: float
     compute_fraction: float
     bytes_sent: int
+    bytes_float32: int
     pseudo_gradient_norm: float
     outer_momentum_norm: float
     steps_lost: int

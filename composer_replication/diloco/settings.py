@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from composer_replication.diloco.wire_sizes import WIRE_FORMATS, encoded_bytes
+
 START_TIMEOUT_S = 600.0
 """How long a cold start waits for the other replica groups, in seconds."""
 
@@ -16,6 +18,11 @@ ON_START_TIMEOUT = ("error", "start")
 WEIGHT_BY = ("uniform", "steps", "samples")
 
 SYNC_BUFFERS = ("none", "mean")
+
+FIXED = ("num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers", "wire_format")
+"""What a resume cannot change: what a fragment is, and what a message is. Others that resume have
+these from their checkpoints, and messages of other sizes would abort them inside gloo before
+anything could be compared."""
 
 
 class SettingsMismatch(ValueError):
@@ -52,6 +59,10 @@ class DiLoCoSettings:
             parameters and are then part of the global state (``mean``). Buffers of integers and
             booleans, and those that are not persistent, are always each group's own.
         bucket_cap_mb: Largest message of a sync, in MiB of fp32.
+        wire_format: How pseudo-gradients travel: ``float32``, or in half, a quarter or an eighth of
+            its bytes ``bfloat16``, ``int8`` or ``fp4``. They are summed in fp32 in any case.
+        error_feedback: Whether a group adds to its next pseudo-gradient what the wire format has
+            rounded away from the last.
         max_sync_retries: How often in a row a sync that did not commit is tried again.
 
     Raises:
@@ -69,6 +80,8 @@ class DiLoCoSettings:
     weight_by: str = "uniform"
     sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
+    wire_format: str = WIRE_FORMATS[0]
+    error_feedback: bool = True
     max_sync_retries: int = 8
 
     def __post_init__(self) -> None:
@@ -80,12 +93,14 @@ class DiLoCoSettings:
         _check_number("outer_lr", self.outer_lr, 0.0, math.inf)
         _check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
         _check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
-        if not isinstance(self.outer_nesterov, bool):
-            raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
+        for name in ("outer_nesterov", "error_feedback"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
         if self.weight_by not in WEIGHT_BY:
             raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
         if self.sync_buffers not in SYNC_BUFFERS:
             raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
+        encoded_bytes(self.wire_format, 0)  # refuses one that there is not
         self._check_patterns()
         check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
 
@@ -113,6 +128,11 @@ class DiLoCoSettings:
     def discards_overlapped_steps(self) -> bool:
         """Whether the inner steps taken while a sync is in flight are thrown away (alpha 0)."""
         return self.fragment_sync_delay > 0 and self.fragment_update_alpha == 0.0
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether there is something that a wire format keeps back."""
+        return self.error_feedback and self.wire_format != WIRE_FORMATS[0]
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that must be equal in all groups, as plain containers.
@@ -204,12 +224,9 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: Something has changed that the saved state does not allow.
     """
-    # What a fragment is, and what a message is: others that resume have these from the checkpoint,
-    # and messages of other sizes would abort them inside gloo before anything could be compared.
-    kept = {"model", "num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers"}
     compare_fingerprints(
-        {key: mine.get(key) for key in kept},
-        {key: saved.get(key) for key in kept},
+        {key: mine.get(key) for key in ("model", *FIXED)},
+        {key: saved.get(key) for key in ("model", *FIXED)},
         "the checkpoint",
     )
     name = "outer_optimizer"

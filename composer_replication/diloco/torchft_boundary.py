@@ -46,7 +46,8 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_quorum_id",
         "_reconfigure_pg",
     ),
-    "torchft.manager._ManagedWork": ("_work",),
+    "torchft.manager._ManagedWork": ("_work", "wait"),
+    "torchft.work._DummyWork": ("wait",),
     "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
     "torchft._torchft.LighthouseServer": ("address", "shutdown"),
 }
@@ -54,7 +55,12 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 
 
 class DiLoCoManager(Protocol):
-    """The part of ``torchft.manager.Manager`` that DiLoCo needs."""
+    """The part of ``torchft.manager.Manager`` that DiLoCo needs.
+
+    Of ``all_to_all`` and ``all_gather``, which torchft's does not have, it has need where the wire
+    format is not float32. They treat errors as ``allreduce`` does, and take 1-D tensors of as many
+    equal parts as there are groups (``own``: one part).
+    """
 
     _use_async_quorum: bool
     _min_replica_size: int
@@ -66,6 +72,8 @@ class DiLoCoManager(Protocol):
     def allreduce(
         self, tensor: Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ...
     ) -> Any: ...
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any: ...
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Any: ...
     def should_commit(self) -> bool: ...
     def errored(self) -> Any: ...
     def report_error(self, e: Exception) -> None: ...

@@ -52,6 +52,8 @@ SETTINGS = {
         6,
     ),
 }
+SETTINGS["int8"] = (SETTINGS["in_flight"][0] | {"wire_format": "int8"}, 7)
+UNENCODED = [name for name in SETTINGS if name != "int8"]
 
 
 def case(settings, optimizer, fsdp, **more):
@@ -155,20 +157,21 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
             1,
             [
                 case(settings, optimizer, None)
-                for settings in SETTINGS
+                for settings in UNENCODED
                 for optimizer in ("adamw", "sgd")
             ]
-            + [case("in_flight", "adamw", None, dtype="bfloat16")],
+            + [case("in_flight", "adamw", None, dtype="bfloat16"), case("int8", "adamw", None)],
             id="monolithic",
         ),
         pytest.param(
             2,
             [
                 case(settings, optimizer, "sharded")
-                for settings in SETTINGS
+                for settings in UNENCODED
                 for optimizer in ("adamw", "sgd")
             ]
-            + [case("in_flight", "adamw", "full")],
+            + [case("in_flight", "adamw", "full"), case("int8", "adamw", "sharded")]
+            + [case("int8", "adamw", None)],
             id="sharded",
         ),
     ],

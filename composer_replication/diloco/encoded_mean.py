@@ -1,0 +1,130 @@
+"""The weighted mean over the quorum, of numbers that travel in fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from composer_replication.diloco.averaging import Piece, WeightedMean
+from composer_replication.diloco.exchange import EncodedBucket, Exchange
+from composer_replication.diloco.torchft_boundary import DiLoCoManager
+from composer_replication.diloco.wire import make_wire_format
+from composer_replication.diloco.wire_sizes import WIRE_FORMATS
+
+
+def check_can_encode(manager: object, wire_format: str) -> None:
+    """Check that a manager has what a wire format needs.
+
+    Raises:
+        ValueError: It has not; torchft's own has an allreduce alone.
+    """
+    if wire_format != WIRE_FORMATS[0] and not hasattr(manager, "all_to_all"):
+        raise ValueError(
+            f"wire_format={wire_format!r} needs all_to_all and all_gather, which "
+            f"{type(manager).__name__} has not: build it with composer_replication.make_manager, "
+            "or use wire_format='float32'"
+        )
+
+
+class EncodedMean(WeightedMean):
+    """A ``WeightedMean`` in a wire format: a reduce-scatter and an all-gather of encoded parts.
+
+    Each bucket has as many parts as there are groups. A group decodes its part of all others, takes
+    their mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in
+    as many bytes whatever the number of groups.
+
+    With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
+    has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
+    rounded on the way back is added to the residual of the group that rounded it, times ``total /
+    c_i``, since a residual counts by the group's part of the mean. The residual changes with the
+    commit alone: a sync that is tried again sends the same.
+
+    Args:
+        sizes: See ``WeightedMean``, as for every argument not listed here.
+        wire_format: ``bfloat16``, ``int8`` or ``fp4``.
+        error_feedback: Whether there is a residual.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        bucket_cap_mb: float,
+        device: torch.device,
+        whole: Collection[int],
+        ranks: ProcessGroup | None,
+        wire_format: str,
+        error_feedback: bool,
+    ) -> None:
+        super().__init__(sizes, bucket_cap_mb, device, whole, ranks)
+        self._format = make_wire_format(wire_format)
+        self._num_elements = sum(sizes)
+        self._exchange: Exchange | None = None
+        self.residual: Tensor | None = None
+        """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
+        if error_feedback:
+            self.residual = torch.zeros(self._share.stop - self._share.start, device=device)
+
+    def _prepare(self, piece: Piece, values: Tensor, contribution: float) -> None:
+        del contribution  # it goes along with each part
+        if self.residual is not None:
+            start = piece.offset - self._share.start
+            values += self.residual[start : start + values.numel()]
+
+    def send(self, manager: DiLoCoManager) -> list[Any]:
+        groups, rank = manager.num_participants(), manager.participating_rank()
+        assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
+        buckets = [
+            EncodedBucket(values, groups, rank, self._format)
+            for values in self._own.split(self._bucket)
+        ]
+        self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        keeps_error = self.residual is not None
+        self._exchange = Exchange(manager, buckets, self.contribution, keeps_error)
+        return [self._exchange]
+
+    @torch.no_grad()
+    def receive(self) -> float:
+        assert self._exchange is not None, "it has been sent"
+        exchange, start = self._exchange, 0
+        self.total, self.divisor = exchange.total, 1.0
+        keeps_error = self.residual is not None and self.contribution > 0
+        for bucket in exchange.buckets if self.total else ():
+            stop = start + bucket.values.numel()
+            if keeps_error:
+                assert self.residual is not None
+                bucket.write_error(self.residual[start:stop])
+            bucket.write_mean()
+            start = stop
+        if self.total:
+            assert self._sums is not None, "it has been formed"
+            self._share.gather(self._sums)
+        return self.total
+
+    def clear(self) -> None:
+        super().clear()
+        self._exchange = None
+
+    def gather_residual(self) -> Tensor:
+        """That of the whole group, in the order of the tensors. Every rank calls it."""
+        assert self.residual is not None, "asked only with error feedback"
+        whole = self.residual.new_zeros(self._share.padded)
+        whole[self._share.start : self._share.stop] = self.residual
+        self._share.gather(whole)
+        return whole[: self._num_elements]
+
+    def load_residual(self, tensors: Sequence[Tensor]) -> None:
+        """Go on with what ``gather_residual`` gave, in 1-D tensors, on whatever number of ranks."""
+        if self.residual is None:
+            return
+        whole = torch.cat([tensor.to(self.device) for tensor in tensors])
+        own = whole[self._share.start : self._share.stop]
+        self.residual.zero_()[: own.numel()] = own
+
+    def forget_residual(self) -> None:
+        """Nothing is owed any more."""
+        if self.residual is not None:
+            self.residual.zero_()

@@ -1,0 +1,32 @@
+"""How many bytes each wire format takes; without torch, for who only plans."""
+
+from __future__ import annotations
+
+WIRE_FORMATS = ("float32", "bfloat16", "int8", "fp4")
+
+BLOCK = {"bfloat16": 2, "int8": 256, "fp4": 32}
+"""Elements that share a scale; for bfloat16, which has none, those of one 32-bit word."""
+
+PART = 512
+"""What is encoded at a time has a multiple of so many elements."""
+
+FP4_HEADER = 4
+"""Bytes before the scales of an fp4 message: what they are relative to."""
+
+
+def encoded_bytes(wire_format: str, num_elements: int) -> int:
+    """Bytes of ``num_elements`` in a wire format, a multiple of ``PART`` unless it is float32.
+
+    Raises:
+        ValueError: There is no such format.
+    """
+    blocks = num_elements // BLOCK.get(wire_format, 1)
+    sizes = {
+        "float32": 4 * num_elements,
+        "bfloat16": 2 * num_elements,
+        "int8": num_elements + 4 * blocks,
+        "fp4": FP4_HEADER + num_elements // 2 + blocks,
+    }
+    if wire_format not in sizes:
+        raise ValueError(f"wire_format={wire_format!r}: use one of {', '.join(WIRE_FORMATS)}")
+    return sizes[wire_format]
