@@ -41,7 +41,8 @@ QUICK = {
     "overlap_step_s": 0.05,
     "links": [Link.parse("1Gbit"), Link.parse("100Mbit+10ms")],
     "wire_formats": ["float32", "fp4"],
-    "repetitions": 1,
+    "link_s": 0.0,
+    "overlap_turns": 1,
 }
 
 
@@ -59,11 +60,11 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
         LinkError: This machine does not let us make such lines.
     """
     with Progress(console=console, transient=True) as progress, Network() as network:
-        task = progress.add_task("groups start", total=Bench.parts(arguments))
+        task = progress.add_task("groups start", total=len(arguments.links) + 1)
         with Pair(network, arguments.params) as pair:
             arguments.params = pair.params
             arguments.batch = pair.find_batch(arguments.step_s)
-            bench = Bench(pair, arguments, lambda: progress.advance(task))
+            bench = Bench(pair, arguments, lambda part: progress.advance(task, part))
             for link in arguments.links:
                 progress.update(task, description=link.name)
                 bench.measure(link)
@@ -81,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the ratios and rows there")
     parser.add_argument("--params", type=lambda text: int(float(text)), default=10_000_000)
     parser.add_argument("--step-s", type=float, default=0.08, help="aim of an inner step, seconds")
-    parser.add_argument("--overlap-step-s", type=float, default=0.2, help="and in the overlap")
+    parser.add_argument("--overlap-step-s", type=float, default=0.15, help="and in the overlap")
     parser.add_argument("--links", type=_links, default=_links(LINKS), help=LINKS)
     parser.add_argument(
         "--wire-formats", type=lambda text: text.split(","), default=WIRE_FORMATS.split(",")
@@ -89,10 +90,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sync-every", type=int, default=12)
     parser.add_argument("--num-fragments", type=int, default=2, help="of streaming")
     parser.add_argument("--fragment-sync-delay", type=int, default=4, help="of streaming")
-    parser.add_argument("--repetitions", type=int, default=2, help="turns of each method")
     parser.add_argument(
-        "--turn-s", type=float, default=3.0, help="rounds of a turn: one, and more until then"
+        "--link-s", type=float, default=80.0, help="turns on a line: one, and more if they fit"
     )
+    parser.add_argument("--overlap-turns", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)

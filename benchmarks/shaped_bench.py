@@ -16,7 +16,8 @@ OVERLAP_DELAY = 4
 OVERLAP_SYNC_STEPS = 3
 """How many inner steps a sync of the model takes on the line of the overlap."""
 
-OVERLAP_ROUNDS = 2
+ROUNDS = 2
+"""In each turn of a method."""
 
 Sample = tuple[RoundTaken, RoundTaken]
 """Inner steps without communication, and the round that followed."""
@@ -31,23 +32,17 @@ class Bench:
     Args:
         pair: The two groups.
         arguments: Of the command line.
-        advance: Called after each part of the work, of which there are ``parts``.
+        advance: Called with the part of a line's measurements, or the overlap's, that is done.
     """
 
     def __init__(
-        self, pair: Pair, arguments: argparse.Namespace, advance: Callable[[], None]
+        self, pair: Pair, arguments: argparse.Namespace, advance: Callable[[float], None]
     ) -> None:
         self._pair = pair
         self._arguments = arguments
         self._advance = advance
         self.rows: list[dict[str, Any]] = []
         self.ratios: dict[str, Spread] = {}
-
-    @staticmethod
-    def parts(arguments: argparse.Namespace) -> int:
-        """How often ``advance`` is going to be called."""
-        each = 1 + arguments.repetitions * (1 + 2 * len(arguments.wire_formats))
-        return len(arguments.links) * each + 1 + 2 * arguments.repetitions
 
     def methods(self) -> Iterator[Method]:
         """Every way to communicate that is measured on every line."""
@@ -62,11 +57,14 @@ class Bench:
         bits_per_s, round_trip_s = self._pair.probe(link)
         self._note(f"{link.name}: reached / set rate", [bits_per_s / link.bits_per_s])
         self._note(f"{link.name}: round trip, ms", [1000 * round_trip_s])
-        self._advance()
         found: dict[Method, list[Sample]] = {method: [] for method in self.methods()}
-        for _ in range(self._arguments.repetitions):
+        began = turn_began = time.monotonic()
+        turn_s, part = 0.0, 1 / len(found)
+        while not turn_s or turn_began - began + turn_s < self._arguments.link_s:
             for method, samples in found.items():
-                samples += self._visit(link, method)
+                samples += self._visit(link, method, method.sync_every // 2)
+                self._advance(part)
+            turn_s, turn_began, part = time.monotonic() - turn_began, time.monotonic(), 0.0
         none = Method("none", "float32", self._arguments.sync_every)
         alone = [alone for samples in found.values() for alone, _ in samples]
         self._add_row(link, none, [(each, each.scaled(none.sync_every)) for each in alone])
@@ -89,9 +87,10 @@ class Bench:
             Method("streaming", "float32", OVERLAP_EVERY, 1, OVERLAP_DELAY): [],
             vanilla: [],
         }
-        for _ in range(self._arguments.repetitions):
+        for _ in range(self._arguments.overlap_turns):
             for method, samples in found.items():
-                samples += self._visit(link, method, OVERLAP_EVERY, OVERLAP_ROUNDS)
+                samples += self._visit(link, method, OVERLAP_EVERY)
+                self._advance(0.5 / self._arguments.overlap_turns)
         for method, samples in found.items():
             what = "overlap, delay 0" if method == vanilla else "overlap"
             ratios = [taken.seconds / alone.seconds for alone, taken in samples]
@@ -103,7 +102,6 @@ class Bench:
         bits = 32.0 * self._pair.params
         link = Link.parse("10Gbit")
         self._pair.join(link, Method("vanilla", "float32", OVERLAP_EVERY))
-        self._pair.round(trains=False)
         step_s = self._pair.steps(OVERLAP_EVERY).step_s
         for _ in range(2):
             missing_s = OVERLAP_SYNC_STEPS * step_s - statistics.median(self._syncs())
@@ -114,31 +112,16 @@ class Bench:
             "overlap: sync alone / inner step", [sync_s / step_s for sync_s in self._syncs()]
         )
         self._pair.leave()
-        self._advance()
         return link
 
     def _syncs(self) -> list[float]:
         return [self._pair.round(trains=False).sync_s for _ in range(3)]
 
-    def _visit(
-        self, link: Link, method: Method, steps: int | None = None, rounds: int | None = None
-    ) -> list[Sample]:
-        """Rounds of a method, each after steps without communication.
-
-        Args:
-            link: Over which line.
-            method: How.
-            steps: So many of these. None: half a round's.
-            rounds: How many. None: one, and more until ``turn_s`` is over.
-        """
-        pair, samples = self._pair, []
-        pair.join(link, method)
-        pair.round(trains=False)  # allocates, and opens TCP's windows
-        ends = time.monotonic() + self._arguments.turn_s
-        while len(samples) < (rounds or 1) or (rounds is None and time.monotonic() < ends):
-            samples.append((pair.steps(steps or method.sync_every // 2), pair.round()))
-        pair.leave()
-        self._advance()
+    def _visit(self, link: Link, method: Method, steps: int) -> list[Sample]:
+        """One turn of a method: rounds, each after so many steps without communication."""
+        self._pair.join(link, method)
+        samples = [(self._pair.steps(steps), self._pair.round()) for _ in range(ROUNDS)]
+        self._pair.leave()
         return samples
 
     def _note(self, name: str, values: list[float]) -> None:

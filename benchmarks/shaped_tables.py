@@ -6,6 +6,7 @@ import argparse
 import math
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -63,6 +64,7 @@ def _rounds(rows: list[Row], ratios: Ratios) -> Table:
         "method, wire", "seconds", "computing", "MB", "of float32",
         title="Rounds: time, fraction computing, bytes of a group, beside vanilla float32",
         caption="*: one step, scaled to a round",
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
     line = ""
     for row in rows:

@@ -43,7 +43,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class TimeSteps:
-    """Take a batch size. Answers: seconds an inner step."""
+    """Take a batch size. Answers: seconds of the fastest of so many inner steps."""
 
     batch: int
     count: int
@@ -162,8 +162,7 @@ class Pair:
         Raises:
             RuntimeError: A group failed or ended, or was too slow.
         """
-        first, second = commands[0], commands[-1]
-        for end, command in zip(self._ends, (first, second), strict=True):
+        for end, command in zip(self._ends, (commands[0], commands[-1]), strict=True):
             end.send(command)
         return self._answers()
 
@@ -198,11 +197,15 @@ class Pair:
         return bits_per_s, round_trip_s
 
     def join(self, link: Link, method: Method) -> None:
-        """Begin a visit; the line has any rate until it is over, and then its own."""
+        """Begin a visit, with a round that allocates. Until then the line has any rate, to save
+        time; but where there is a delay that round also opens TCP's windows, at the line's own."""
         self._port += 1
         self._network.shape(link, limited=False)
         ends = (self._network.endpoint(link, side) for side in range(2))
         self.ask(*(Join(end, self._port, method) for end in ends))
+        if link.delay_s:
+            self._network.shape(link)
+        self.round(trains=False)
         self._network.shape(link)
 
     def leave(self) -> None:
@@ -224,7 +227,7 @@ class Pair:
     def find_batch(self, step_s: float) -> int:
         """The batch size with which an inner step takes about so many seconds."""
         small, large = 16, 128
-        times = [max(self.ask(TimeSteps(batch, 4))) for batch in (small, large)]
+        times = [max(self.ask(TimeSteps(batch, 8))) for batch in (small, large)]
         a_sample = max((times[1] - times[0]) / (large - small), 1e-6)
         batch = max(4, round(small + (step_s - times[0]) / a_sample))
         self.ask(TimeSteps(batch, 2))
@@ -232,8 +235,7 @@ class Pair:
 
 
 def _slower(taken: list[RoundTaken]) -> RoundTaken:
-    """The slower group's seconds, the bytes of one group, and the sync of whoever came to it last:
-    the other one's wait is no part of it."""
+    """The slower group's seconds, one group's bytes, and the sync of whoever came last to it."""
     return RoundTaken(
         taken[0].steps,
         max(t.seconds for t in taken),
