@@ -50,6 +50,7 @@ def _stop(number: int, frame: object) -> None:
     """End, but remove the namespaces first, without being stopped in that."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
     raise SystemExit(128 + number)
 
 

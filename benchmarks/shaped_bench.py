@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from group_commands import Method
 from links import Link
-from visits import Method, Pair, RoundTaken
+from visits import Pair, RoundTaken
 
 OVERLAP_EVERY = 20
 OVERLAP_DELAY = 4

@@ -1,7 +1,7 @@
 """One replica group of ``bandwidth.py``, in a network namespace of its own.
 
-Started as ``python shaped_group.py RANK PARAMS FD``: it answers the commands of ``visits.py`` that
-come over the socket FD, one answer each, until that is closed.
+Started as ``python shaped_group.py RANK PARAMS FD``: it answers the commands of
+``group_commands.py`` that come over the socket FD, one answer each, until that is closed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from line_probe import receive_probe, send_probe
-from links import Endpoint
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from visits import (
-    DDP_STEPS,
+from group_commands import (
+    BytesSent,
     Failed,
     Join,
     Leave,
     Method,
     Probe,
     Round,
-    RoundTaken,
     Steps,
+    Taken,
     TimeSteps,
 )
+from line_probe import receive_probe, send_probe
+from links import Endpoint
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.lighthouse import start_lighthouse
@@ -102,6 +102,8 @@ class Group:
                 self._join(end, port, method)
             case Round(trains):
                 return self._round(trains)
+            case BytesSent():
+                return 0 if self._end is None else self._end.bytes_sent
             case Leave():
                 self._visit.close()
                 gc.collect()
@@ -109,24 +111,20 @@ class Group:
                 raise ValueError(f"command={command!r}: there is none such")
         return None
 
-    def _steps(self, count: int) -> RoundTaken:
+    def _steps(self, count: int) -> Taken:
         """Inner steps without any communication."""
         if self._diloco is not None:
             self._diloco.counts_steps = False
         with ExitStack() as stack:
             if isinstance(self._trained, DistributedDataParallel):
                 stack.enter_context(self._trained.no_sync())
-            sent, began = self._bytes_sent, time.perf_counter()
+            began = time.perf_counter()
             for _ in range(count):
                 self._step()
-            taken = RoundTaken(count, time.perf_counter() - began, self._bytes_sent - sent, 0.0)
+            taken = Taken(count, time.perf_counter() - began)
         if self._diloco is not None:
             self._diloco.counts_steps = True
         return taken
-
-    @property
-    def _bytes_sent(self) -> int:
-        return 0 if self._end is None else self._end.bytes_sent
 
     def _join(self, end: Endpoint, port: int, method: Method) -> None:
         """Meet the other group, under a lighthouse of this visit's own: one that has been used
@@ -174,23 +172,27 @@ class Group:
     def _put_back(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._trained, self._optimizer = trained, optimizer
 
-    def _round(self, trains: bool) -> RoundTaken:
+    def _round(self, trains: bool) -> Taken:
         """The inner steps of one round, and the syncs in it."""
         assert self._method is not None, "joined"
-        steps = self._method.sync_every if self._diloco is not None else DDP_STEPS
-        sent, began = self._bytes_sent, time.perf_counter()
-        for _ in range(steps):
-            if trains or self._diloco is None:
+        if self._diloco is None:
+            began = time.perf_counter()
+            self._step()
+            return Taken(1, time.perf_counter() - began)
+        began = time.perf_counter()
+        for _ in range(self._method.sync_every):
+            if trains:
                 self._step()
             else:
                 self._optimizer.step()
-        taken = time.perf_counter() - began, self._bytes_sent - sent
-        reports = [] if self._diloco is None else self._diloco.pop_finished_syncs()
-        wanted = 0 if self._diloco is None else self._method.num_fragments
-        if len(reports) != wanted:
-            raise RuntimeError(f"{len(reports)} syncs committed in a round, not {wanted}")
+        seconds = time.perf_counter() - began
+        reports = self._diloco.pop_finished_syncs()
+        if len(reports) != self._method.num_fragments:
+            raise RuntimeError(
+                f"{len(reports)} syncs committed in a round, not {self._method.num_fragments}"
+            )
         stood_still_s = sum(report.sync_seconds for report in reports)
-        return RoundTaken(steps, *taken, stood_still_s).scaled(self._method.sync_every)
+        return Taken(self._method.sync_every, seconds, stood_still_s)
 
 
 def serve(rank: int, params: int, fd: int) -> None:

@@ -44,8 +44,8 @@ def print_tables(
     console.print(_published())
 
 
-def _spread(value: dict[str, float]) -> str:
-    return f"{value['median']:.3f} ({value['min']:.2f}, {value['max']:.2f})"
+def _spread(value: dict[str, float], digits: str = ".3f") -> str:
+    return f"{value['median']:{digits}} ({value['min']:.2f}, {value['max']:.2f})"
 
 
 def _lines(names: list[str], ratios: Ratios) -> Table:
@@ -77,8 +77,8 @@ def _rounds(rows: list[Row], ratios: Ratios) -> Table:
         part = ratios.get(f"{key}: bytes / vanilla float32")
         table.add_row(
             method + ("*" if row["method"] == "DDP" else ""),
-            f"{row['round_s']:.3g} ({row['round_s_min']:.3g}, {row['round_s_max']:.3g})",
-            _spread(ratios[f"{key}: computing"]),
+            f"{row['round_s']:.2f} ({row['round_s_min']:.2f}, {row['round_s_max']:.2f})",
+            _spread(ratios[f"{key}: computing"], ".2f"),
             f"{row['bytes_per_round'] / 1e6:.3g}",
             "" if part is None else f"{part['median']:.3f}",
         )

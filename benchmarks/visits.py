@@ -1,4 +1,4 @@
-"""What ``bandwidth.py`` asks of its two replica groups, and the pair of processes that answer."""
+"""The pair of replica groups of ``bandwidth.py``, and their visits to each other over a line."""
 
 from __future__ import annotations
 
@@ -12,80 +12,35 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from links import Endpoint, Link, Network
+from group_commands import (
+    BytesSent,
+    Failed,
+    Join,
+    Leave,
+    Method,
+    Probe,
+    Round,
+    Steps,
+    Taken,
+    TimeSteps,
+)
+from links import Link, Network
 
 ANSWER_WITHIN_S = 600.0
-DDP_STEPS = 1
-"""Steps of data parallel training that stand for a round of it."""
 
 _FIRST_PORT = 29500
 
 
 @dataclass(frozen=True)
-class Method:
-    """How the groups train: ``DDP``, ``vanilla`` or ``streaming``, and the settings of DiLoCo."""
-
-    name: str
-    wire_format: str
-    sync_every: int
-    num_fragments: int = 1
-    fragment_sync_delay: int = 0
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Send bytes over the line. End 0 answers with the seconds of a round trip, end 1 with the bits
-    of payload a second."""
-
-    end: Endpoint
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class TimeSteps:
-    """Take a batch size. Answers: seconds of the fastest of so many inner steps."""
-
-    batch: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Inner steps without communication. Answers: ``RoundTaken``, of so many steps."""
-
-    count: int
-
-
-@dataclass(frozen=True)
-class Join:
-    """Meet the other group on a line."""
-
-    end: Endpoint
-    port: int
-    method: Method
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round. Answers: ``RoundTaken``.
-
-    Attributes:
-        trains: Without, an inner step is the inner optimizer's alone, so that little is left of the
-            round but its syncs.
-    """
-
-    trains: bool = True
-
-
-@dataclass(frozen=True)
 class RoundTaken:
-    """What a round took.
+    """What a round took both groups.
 
     Attributes:
         steps: Inner steps in it.
-        seconds: Of the whole round.
-        bytes_sent: As the kernel counts them on the device, with headers and all.
-        sync_s: How long training stood still for syncs, in seconds.
+        seconds: Of the whole round, in the slower group.
+        bytes_sent: Of one group, as the kernel counts them on its device, with headers and all.
+        sync_s: How long training stood still for syncs, in seconds, in the group that came to them
+            last: the other one's wait is no part of them.
     """
 
     steps: int
@@ -104,18 +59,6 @@ class RoundTaken:
         return RoundTaken(steps, ratio * self.seconds, ratio * self.bytes_sent, self.sync_s)
 
 
-@dataclass(frozen=True)
-class Leave:
-    """End the visit."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What went wrong in a group, in place of an answer."""
-
-    traceback: str
-
-
 class Pair:
     """The two groups, one process each.
 
@@ -132,6 +75,7 @@ class Pair:
         self._ends: list[Connection[Any, Any]] = []
         self._stack = ExitStack()
         self._port = _FIRST_PORT
+        self._method: Method | None = None
 
     def __enter__(self) -> Pair:
         try:
@@ -200,6 +144,7 @@ class Pair:
         """Begin a visit, with a round that allocates. Until then the line has any rate, to save
         time; but where there is a delay that round also opens TCP's windows, at the line's own."""
         self._port += 1
+        self._method = method
         self._network.shape(link, limited=False)
         ends = (self._network.endpoint(link, side) for side in range(2))
         self.ask(*(Join(end, self._port, method) for end in ends))
@@ -218,11 +163,20 @@ class Pair:
 
     def steps(self, count: int) -> RoundTaken:
         """Inner steps without communication."""
-        return _slower(self.ask(Steps(count)))
+        return self._measure(Steps(count))
 
     def round(self, *, trains: bool = True) -> RoundTaken:
-        """One round, see ``Round``."""
-        return _slower(self.ask(Round(trains)))
+        """One round, see ``Round``; of DDP what it would take."""
+        assert self._method is not None, "joined"
+        return self._measure(Round(trains)).scaled(self._method.sync_every)
+
+    def _measure(self, command: object) -> RoundTaken:
+        before = sum(self.ask(BytesSent()))
+        taken: list[Taken] = self.ask(command)
+        # Only now has each group sent what the other one waited for.
+        sent = sum(self.ask(BytesSent())) - before
+        seconds, sync_s = max(t.seconds for t in taken), min(t.sync_s for t in taken)
+        return RoundTaken(taken[0].steps, seconds, sent / len(taken), sync_s)
 
     def find_batch(self, step_s: float) -> int:
         """The batch size with which an inner step takes about so many seconds."""
@@ -232,16 +186,6 @@ class Pair:
         batch = max(4, round(small + (step_s - times[0]) / a_sample))
         self.ask(TimeSteps(batch, 2))
         return batch
-
-
-def _slower(taken: list[RoundTaken]) -> RoundTaken:
-    """The slower group's seconds, one group's bytes, and the sync of whoever came last to it."""
-    return RoundTaken(
-        taken[0].steps,
-        max(t.seconds for t in taken),
-        sum(t.bytes_sent for t in taken) / len(taken),
-        min(t.sync_s for t in taken),
-    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
