@@ -1,0 +1,131 @@
+"""What training over a slow line costs: rounds of two replica groups over shaped lines.
+
+    python benchmarks/bandwidth.py [--quick] [--json OUT] [--links 1Gbit,100Mbit+50ms] [...]
+
+Two groups of one process and one core each, in network namespaces of their own (``links.py``), that
+train a multilayer perceptron and meet over gloo. ``+50ms`` is one way: the round trip is 100 ms.
+
+* Beside each round, just before it in the same processes, are the same inner steps without
+  communication: their time over the round's is the fraction computing. The slower group counts.
+* Bytes are what a group's device has sent, as the kernel counts them: with the headers of packets
+  that a card would still cut, acknowledgements and what was sent twice. The rate of a line is with
+  the headers of all segments, which leaves some 95.6 % of it.
+* DDP is one step, scaled to a round.
+* Overlap: over a line on which a sync of the model takes about three inner steps.
+
+Needs root, iproute2 and a kernel with network namespaces, veth, tbf and TUN. Where it may not make
+such lines it says so and exits with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+from links import CONGESTION_CONTROL, Link, LinkError, Network
+from rich.console import Console
+from rich.progress import Progress
+from shaped_bench import Bench
+from shaped_tables import print_tables
+from visits import Pair
+
+LINKS = "10Gbit,1Gbit,100Mbit,100Mbit+50ms"
+WIRE_FORMATS = "float32,bfloat16,int8,fp4"
+
+QUICK = {
+    "params": 1_000_000,
+    "step_s": 0.03,
+    "overlap_step_s": 0.05,
+    "links": [Link.parse("1Gbit"), Link.parse("100Mbit+10ms")],
+    "wire_formats": ["float32", "fp4"],
+    "link_s": 0.0,
+    "overlap_turns": 1,
+}
+
+
+def _stop(number: int, frame: object) -> None:
+    """End, but remove the namespaces first, without being stopped in that."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+    raise SystemExit(128 + number)
+
+
+def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
+    """Make the lines, start the groups, measure, and take all away again.
+
+    Raises:
+        LinkError: This machine does not let us make such lines.
+    """
+    with Progress(console=console, transient=True) as progress, Network() as network:
+        task = progress.add_task("groups start", total=len(arguments.links) + 1)
+        with Pair(network, arguments.params) as pair:
+            arguments.params = pair.params
+            arguments.batch = pair.find_batch(arguments.step_s)
+            bench = Bench(pair, arguments, lambda part: progress.advance(task, part))
+            for link in arguments.links:
+                progress.update(task, description=link.name)
+                bench.measure(link)
+            progress.update(task, description="overlap")
+            bench.measure_overlap()
+    return bench
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; ``--quick`` takes the place of some of it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a small model, less of everything")
+    parser.add_argument("--json", type=Path, help="write the ratios and rows there")
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=10_000_000)
+    parser.add_argument("--step-s", type=float, default=0.08, help="aim of an inner step, seconds")
+    parser.add_argument("--overlap-step-s", type=float, default=0.15, help="and in the overlap")
+    parser.add_argument("--links", type=_links, default=_links(LINKS), help=LINKS)
+    parser.add_argument(
+        "--wire-formats", type=lambda text: text.split(","), default=WIRE_FORMATS.split(",")
+    )
+    parser.add_argument("--sync-every", type=int, default=12)
+    parser.add_argument("--num-fragments", type=int, default=2, help="of streaming")
+    parser.add_argument("--fragment-sync-delay", type=int, default=4, help="of streaming")
+    parser.add_argument(
+        "--link-s", type=float, default=80.0, help="turns on a line: one, and more if they fit"
+    )
+    parser.add_argument("--overlap-turns", type=int, default=2)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        vars(arguments).update(QUICK)
+    return arguments
+
+
+def _links(text: str) -> list[Link]:
+    try:
+        return [Link.parse(each) for each in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def main() -> None:
+    """Measure, print the tables, write the JSON."""
+    arguments = parse_arguments()
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, _stop)
+    console = Console()
+    try:
+        bench = measure_all(arguments, console)
+    except LinkError as error:
+        Console(stderr=True).print(f"no shaped lines here: {error}", style="red", markup=False)
+        sys.exit(2)
+    arguments.tcp_congestion_control = CONGESTION_CONTROL.read_text().strip()
+    print_tables(console, arguments, bench.rows, bench.ratios)
+    if arguments.json is not None:
+        arguments.links = [link.name for link in arguments.links]
+        found = {"ratios": bench.ratios, "rows": bench.rows, "arguments": vars(arguments)}
+        arguments.json.write_text(json.dumps(found, default=str))
+
+
+if __name__ == "__main__":
+    main()
