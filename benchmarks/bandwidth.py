@@ -20,12 +20,10 @@ such lines it says so and exits with 2.
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import sys
-from pathlib import Path
 
 from links import CONGESTION_CONTROL, Link, LinkError, Network
+from results import command_line, count, write
 from rich.console import Console
 from rich.progress import Progress
 from shaped_bench import Bench
@@ -44,14 +42,6 @@ QUICK = {
     "link_s": 0.0,
     "overlap_turns": 1,
 }
-
-
-def _stop(number: int, frame: object) -> None:
-    """End, but remove the namespaces first, without being stopped in that."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
-    raise SystemExit(128 + number)
 
 
 def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
@@ -76,12 +66,8 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; ``--quick`` takes the place of some of it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a small model, less of everything")
-    parser.add_argument("--json", type=Path, help="write the ratios and rows there")
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=10_000_000)
+    parser = command_line(__doc__, quick="a small model, less of everything")
+    parser.add_argument("--params", type=count, default=10_000_000)
     parser.add_argument("--step-s", type=float, default=0.08, help="aim of an inner step, seconds")
     parser.add_argument("--overlap-step-s", type=float, default=0.15, help="and in the overlap")
     parser.add_argument("--links", type=_links, default=_links(LINKS), help=LINKS)
@@ -111,8 +97,6 @@ def _links(text: str) -> list[Link]:
 def main() -> None:
     """Measure, print the tables, write the JSON."""
     arguments = parse_arguments()
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, _stop)
     console = Console()
     try:
         bench = measure_all(arguments, console)
@@ -121,10 +105,8 @@ def main() -> None:
         sys.exit(2)
     arguments.tcp_congestion_control = CONGESTION_CONTROL.read_text().strip()
     print_tables(console, arguments, bench.rows, bench.ratios)
-    if arguments.json is not None:
-        arguments.links = [link.name for link in arguments.links]
-        found = {"ratios": bench.ratios, "rows": bench.rows, "arguments": vars(arguments)}
-        arguments.json.write_text(json.dumps(found, default=str))
+    arguments.links = [link.name for link in arguments.links]
+    write({"ratios": bench.ratios, "rows": bench.rows}, arguments)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Least squares of the relative error of each round's seconds, no constant below 0; the model is that
 of ``composer_replication.plan``. The error of every row is printed, and the constants are written
-where the command finds them.
+where the command finds them. ``--held-out TABLE`` says how far they are from another run's rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from nonnegative import fit_nonnegative
 from rich.console import Console
 from rich.table import Table
 
-from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.plan import (
+    CONSTANTS,
     DDP_OVERLAP,
+    OVERLAP_COST,
     Terms,
     ddp_terms,
     host_terms,
@@ -38,65 +39,56 @@ from composer_replication.plan_calibration import SHIPPED, Calibration, measured
 LEAST = {"link_time": 1.0, "ddp_link_time": 1.0}
 """No line carries more than its rate."""
 
-MOST = {"round_trips_per_message": 1.0, "ddp_round_trips_per_message": 1.0}
-"""Each of a ring's 2 (k - 1) hops goes one way. What else round trips cost is a sync's, not a
-message's, of which a large model has hundreds."""
+MOST = {"round_trips_per_mib": 1.0, "ddp_round_trips_per_mib": 1.0}
+"""No MiB waits for more than its acknowledgement. What else round trips cost is a sync's: a large
+model sends thousands of MiB."""
 
 ROUNDS_OF_FITTING = 20
 """Which syncs are hidden depends on the constants, and these on which are: so often in turn."""
 
-NAMES = (
-    "link_time",
-    *(f"host_s_per_param.{name}" for name in BYTES_PER_PARAMETER),
-    *(f"send_s_per_param.{name}" for name in BYTES_PER_PARAMETER),
-    "round_trips_per_message",
-    "round_trips_per_sync",
-    "sync_s",
-    "ddp_link_time",
-    "ddp_s_per_param",
-    "ddp_round_trips_per_message",
-)
-"""What cannot be told apart counts as the first: as what grows with the model and nothing hides, so
-that for a larger model a plan is rather too long than too short."""
-
-OVERLAPS = np.linspace(0.0, 1.0, 101)
+SHARES = np.linspace(0.0, 1.0, 101)
+"""Of what is overlapped: tried one by one, since the others would no longer be linear."""
 
 CLOSE = 0.1
-"""Overlaps that are as good may differ by so much before none of them counts as known."""
+"""Shares that are as good may differ by so much before none of them counts as known."""
+
+Fitted = tuple[dict[str, float], list[str]]
+"""Constants, and the names of those that could not be told from others."""
 
 
-def fit(rows: Sequence[Row]) -> tuple[dict[str, float], list[str]]:
-    """The constants, and the names of those that the rows could not tell from others."""
+def fit(rows: Sequence[Row]) -> Fitted:
+    """All constants."""
     constants, together = fit_syncs([r for r in rows if r.method in SYNCING])
     ddp, ddp_together = fit_ddp([r for r in rows if r.method == "DDP"])
     return constants | ddp, together + ddp_together
 
 
-def fit_syncs(rows: Sequence[Row]) -> tuple[dict[str, float], list[str]]:
+def fit_syncs(rows: Sequence[Row]) -> Fitted:
     """Fit what a sync takes, beginning with the rows in which nothing is hidden."""
+    open_rows = [row for row in rows if not row.run.fragment_sync_delay]
 
-    def is_late(row: Row, constants: dict[str, float]) -> bool:
+    def is_late(row: Row, constants: Mapping[str, float]) -> bool:
         hidden = row.run.fragment_sync_delay * row.run.step_s
         return not hidden or seconds(send_terms(row.run), constants) > hidden
 
-    def equation(row: Row, is_late: bool) -> tuple[Terms, float]:
-        run = row.run
-        terms = host_terms(run) | (send_terms(run) if is_late else {})
-        hidden = run.num_fragments * run.fragment_sync_delay * run.step_s * is_late
-        target = row.round_s - run.sync_every * run.step_s + hidden
-        return {name: run.num_fragments * value for name, value in terms.items()}, target
+    def with_cost(cost: float) -> Fitted:
+        def equation(row: Row, is_late: bool) -> tuple[Terms, float]:
+            run, share = row.run, 1.0 if is_late else cost
+            send = {name: share * value for name, value in send_terms(run).items()}
+            hidden = (1 - cost) * run.fragment_sync_delay * run.step_s * is_late
+            terms = {n: run.num_fragments * v for n, v in (host_terms(run) | send).items()}
+            return terms, row.round_s - run.sync_every * run.step_s + run.num_fragments * hidden
 
-    open_rows = [row for row in rows if not row.run.fragment_sync_delay]
-    return _in_turns(rows, open_rows, is_late, equation)
+        return _in_turns(rows, open_rows, is_late, equation, {OVERLAP_COST: cost})
+
+    return _with_best_share(rows, OVERLAP_COST, with_cost)
 
 
-def fit_ddp(rows: Sequence[Row]) -> tuple[dict[str, float], list[str]]:
-    """Fit what a step of DDP takes, with the least overlap that explains it as well as any."""
-    if not rows:
-        return {}, []
+def fit_ddp(rows: Sequence[Row]) -> Fitted:
+    """Fit what a step of DDP takes."""
 
-    def with_overlap(overlap: float) -> tuple[dict[str, float], list[str]]:
-        def is_late(row: Row, constants: dict[str, float]) -> bool:
+    def with_overlap(overlap: float) -> Fitted:
+        def is_late(row: Row, constants: Mapping[str, float]) -> bool:
             return seconds(ddp_terms(row.run), constants) > overlap * row.run.step_s
 
         def equation(row: Row, is_late: bool) -> tuple[Terms, float]:
@@ -107,46 +99,55 @@ def fit_ddp(rows: Sequence[Row]) -> tuple[dict[str, float], list[str]]:
                 row.run.sync_every * (waiting + overlap * row.run.step_s * is_late),
             )
 
-        constants, together = _in_turns(rows, rows, is_late, equation)
-        return constants | {DDP_OVERLAP: overlap}, together
+        return _in_turns(rows, rows, is_late, equation, {DDP_OVERLAP: overlap})
 
-    fits = [with_overlap(float(overlap)) for overlap in OVERLAPS]
-    squares = [sum(e * e for e in errors_of(rows, constants)) for constants, _ in fits]
+    return _with_best_share(rows, DDP_OVERLAP, with_overlap) if rows else ({}, [])
+
+
+def _with_best_share(rows: Sequence[Row], name: str, fit_with: Callable[[float], Fitted]) -> Fitted:
+    """The fit with the least share that explains the rows as well as any."""
+    fits = [fit_with(float(share)) for share in SHARES]
+    squares = [_squares(rows, constants) for constants, _ in fits]
     best = 1.01 * min(squares) + 1e-12
     as_good = [found for found, error in zip(fits, squares, strict=True) if error <= best]
     constants, together = as_good[0]
-    spread = as_good[-1][0][DDP_OVERLAP] - constants[DDP_OVERLAP]
-    return constants, together + [DDP_OVERLAP] * (spread > CLOSE)
+    spread = as_good[-1][0][name] - constants[name]
+    return constants, together + [name] * (spread > CLOSE)
+
+
+def _squares(rows: Sequence[Row], constants: Mapping[str, float]) -> float:
+    return sum(error * error for error in errors_of(rows, constants))
 
 
 def _in_turns(
     rows: Sequence[Row],
     first: Sequence[Row],
-    is_late: Callable[[Row, dict[str, float]], bool],
+    is_late: Callable[[Row, Mapping[str, float]], bool],
     equation: Callable[[Row, bool], tuple[Terms, float]],
-) -> tuple[dict[str, float], list[str]]:
+    given: dict[str, float],
+) -> Fitted:
     """Fit, look which rows wait for their sync, fit again; the best of all that were met."""
-    found = _solve(first or rows, [True] * len(first or rows), equation)
-    best: tuple[float, dict[str, float], list[str]] = (math.inf, *found)
+    constants, together = _solve(first or rows, [True] * len(first or rows), equation)
+    best, best_error = (constants | given, together), math.inf
     for _ in range(ROUNDS_OF_FITTING):
-        late = [is_late(row, found[0]) for row in rows]
-        found = _solve(rows, late, equation)
-        error = sum(e * e for e in errors_of(rows, found[0]))
-        if error >= best[0]:
+        late = [is_late(row, constants) for row in rows]
+        constants, together = _solve(rows, late, equation)
+        error = _squares(rows, constants | given)
+        if error >= best_error:
             break
-        best = (error, *found)
-    return best[1], best[2]
+        best, best_error = (constants | given, together), error
+    return best
 
 
 def _solve(
     rows: Sequence[Row], late: Sequence[bool], equation: Callable[[Row, bool], tuple[Terms, float]]
-) -> tuple[dict[str, float], list[str]]:
+) -> Fitted:
     equations = [equation(row, is_late) for row, is_late in zip(rows, late, strict=True)]
 
     known = {name for terms, _ in equations for name in terms}
     weights = [1 / row.round_s for row in rows]
 
-    def solve(most: dict[str, float]) -> tuple[dict[str, float], list[str]]:
+    def solve(most: dict[str, float]) -> Fitted:
         """With some constants at their most, and the others above their least."""
         given = {name: value for name, value in (LEAST | most).items() if name in known}
         free = [{n: v for n, v in terms.items() if n not in most} for terms, _ in equations]
@@ -154,7 +155,7 @@ def _solve(
             target - sum(given.get(name, 0.0) * value for name, value in terms.items())
             for terms, target in equations
         ]
-        found, together = fit_nonnegative(NAMES, free, targets, weights)
+        found, together = fit_nonnegative(CONSTANTS, free, targets, weights)
         return given | {n: v + given.get(n, 0.0) for n, v in found.items()}, together
 
     constants, together = solve({})
@@ -201,12 +202,10 @@ def main() -> None:
     )
     parser.add_argument("table", type=Path, help="what bandwidth.py --json wrote")
     parser.add_argument("--machine", required=True, help="what it was measured on, in words")
+    parser.add_argument("--held-out", type=Path, metavar="TABLE", help="of another run")
     parser.add_argument("--out", type=Path, default=SHIPPED, help="where to write the constants")
     arguments = parser.parse_args()
-    try:
-        rows = read_rows(json.loads(arguments.table.read_text()))
-    except (OSError, ValueError) as error:
-        parser.error(f"{arguments.table}: {error}")
+    rows, held_out = (_read(path, parser) for path in (arguments.table, arguments.held_out))
     constants, not_told_apart = fit(rows)
     errors = errors_of(rows, constants)
     found = Calibration(
@@ -220,6 +219,21 @@ def main() -> None:
     )
     print_fit(rows, errors, found)
     found.save(arguments.out)
+    if held_out:
+        spread = spread_of(held_out, errors_of(held_out, constants))
+        print(
+            f"In {spread['rows']} rounds of {arguments.held_out}, which nothing was fitted to: "
+            f"median {spread['median']:.1%}, at most {spread['max']:.1%}."
+        )
+
+
+def _read(path: Path | None, parser: argparse.ArgumentParser) -> list[Row]:
+    if path is None:
+        return []
+    try:
+        return read_rows(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        parser.error(f"{path}: {error}")
 
 
 if __name__ == "__main__":

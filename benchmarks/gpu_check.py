@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_check.py
 
-Two replica groups share the GPU and average over gloo, through host memory.
+Two replica groups share the GPU and average over gloo, through host memory; where there are two,
+each has one, over NCCL too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ RUNS = (
     ("sync.py", "--device", "cuda", "--tensors", "1000"),
     ("sync.py", "--device", "cuda", "--dtype", "bfloat16"),
     ("sync.py", "--device", "cuda", "--wire-format", "int8"),
+    ("overlap.py", "--device", "cuda", "--dtype", "bfloat16"),
     ("step.py", "--device", "gpu"),
     ("memory.py", "--device", "cuda"),
+)
+ON_TWO = (
+    ("sync.py", "--backend", "nccl"),
+    ("sync.py", "--backend", "nccl", "--wire-format", "int8"),
 )
 
 
@@ -31,7 +37,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     folder = Path(__file__).parent
     statuses = []
-    for script, *arguments in RUNS:
+    for script, *arguments in (*RUNS, *(ON_TWO if torch.cuda.device_count() > 1 else ())):
         print(f"\n{script} {' '.join(arguments)}", flush=True)
         command = [sys.executable, str(folder / script), *arguments]
         statuses.append(subprocess.run(command, check=False).returncode)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -107,10 +108,22 @@ def call(*command: str) -> None:
         raise LinkError(f"`{' '.join(command)}`: {said}; a shaped line {NEEDS}")
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _stop(number: int, frame: object) -> None:
+    """End, but remove the namespaces first, without being stopped in that."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+    raise SystemExit(128 + number)
+
+
 class Network:
     """Two namespaces, and between them one veth line and one through the relay.
 
-    A context manager. Names have the process's id in them, so that several can run.
+    A context manager, which signals end too. Names have the process's id in them, so that several
+    can run.
     """
 
     def __init__(self) -> None:
@@ -119,6 +132,8 @@ class Network:
         self._relay: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Network:
+        for each in SIGNALS:
+            signal.signal(each, _stop)
         try:
             for namespace in self.namespaces:
                 self._stack.callback(_remove, namespace)

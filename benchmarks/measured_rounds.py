@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.plan import PlannedRun, ddp_step_seconds, round_seconds
 
 SYNCING = ("vanilla", "streaming")
@@ -32,11 +31,10 @@ def read_rows(table: Mapping[str, Any]) -> list[Row]:
     Raises:
         ValueError: A row lacks something or is none, or nothing in the table has synced.
     """
-    bucket_cap_mb = table.get("arguments", {}).get("bucket_cap_mb", DiLoCoSettings.bucket_cap_mb)
     rows = []
     for number, found in enumerate(table.get("rows", [])):
         try:
-            rows.append(_read_row(found, bucket_cap_mb))
+            rows.append(_read_row(found))
         except KeyError as error:
             raise ValueError(f"row {number} has no {error}: measure with bandwidth.py") from error
         except (TypeError, ValueError) as error:
@@ -46,7 +44,7 @@ def read_rows(table: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _read_row(found: Mapping[str, Any], bucket_cap_mb: float) -> Row:
+def _read_row(found: Mapping[str, Any]) -> Row:
     method, round_s = found["method"], float(found["round_s"])
     if method not in METHODS:
         raise ValueError(f"method={method!r}: use one of {', '.join(METHODS)}")
@@ -63,7 +61,6 @@ def _read_row(found: Mapping[str, Any], bucket_cap_mb: float) -> Row:
         num_fragments=int(found["num_fragments"]) if syncs else 1,
         fragment_sync_delay=int(found["fragment_sync_delay"]) if syncs else 0,
         wire_format=found["wire_format"] if syncs else "float32",
-        bucket_cap_mb=bucket_cap_mb,
     )
     return Row(method, run, round_s)
 

@@ -11,14 +11,13 @@ under the same manager.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from results import command_line, count, write
 from rich.console import Console
 from rich.table import Table
 from still import Still, build_model
@@ -83,12 +82,8 @@ def _read(file: str, name: str) -> int:
 
 def main() -> None:
     """Measure, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="20 million parameters")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=50_000_000)
+    parser = command_line(__doc__, quick="20 million parameters")
+    parser.add_argument("--params", type=count, default=50_000_000)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     params = 20_000_000 if arguments.quick else arguments.params
@@ -104,8 +99,7 @@ def main() -> None:
     for kind, value in found.items():
         table.add_row(kind, *(f"{value[name]:.2f}" for name in FLOOR))
     Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"bytes_per_parameter": found}))
+    write({"bytes_per_parameter": found}, arguments)
 
 
 if __name__ == "__main__":

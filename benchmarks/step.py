@@ -8,18 +8,14 @@ median time of a batch counts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from composer import Callback, Trainer
-from rich.console import Console
+from results import command_line, report
 from rich.progress import track
-from rich.table import Table
 from torch.utils.data import DataLoader
 
 from composer_replication.byte_gpt import ByteGPT
@@ -78,11 +74,7 @@ def seconds_a_batch(with_callback: bool, batches: int, device: str) -> float:
 
 def main() -> None:
     """Measure, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="5 pairs of runs")
-    parser.add_argument("--json", type=Path, help="write the ratios there")
+    parser = command_line(__doc__, quick="5 pairs of runs")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--batches", type=int, default=80)
     parser.add_argument("--device", default="cpu", help="as Composer calls them: cpu, gpu")
@@ -92,20 +84,11 @@ def main() -> None:
     for _ in track(range(pairs), "pairs of runs"):
         alone.append(seconds_a_batch(False, arguments.batches, arguments.device))
         ratios.append(seconds_a_batch(True, arguments.batches, arguments.device) / alone[-1])
-    found = {
+    rows = {
         "with / without the callback": ratios,
         "without, ms a batch": [1000 * seconds for seconds in alone],
     }
-    table = Table("what", "median", "min", "max", title=f"{pairs} pairs of runs")
-    spread = {
-        name: {"median": statistics.median(v), "min": min(v), "max": max(v)}
-        for name, v in found.items()
-    }
-    for name, value in spread.items():
-        table.add_row(name, *(f"{value[key]:.4g}" for key in ("median", "min", "max")))
-    Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"ratios": spread}))
+    report(f"{pairs} pairs of runs", rows, arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py [--quick] [--json OUT] [--params 100e6] [--tensors 147] [--groups 2]
                               [--wire-format int8] [--device cuda] [--dtype bfloat16]
+                              [--backend nccl]
 
 Replica groups of one process each on this machine, over gloo and loopback; an inner step does
 nothing, so that what is left is the sync. In one run, taking turns, the slowest process of each
@@ -12,36 +13,33 @@ repetition counting:
   pseudo-gradient take; floor = raw + these;
 * ours, and the phases of it: form, send (until the last byte is there), outer (outer step and the
   way back into the model), and the rest (quorum, vote);
-* torchft: its own DiLoCo under the same manager.
+* torchft: its own DiLoCo under a manager like ours.
 
-On ``--device cuda`` the model is there and all else, messages too, in host memory.
+On ``--device cuda`` the model is there and all else, messages too, in host memory. With
+``--backend nccl`` each group has a device of its own, and the messages are there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from groups import run_groups, settle
+from results import command_line, count, report
 from still import Still, build_model
 from torch import nn
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.wire_sizes import WIRE_FORMATS
-from composer_replication.lighthouse import start_lighthouse
 
 from composer_replication.replica import make_manager  # isort: skip
+from torchft.local_sgd import DiLoCo as StockDiLoCo  # isort: skip
 
 
 PASSES = 9
@@ -87,18 +85,34 @@ class Phases:
         return timed
 
 
-def measure(arguments: argparse.Namespace, rank: int, address: str, barrier: Any, out: Any) -> None:
+def measure(
+    arguments: argparse.Namespace, rank: int, addresses: Sequence[str], barrier: Any, out: Any
+) -> None:
     """One replica group: every method in turn, the seconds of each repetition."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.groups))
-    manager = make_manager(
-        replica_id=rank, lighthouse_addr=address, min_replica_size=arguments.groups, timeout=120.0
+    manager, stock_manager = (
+        make_manager(
+            replica_id=rank,
+            lighthouse_addr=address,
+            min_replica_size=arguments.groups,
+            timeout=120.0,
+            backend=arguments.backend,
+        )
+        for address in addresses
     )
-    model = build_model(arguments.params, arguments.tensors, arguments.device, arguments.dtype)
-    flat = torch.ones(arguments.params)
+    device, message_device = arguments.device, "cpu"
+    if arguments.backend == "nccl":
+        device = message_device = f"cuda:{rank}"
+        torch.cuda.set_device(device)
+    model, stock_model = (
+        build_model(arguments.params, arguments.tensors, device, arguments.dtype) for _ in range(2)
+    )
+    flat = torch.ones(arguments.params, device=message_device)
     other = torch.empty_like(flat)
     taken: dict[str, list[float]] = {}
 
     def repeat(name: str, call: Callable[[], Any]) -> None:
+        settle()
         barrier.wait()
         began = time.perf_counter()
         call()
@@ -117,9 +131,12 @@ def measure(arguments: argparse.Namespace, rank: int, address: str, barrier: Any
         num_replicas=arguments.groups,
         bucket_cap_mb=arguments.bucket_cap_mb,
         wire_format=arguments.wire_format,
-        message_device="cpu",
+        message_device=message_device,
     )
-    with ours:
+    stock_inner = Still(stock_model.parameters())
+    outer = torch.optim.SGD(stock_model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    stock = StockDiLoCo(stock_manager, [stock_model], stock_inner, outer, sync_every=1)
+    with ours, stock:
         phases.watch(ours)
         for repetition in range(arguments.repetitions + 1):
             if repetition == 1:
@@ -127,59 +144,19 @@ def measure(arguments: argparse.Namespace, rank: int, address: str, barrier: Any
             repeat("raw", raw)
             repeat("copy", lambda: other.copy_(flat))
             move(model, rank)
-            settle()
             phases.seconds.clear()
             repeat("ours", inner.step)
             seconds = phases.seconds
             seconds["send"] += seconds.pop("perform") - seconds["outer"]
             for phase, value in seconds.items():
                 taken.setdefault(phase, []).append(value)
+            move(stock_model, rank)
+            repeat("torchft", stock_inner.step)
             flat.fill_(1.0)
-    out.put((rank, taken))
+    out.put(taken)
     barrier.wait()
     manager.shutdown()
-
-
-def measure_stock(
-    arguments: argparse.Namespace, rank: int, address: str, barrier: Any, out: Any
-) -> None:
-    """The same for torchft's own, with the raw allreduce beside it again."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.groups))
-    manager = make_manager(
-        replica_id=rank, lighthouse_addr=address, min_replica_size=arguments.groups, timeout=120.0
-    )
-    model = build_model(arguments.params, arguments.tensors, arguments.device, arguments.dtype)
-    flat = torch.ones(arguments.params)
-    inner = Still(model.parameters())
-    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    taken: dict[str, list[float]] = {"raw": [], "torchft": []}
-    from torchft.local_sgd import DiLoCo as StockDiLoCo
-
-    with StockDiLoCo(manager, [model], inner, outer, sync_every=1):
-        for repetition in range(arguments.repetitions + 1):
-            if repetition == 1:
-                taken = {name: [] for name in taken}
-            move(model, rank)
-            settle()
-            barrier.wait()
-            began = time.perf_counter()
-            inner.step()
-            settle()
-            taken["torchft"].append(time.perf_counter() - began)
-            barrier.wait()
-            began = time.perf_counter()
-            manager._pg.allreduce([flat], ReduceOp.SUM).wait()
-            taken["raw"].append(time.perf_counter() - began)
-            flat.fill_(1.0)
-    out.put((rank, taken))
-    barrier.wait()
-    manager.shutdown()
-
-
-def settle() -> None:
-    """Let the device finish."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    stock_manager.shutdown()
 
 
 @torch.no_grad()
@@ -189,86 +166,45 @@ def move(model: nn.Module, rank: int) -> None:
         parameter.mul_(1.0 - 0.001 * (rank + 1))
 
 
-def run(target: Callable[..., None], arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Every repetition's slowest process, by name."""
-    lighthouse = start_lighthouse(min_replicas=arguments.groups)
-    context = multiprocessing.get_context("spawn")
-    barrier, out = context.Barrier(arguments.groups), context.Queue()
-    processes = [
-        context.Process(target=target, args=(arguments, rank, lighthouse.address(), barrier, out))
-        for rank in range(arguments.groups)
-    ]
-    for process in processes:
-        process.start()
-    found = [out.get(timeout=600) for _ in processes]
-    for process in processes:
-        process.join()
-    lighthouse.shutdown()
-    names = found[0][1]
-    return {
-        name: [max(t) for t in zip(*(taken[name] for _, taken in found), strict=True)]
-        for name in names
-    }
-
-
-def ratios(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Median, least and most of each ratio, over the repetitions of one run."""
-    ours, stock = run(measure, arguments), run(measure_stock, arguments)
-    floor = [raw + PASSES / 2 * copy for raw, copy in zip(ours["raw"], ours["copy"], strict=True)]
+def ratios(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Each ratio in the repetitions of one run."""
+    taken = run_groups(measure, arguments, lighthouses=2)
+    raw, ours = taken["raw"], taken["ours"]
+    floor = [each + PASSES / 2 * copy for each, copy in zip(raw, taken["copy"], strict=True)]
     against: dict[str, tuple[list[float], list[float]]] = {
-        "ours / floor": (ours["ours"], floor),
-        "ours / raw": (ours["ours"], ours["raw"]),
-        "send / raw": (ours["send"], ours["raw"]),
-        "form / raw": (ours["form"], ours["raw"]),
-        "outer / raw": (ours["outer"], ours["raw"]),
-        "floor / raw": (floor, ours["raw"]),
-        "torchft / raw": (stock["torchft"], stock["raw"]),
+        "ours / floor": (ours, floor),
+        "ours / raw": (ours, raw),
+        "send / raw": (taken["send"], raw),
+        "form / raw": (taken["form"], raw),
+        "outer / raw": (taken["outer"], raw),
+        "floor / raw": (floor, raw),
+        "torchft / raw": (taken["torchft"], raw),
+        "torchft / ours": (taken["torchft"], ours),
     }
-    table = {
-        name: spread([a / b for a, b in zip(*pair, strict=True)]) for name, pair in against.items()
-    }
-    faster = table["torchft / raw"]["median"] / table["ours / raw"]["median"]
-    table["torchft / ours"] = dict.fromkeys(("median", "min", "max"), faster)
-    table["raw, ms"] = spread([1000 * s for s in ours["raw"]])
-    return table
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    rows = {name: [a / b for a, b in zip(*pair, strict=True)] for name, pair in against.items()}
+    return rows | {"raw, ms": [1000 * seconds for seconds in raw]}
 
 
 def main() -> None:
     """Measure, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="25 million parameters, 5 repetitions")
-    parser.add_argument("--json", type=Path, help="write the ratios there")
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=100_000_000)
+    parser = command_line(__doc__, quick="25 million parameters, 5 repetitions")
+    parser.add_argument("--params", type=count, default=100_000_000)
     parser.add_argument("--tensors", type=int, default=147)
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--wire-format", choices=WIRE_FORMATS, default=WIRE_FORMATS[0])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--bucket-cap-mb", type=float, default=32.0)
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)
-    found = ratios(arguments)
     title = (
         f"{arguments.groups} groups, {arguments.params:,} parameters in {arguments.tensors} "
-        f"tensors, {arguments.wire_format}, {arguments.device}"
+        f"tensors, {arguments.wire_format}, {arguments.device}, {arguments.backend}"
     )
-    table = Table("what", "median", "min", "max", title=title)
-    for name, value in found.items():
-        table.add_row(name, *(f"{value[key]:.3g}" for key in ("median", "min", "max")))
-    Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"ratios": found, "arguments": vars(arguments)}, default=str)
-        )
+    report(title, ratios(arguments), arguments)
 
 
 if __name__ == "__main__":

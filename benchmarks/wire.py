@@ -1,6 +1,7 @@
 """What a wire format costs: bytes, rounding, time, and what becomes of a training.
 
-    python benchmarks/wire.py [--quick] [--json OUT] [--seeds 3] [--config configs/quickstart.yaml]
+    python benchmarks/wire.py [--quick] [--json OUT] [--seeds 3] [--trainings float32 fp4]
+                              [--config configs/quickstart.yaml]
 
 First the formats alone, on the pseudo-gradient of a round of the quickstart's model: bytes, error
 and bias against fp32, and seconds to encode and to decode against copying the same numbers. Then
@@ -10,11 +11,9 @@ each format and seed: the held-out loss as a ratio to that of float32 with the s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import io
-import json
 import logging
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from composer.utils import reproducibility
 from floating_fp4 import FloatingFp4
+from results import SPREAD, Spread, command_line, spread, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -62,6 +62,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 ONE_SEED = ("int8, no error feedback", "fp4, no error feedback")
 """What is tried once."""
+
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
 
 def train(config: dict[str, Any], name: str, seed: int, batches: str) -> float:
@@ -127,14 +129,24 @@ def measure_formats(values: Tensor) -> dict[str, dict[str, float]]:
         )
         encode()
         decode()
+        normal = torch.randn_like(values)
         found[name] = {
             "bytes / float32's": encoded.numel() / (4 * values.numel()),
-            "relative error": float((decoded - values).norm() / values.norm()),
+            "relative error": error_of(wire_format, values, encoded),
             "bias": float(decoded @ values / (values @ values)) - 1,
+            "on Gaussian numbers": error_of(wire_format, normal, encoded),
             "encode / copy": seconds(encode) / seconds(partial(other.copy_, values)),
             "decode / copy": seconds(decode) / seconds(partial(other.copy_, values)),
         }
     return found
+
+
+def error_of(wire_format: WireFormat, values: Tensor, encoded: Tensor) -> float:
+    """What rounding changes, as a part of the L2 norm."""
+    decoded = torch.empty_like(values)
+    wire_format.encode(values, encoded)
+    wire_format.decode(encoded, decoded)
+    return float((decoded - values).norm() / values.norm())
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -149,7 +161,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def measure_trainings(
     config: dict[str, Any], names: Sequence[str], seeds: int, batches: str
-) -> tuple[dict[str, dict[str, float]], dict[str, list[float]]]:
+) -> tuple[dict[str, Spread], dict[str, list[float]]]:
     """Ratios of held-out loss to float32's, and the losses themselves."""
     losses: dict[str, list[float]] = {name: [] for name in names}
     runs = [
@@ -166,22 +178,21 @@ def measure_trainings(
         ):
             losses[run[1]].append(loss)
             print(f"{run[1]}, seed {run[2]}: {loss:.5f} bits per byte", flush=True)
-    ratios = {}
-    for name, found in losses.items():
-        each = [a / b for a, b in zip(found, losses["float32"], strict=False)]
-        ratios[name] = {"median": statistics.median(each), "min": min(each), "max": max(each)}
+    ratios = {
+        name: spread([a / b for a, b in zip(found, losses["float32"], strict=False)])
+        for name, found in losses.items()
+    }
     return ratios, losses
 
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed, one round: no result")
-    parser.add_argument("--json", type=Path, help="write the ratios there")
+    parser = command_line(__doc__, quick="one seed, one round: no result")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument(
+        "--trainings", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="float32 first"
+    )
+    parser.add_argument("--config", type=Path, default=CONFIG)
     arguments = parser.parse_args()
     logging.getLogger("composer_replication").setLevel(logging.ERROR)
     reproducibility.seed_all(0)
@@ -193,19 +204,17 @@ def main() -> None:
     for name, row in formats.items():
         table.add_row(name, *(f"{value:.4g}" for value in row.values()))
     Console().print(table)
-    names, seeds, batches = list(TRAININGS), arguments.seeds, config["max_duration"]
+    names, seeds, batches = arguments.trainings, arguments.seeds, config["max_duration"]
     if arguments.quick:
         names, seeds, batches = ["float32", "int8", "fp4"], 1, f"{ROUND}ba"
     ratios, losses = measure_trainings(config, names, seeds, batches)
     title = f"held-out loss / float32's, {batches}, {seeds} seeds"
-    table = Table("format", "median", "min", "max", "bits per byte", title=title)
+    table = Table("format", *SPREAD, "bits per byte", title=title)
     for name, value in ratios.items():
-        numbers = [f"{value[key]:.5f}" for key in ("median", "min", "max")]
+        numbers = [f"{value[key]:.5f}" for key in SPREAD]
         table.add_row(name, *numbers, ", ".join(f"{loss:.4f}" for loss in losses[name]))
     Console().print(table)
-    if arguments.json is not None:
-        found = {"ratios": ratios, "formats": formats, "bits_per_byte": losses}
-        arguments.json.write_text(json.dumps(found))
+    write({"ratios": ratios, "formats": formats, "bits_per_byte": losses}, arguments)
 
 
 if __name__ == "__main__":

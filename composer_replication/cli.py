@@ -238,9 +238,6 @@ def plan(
     ranks: Annotated[
         int, typer.Option(help="Processes in each group, as under DDP: each sends a share.")
     ] = 1,
-    bucket_cap_mb: Annotated[
-        float, typer.Option(help="Largest message of a sync, in MiB of fp32.")
-    ] = DiLoCoSettings.bucket_cap_mb,
     utilisation: Annotated[
         float, typer.Option(help="The share of the time to train: which H reaches it?")
     ] = 0.95,
@@ -269,7 +266,6 @@ def plan(
         num_fragments=num_fragments,
         fragment_sync_delay=fragment_sync_delay,
         ranks=ranks,
-        bucket_cap_mb=bucket_cap_mb,
     )
     planned = Plan(run, Calibration.load(calibration), utilisation)
     planned.print(Console())
@@ -351,7 +347,7 @@ def is_known(error: BaseException | None) -> bool:
         return True
     if isinstance(error, ConnectionError | TimeoutError):
         return True
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | OSError):
         # A library's, from deep inside a training step, says little without its traceback.
         return raised_by_us(error)
     name = type(error).__name__  # by name: importing these would import torch

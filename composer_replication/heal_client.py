@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import io
 import secrets
 import time
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
+from composer_replication import heal_format
 
 SLOWEST_BYTES_PER_S = 1_000_000
 """What the time limit of a download ahead of the quorum allows for."""
@@ -24,30 +23,28 @@ class HealError(ConnectionError):
     """A peer's global state could not be had, or is not to be trusted."""
 
 
-def dump(content: Any) -> bytes:
-    """Tensors and plain containers as bytes."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
+def load(body: memoryview) -> Any:
+    """What a peer's ``heal_format.dump`` made.
 
-
-def load(body: bytes) -> Any:
-    """What ``dump`` made, and nothing that could run code."""
+    Raises:
+        HealError: It is something else.
+    """
     try:
-        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's own text is a page of advice; its cause is one line
-        reason = str(error.__cause__ or error).splitlines()[0]
+        return heal_format.load(body)
+    except heal_format.NotAState as error:
         raise HealError(
-            f"a peer's state is refused, it is more than tensors and plain containers: {reason}"
+            f"a peer's state is refused, it is more than tensors and plain containers: {error}"
         ) from error
 
 
-def sign(token: str, nonce: str, content: bytes) -> str:
+def sign(token: str, nonce: str, content: bytes | memoryview) -> str:
     """HMAC-SHA256, in hex."""
-    return hmac.new(token.encode(), nonce.encode() + b"\0" + content, hashlib.sha256).hexdigest()
+    signature = hmac.new(token.encode(), nonce.encode() + b"\0", hashlib.sha256)
+    signature.update(content)
+    return signature.hexdigest()
 
 
-def fetch(address: str, path: str, token: str, timeout: float, deadline: float) -> bytes:
+def fetch(address: str, path: str, token: str, timeout: float, deadline: float) -> memoryview:
     """Ask a peer's heal server for something small, and check that it is a peer of this run.
 
     Raises:
@@ -63,21 +60,43 @@ def fetch(address: str, path: str, token: str, timeout: float, deadline: float) 
     return body
 
 
-def fetch_state(address: str, name: str, token: str, timeout: float, deadline: float) -> bytes:
+def fetch_state(
+    address: str,
+    name: str,
+    token: str,
+    timeout: float,
+    deadline: float,
+    into: memoryview | None = None,
+) -> memoryview:
     """Fetch a state by its name, which an authenticated answer has told.
+
+    Args:
+        address: Of the peer's heal server.
+        name: The state's digest.
+        token: The run's.
+        timeout: How long the peer may be silent, in seconds.
+        deadline: When the state has to be here, by ``time.monotonic``.
+        into: Memory that is needed no longer, for a state of the same size.
 
     Raises:
         HealError: It does not come in time, or is another.
     """
-    body, _ = _get(address, f"/state/{name}", token, secrets.token_hex(16), timeout, deadline)
-    if hashlib.sha256(body).hexdigest() != name:
+    nonce = secrets.token_hex(16)
+    body, _ = _get(address, f"/state/{name}", token, nonce, timeout, deadline, into)
+    if heal_format.digest([body]) != name:
         raise HealError(f"{address} sent a state that is damaged: {len(body)} bytes")
     return body
 
 
 def _get(
-    address: str, path: str, token: str, nonce: str, timeout: float, deadline: float
-) -> tuple[bytes, str]:
+    address: str,
+    path: str,
+    token: str,
+    nonce: str,
+    timeout: float,
+    deadline: float,
+    into: memoryview | None = None,
+) -> tuple[memoryview, str]:
     parts = urlsplit(address)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
     try:
@@ -86,21 +105,22 @@ def _get(
         answer = connection.getresponse()
         if answer.status != 200:
             raise HealError(f"{address} answers {answer.status} {answer.reason} to {path}")
-        chunks = []
-        while chunk := answer.read1(CHUNK):
-            chunks.append(chunk)
+        size, received = int(answer.getheader("Content-Length", "")), 0
+        body = into if into is not None and len(into) == size else heal_format.memory(size)
+        while received < len(body):
             if time.monotonic() > deadline:
                 raise HealError(
                     f"the global state from {address} did not arrive in time: "
-                    f"{sum(map(len, chunks))} of {answer.getheader('Content-Length')} bytes"
+                    f"{received} of {len(body)} bytes"
                 )
-        body = b"".join(chunks)
-        if len(body) != int(answer.getheader("Content-Length") or -1):
-            raise HealError(f"the connection to {address} broke off after {len(body)} bytes")
+            num_bytes = answer.readinto(body[received : received + CHUNK])
+            if not num_bytes:
+                raise HealError(f"the connection to {address} broke off after {received} bytes")
+            received += num_bytes
         return body, answer.getheader(MAC) or ""
-    except OSError as error:
-        if isinstance(error, HealError):
-            raise
+    except HealError:
+        raise
+    except (OSError, ValueError, OverflowError, HTTPException) as error:
         raise HealError(f"{address}{path}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()

@@ -8,25 +8,28 @@ needs nothing but that name when the quorum has formed.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import logging
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
+from composer_replication import heal_format
 from composer_replication.heal_client import (
-    CHUNK,
     MAC,
     NONCE,
-    dump,
     fetch,
     fetch_state,
     load,
@@ -38,6 +41,13 @@ log = logging.getLogger(__name__)
 STATE = "diloco"
 """Key of the part of the heal state that is large, and that a joiner can fetch ahead."""
 
+Body = Sequence[memoryview]
+
+SILENT_S = 60
+"""How long a joiner may take nothing, in seconds."""
+
+PARTS_A_CALL = 1024
+"""What the kernel takes at a time (``IOV_MAX``)."""
 
 KEPT_S = 60.0
 """How long a copy of the state is kept for the joiner who has asked for its name."""
@@ -56,12 +66,12 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self._token = token
         self._timeout = timeout
         self._lock = threading.Condition()
-        self._bodies: dict[str, tuple[float, bytes]] = {}
-        self._current: bytes | None = None  # while the donor waits in a quorum
+        self._bodies: dict[str, tuple[float, Body]] = {}
+        self._current: Body | None = None  # while the donor waits in a quorum
         self._current_step = -1
         self.source: tuple[Callable[[], int], Callable[[], Mapping[str, Any]]] | None = None
         """Gives the manager's step and the global state, at any time and from any thread."""
-        self.fetched: dict[str, bytes] = {}
+        self.fetched: dict[str, memoryview] = {}
         self._server = _Server(self)
         threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="heal", daemon=True
@@ -83,9 +93,10 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         del dst_ranks, timeout
         user = dict(state_dict["user"])
         state = user.pop(STATE)
-        name = self._keep(state)
+        name, _ = self._keep(state)
         # As bytes, now: with a delay the group trains on while a joiner is still to ask for it.
-        rest = dump({"user": user, "torchft": state_dict["torchft"], "state": name})
+        rest = heal_format.dump({"user": user, "torchft": state_dict["torchft"], "state": name})
+        rest = [memoryview(b"".join(rest))]
         with self._lock:
             self._current, self._current_step = rest, step
             self._lock.notify_all()
@@ -97,17 +108,18 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             oldest = time.monotonic() - KEPT_S
             self._bodies = {n: kept for n, kept in self._bodies.items() if kept[0] > oldest}
 
-    def _keep(self, state: Mapping[str, Any]) -> str:
-        body = dump(state)
-        name = hashlib.sha256(body).hexdigest()
+    def _keep(self, state: Mapping[str, Any]) -> tuple[str, int]:
+        """Offer a state, of copies already, under the name that is returned with its bytes."""
+        body = heal_format.dump(state)
+        name = heal_format.digest(body)
         with self._lock:
             # A joiner may be about to fetch the one before; what is being sent stays alive anyway.
             while len(self._bodies) > 1:
                 del self._bodies[next(iter(self._bodies))]
             self._bodies[name] = time.monotonic(), body
-        return name
+        return name, sum(map(len, body))
 
-    def answer(self, path: str) -> bytes:
+    def answer(self, path: str) -> Body:
         """What a request gets.
 
         Raises:
@@ -121,9 +133,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             step, snapshot = self.source
             latest: dict[str, Any] = {"step": step()}
             if which == "offer":
-                latest["state"] = name = self._keep(snapshot())
-                latest["num_bytes"] = len(self._bodies[name][1])
-            return json.dumps(latest).encode()
+                latest["state"], latest["num_bytes"] = self._keep(snapshot())
+            return [memoryview(json.dumps(latest).encode())]
         if kind == "rest":
             with self._lock:  # a joiner may be quicker to ask than this group is to offer
                 self._lock.wait_for(lambda: self._offers(which), self._timeout)
@@ -147,10 +158,13 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         del src_rank
         deadline = time.monotonic() + timeout.total_seconds()
         rest = load(fetch(metadata, f"/rest/{step}", self._token, self._timeout, deadline))
+        # Whoever pickles a part of the memory for its ranks would pickle all of it.
+        rest = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rest)
         name = rest.pop("state")
-        body = self.fetched.get(name) or fetch_state(
-            metadata, name, self._token, self._timeout, deadline
-        )
+        body = self.fetched.pop(name, None)
+        if body is None:
+            into = next(iter(self.fetched.values()), None)  # it has been overtaken
+            body = fetch_state(metadata, name, self._token, self._timeout, deadline, into)
         self.fetched.clear()
         rest["user"][STATE] = load(body)
         return rest
@@ -180,7 +194,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
-    timeout = 60
+    timeout = SILENT_S
 
     def do_GET(self) -> None:
         transport, nonce = self.server.transport, self.headers.get(NONCE, "")
@@ -195,12 +209,29 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(sum(map(len, body))))
         is_small = not self.path.startswith("/state/")  # those are named by their hash
-        self.send_header(MAC, transport.sign(nonce, body) if is_small else "")
+        self.send_header(MAC, transport.sign(nonce, b"".join(body)) if is_small else "")
         self.end_headers()
-        for start in range(0, len(body), CHUNK):
-            self.wfile.write(memoryview(body)[start : start + CHUNK])
+        _send(self.connection, body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Not a line on stderr for every request."""
+
+
+def _send(connection: socket.socket, body: Body) -> None:
+    """Send all parts in as few calls as can be.
+
+    The limit is the kernel's: with Python's own every few MB are a call, after which this thread
+    waits for the interpreter that the group trains with.
+    """
+    connection.settimeout(None)
+    limit = struct.pack("ll", SILENT_S, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    waiting = deque(filter(len, body))
+    while waiting:
+        sent = connection.sendmsg(islice(waiting, PARTS_A_CALL))
+        while waiting and sent >= len(waiting[0]):
+            sent -= len(waiting.popleft())
+        if sent:
+            waiting[0] = waiting[0][sent:]

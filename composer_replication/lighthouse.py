@@ -78,16 +78,17 @@ class Member:
 
 @dataclass(frozen=True)
 class LighthouseStatus:
-    """What a lighthouse says of itself: the last quorum, what the next one waits for, and of which
-    groups it has had a heartbeat."""
+    """What a lighthouse says of itself: the last quorum, what the next one waits for, of which
+    groups it has had a heartbeat, and of which of them lately."""
 
     members: tuple[Member, ...] = ()
     situation: str = "no reason given"
     heard_of: frozenset[str] = frozenset()
+    alive: frozenset[str] = frozenset()
 
 
 _MEMBER = re.compile(r"<b>([^<]+)</b>.*?Step: (\d+).*?Manager: (\S+)", re.DOTALL)
-_HEARTBEAT = re.compile(r'class="heartbeat[^>]*>\s*(\S+): seen')
+_HEARTBEAT = re.compile(r'class="heartbeat([^"]*)">\s*(\S+): seen')
 _SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
 
 
@@ -104,10 +105,12 @@ def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatu
         return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")
     members = tuple(Member(name, int(step), addr) for name, step, addr in _MEMBER.findall(page))
     situation = _SITUATION.search(page)
+    heartbeats = _HEARTBEAT.findall(page)
     return LighthouseStatus(
         members,
         situation[1].strip() if situation else LighthouseStatus.situation,
-        frozenset(_HEARTBEAT.findall(page)),
+        frozenset(name for _, name in heartbeats),
+        frozenset(name for age, name in heartbeats if "old" not in age),
     )
 
 
@@ -129,14 +132,20 @@ def start_lighthouse(
 
     Returns:
         The server; ``address()`` is what groups need, ``shutdown()`` ends it.
+
+    Raises:
+        OSError: It cannot listen there.
     """
-    return _compiled_torchft().LighthouseServer(
-        bind=bind,
-        min_replicas=min_replicas,
-        join_timeout_ms=join_timeout_ms,
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=heartbeat_timeout_ms,
-    )
+    try:
+        return _compiled_torchft().LighthouseServer(
+            bind=bind,
+            min_replicas=min_replicas,
+            join_timeout_ms=join_timeout_ms,
+            quorum_tick_ms=50,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
+        )
+    except RuntimeError as error:  # Rust's own
+        raise OSError(f"a lighthouse cannot listen at {bind}: {error}") from error
 
 
 def _compiled_torchft() -> Any:

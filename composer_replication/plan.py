@@ -5,22 +5,25 @@ fragments, k replica groups, inner steps of s seconds, a round trip of r and wir
 has
 
     bytes(w) = 2 (k - 1) / k * n / P * b(w)                          leaving each group
-    send(w)  = c1 + (c2 + c3 m (k - 1)) r + c4 bytes(w) / link + c5(w) n / P
+    send(w)  = c1 + (c2 + c3 m) r + c4 bytes(w) / link + c5(w) n / P
     host(w)  = c6(w) n / P
 
-where m is the number of messages of ``bucket_cap_mb``, c1 the seconds of quorum and vote, c2 and c3
-round trips, c4 one over the share of the link that is used, c5 the seconds of coding and summing a
-parameter, and c6 those of forming, outer step and way back. ``host`` stands on the training's path
-always, ``send`` as far as it is longer than the tau inner steps that overlap it:
+where m is the bytes in MiB, c1 the seconds of quorum and vote, c2 and c3 round trips, c4 one over
+the share of the link that is used, c5 the seconds of coding and summing a parameter, and c6 those
+of forming, outer step and way back. Round trips count by the MiB too: TCP has a window, and gloo's
+allreduce sends segments of that size, two of which are under way at a time (``kMaxSegmentSize`` in
+its ``allreduce.h``). ``host`` stands on the training's path always, ``send`` as far as it is longer
+than the tau inner steps that overlap it, and of what these overlap a share o, since sending takes
+processors and memory from them:
 
-    round = H s + P (host + max(0, send - tau s))
+    round = H s + P (host + max(0, send - tau s) + o min(send, tau s))
 
-The bytes and the (k - 1) of a message are a ring's: each group sends its k-th part 2 (k - 1) times,
-one after the other (Patarasuk and Yuan 2009, what gloo does). Vanilla DiLoCo, P = 1 and tau = 0, is
+The bytes are a ring's: each group sends a k-th part 2 (k - 1) times, one after the other (Patarasuk
+and Yuan 2009, what gloo does), so m is at least that. Vanilla DiLoCo, P = 1 and tau = 0, is
 arXiv 2311.08105; P and tau are those of arXiv 2501.18512, algorithm 2. DDP allreduces n fp32
 gradients in every step, of which a share f of the step hides what it can (arXiv 2006.15704):
 
-    step = s + max(0, d1 m (k - 1) r + d2 bytes(float32) / link + d3 n - f s)
+    step = s + max(0, d1 m r + d2 bytes(float32) / link + d3 n - f s)
 
 Every group has the same link and step time, and all its ranks share that link.
 """
@@ -35,11 +38,30 @@ from fractions import Fraction
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
 
-DDP_BUCKET_MB = 25.0
-"""torch's default."""
+SEGMENT_BYTES = 2**20
+"""What gloo sends at a time."""
+
+OVERLAP_COST = "overlap_cost"
+"""o above: by what share of the sending that they overlap inner steps take longer."""
 
 DDP_OVERLAP = "ddp_overlap"
 """f above: the share of a step that hides what DDP sends."""
+
+CONSTANTS = (
+    "link_time",
+    *(f"host_s_per_param.{name}" for name in BYTES_PER_PARAMETER),
+    *(f"send_s_per_param.{name}" for name in BYTES_PER_PARAMETER),
+    "round_trips_per_mib",
+    "round_trips_per_sync",
+    "sync_s",
+    OVERLAP_COST,
+    "ddp_link_time",
+    "ddp_s_per_param",
+    "ddp_round_trips_per_mib",
+    DDP_OVERLAP,
+)
+"""All that are fitted. What rounds cannot tell apart counts as the first: as what grows with the
+model and nothing hides, so that for a larger model a plan is rather too long than too short."""
 
 Terms = dict[str, float]
 """What each constant is multiplied by. The fit and the plan read the same ones."""
@@ -58,7 +80,6 @@ class PlannedRun:
         sync_every: See ``DiLoCoSettings`` (H), like the next two (P and tau).
         wire_format: See ``DiLoCoSettings``.
         ranks: Processes in a group that hold the same parameters, as under DDP.
-        bucket_cap_mb: See ``DiLoCoSettings``.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -74,7 +95,6 @@ class PlannedRun:
     fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay
     wire_format: str = "float32"
     ranks: int = 1
-    bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb
 
     def __post_init__(self) -> None:
         for name, least in (("params", 1), ("groups", 2), ("ranks", 1)):
@@ -96,7 +116,6 @@ class PlannedRun:
             sync_every=self.sync_every,
             num_fragments=self.num_fragments,
             fragment_sync_delay=self.fragment_sync_delay,
-            bucket_cap_mb=self.bucket_cap_mb,
         )
 
     @property
@@ -122,11 +141,10 @@ class PlannedRun:
 
 def send_terms(run: PlannedRun) -> Terms:
     """Of the seconds of a sync that inner steps can overlap."""
-    hops = _messages(run.fragment_params, run.bucket_cap_mb) * (run.groups - 1)
     return {
         "sync_s": 1.0,
         "round_trips_per_sync": run.round_trip_s,
-        "round_trips_per_message": hops * run.round_trip_s,
+        "round_trips_per_mib": _segments(run.bytes_per_sync, run.groups) * run.round_trip_s,
         "link_time": 8 * run.bytes_per_sync / run.link_bits_per_s,
         f"send_s_per_param.{run.wire_format}": run.fragment_params,
     }
@@ -139,9 +157,9 @@ def host_terms(run: PlannedRun) -> Terms:
 
 def ddp_terms(run: PlannedRun) -> Terms:
     """Of the seconds of a DDP step's allreduce."""
-    hops = _messages(run.params, DDP_BUCKET_MB) * (run.groups - 1)
+    segments = _segments(run.ddp_bytes_per_step, run.groups)
     return {
-        "ddp_round_trips_per_message": hops * run.round_trip_s,
+        "ddp_round_trips_per_mib": segments * run.round_trip_s,
         "ddp_link_time": 8 * run.ddp_bytes_per_step / run.link_bits_per_s,
         "ddp_s_per_param": float(run.params),
     }
@@ -153,10 +171,11 @@ def seconds(terms: Terms, constants: Mapping[str, float]) -> float:
 
 
 def blocked_seconds(run: PlannedRun, constants: Mapping[str, float]) -> float:
-    """Seconds of a round in which no inner step is taken."""
-    hidden = run.fragment_sync_delay * run.step_s
-    late = max(0.0, seconds(send_terms(run), constants) - hidden)
-    return run.num_fragments * (seconds(host_terms(run), constants) + late)
+    """Seconds of a round beyond those of its inner steps alone."""
+    send = seconds(send_terms(run), constants)
+    overlapped = min(send, run.fragment_sync_delay * run.step_s)
+    costs = constants.get(OVERLAP_COST, 0.0) * overlapped
+    return run.num_fragments * (seconds(host_terms(run), constants) + send - overlapped + costs)
 
 
 def round_seconds(run: PlannedRun, constants: Mapping[str, float]) -> float:
@@ -228,5 +247,5 @@ def _ring(groups: int) -> float:
     return 2 * (groups - 1) / groups
 
 
-def _messages(num_elements: float, bucket_mb: float) -> int:
-    return math.ceil(4 * num_elements / (bucket_mb * 2**20))
+def _segments(num_bytes: float, groups: int) -> float:
+    return max(num_bytes / SEGMENT_BYTES, 2 * (groups - 1))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
-from composer_replication.plan import DDP_OVERLAP, PlannedRun
+from composer_replication.plan import CONSTANTS, DDP_OVERLAP, PlannedRun
 
 SHIPPED = Path(__file__).with_name("plan_calibration.json")
 
@@ -81,6 +81,13 @@ class Calibration:
             keys = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(
                 f"{path} has {keys} and not {sorted(names)}: make it with {HOW_TO_MAKE_ONE}"
+            )
+        constants = found["constants"]
+        if not isinstance(constants, dict) or constants.keys() - set(CONSTANTS):
+            given = sorted(constants) if isinstance(constants, dict) else constants
+            raise ValueError(
+                f"{path} has the constants of another model, {given} and not {sorted(CONSTANTS)}: "
+                f"make it with {HOW_TO_MAKE_ONE}"
             )
         return cls(**found)
 

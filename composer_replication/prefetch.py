@@ -96,7 +96,7 @@ def _donors(lighthouse_addr: str, rank: int, token: str, connect_timeout: float)
 
 
 def _ask(donor: str, path: str, token: str, timeout: float) -> dict[str, Any]:
-    return json.loads(fetch(donor, path, token, timeout, time.monotonic() + timeout))
+    return json.loads(bytes(fetch(donor, path, token, timeout, time.monotonic() + timeout)))
 
 
 def _wait_for_commit(donor: str, token: str, timeout: float) -> None:

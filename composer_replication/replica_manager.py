@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,8 @@ from torchft.manager import Manager, _ManagedWork
 from torchft.work import _DummyWork
 
 from composer_replication.heal_transport import STATE, HealTransport
-from composer_replication.lighthouse import can_connect, read_status
+from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
+from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
 from composer_replication.waiting import DaemonExecutor, InterruptibleWork
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class ReplicaManager(Manager):
     It differs from torchft's in what happens when something goes wrong:
 
     * a quorum that fails is asked for again (torchft raises the same error for ever after);
-    * a quorum with other members under an id that was used before is noticed, which a restarted
-      lighthouse gives (torchft then adds up two groups and divides by three);
+    * a restarted lighthouse is noticed (``QuorumWatch``), which uses quorum ids again (torchft then
+      adds up two groups and divides by three);
     * peers whose address cannot be reached are named;
     * signals are handled while it waits for a quorum, an allreduce or a vote, and a process may end
       meanwhile.
@@ -49,10 +50,7 @@ class ReplicaManager(Manager):
     give_up_after_s: float | None = None
     _lighthouse_addr = ""
     _is_shut_down = False
-    _members: tuple[str, ...] = ()
-    _last_id = -1
-    _connected: tuple[int, tuple[str, ...]] | None = None
-    _max_step = 0
+    _watch: QuorumWatch
 
     def take_over(
         self, replica_name: str, lighthouse_addr: str, give_up_after_s: float | None
@@ -62,51 +60,36 @@ class ReplicaManager(Manager):
         self._lighthouse_addr = lighthouse_addr
         self.give_up_after_s = give_up_after_s
         self._executor = DaemonExecutor()
-        self._client = _WatchedClient(self._client, self._note_quorum)
+        self._client = self._watch = QuorumWatch(self._client, replica_name, self._forget_quorum)
         return self
 
-    def _note_quorum(self, quorum: Any) -> None:
-        """Look at a quorum before torchft acts on it.
+    def _forget_quorum(self) -> None:
+        """Have torchft connect anew, which it does when the quorum's id is new to it."""
+        self._quorum_id = -1
 
-        Ids only grow while a lighthouse lives. One that has come back counts from 1 again, and
-        gives the first that asks a quorum of its own, since it has not heard of the others yet.
+    def _wait_for_the_awaited(self, began: float) -> None:
+        """Give a restarted lighthouse time to hear of the groups that it should wait for.
 
-        Raises:
-            LighthouseRestarted: It has, and groups of the quorum before are not in this one.
+        Those that it does not hear of have died, and are awaited no longer; nor is, in the end, one
+        that lives and does not ask for a quorum.
         """
-        names = tuple(quorum.replica_ids)
-        same_id = quorum.quorum_id == self._last_id
-        has_restarted = quorum.quorum_id < self._last_id or (same_id and names != self._members)
-        missing = set(self._members) - set(names)
-        if has_restarted:
-            log.warning(
-                "Quorum id %d comes after %d: the lighthouse has been restarted",
-                quorum.quorum_id,
-                self._last_id,
-            )
-        own = self.replica_name
-        if sum(name.partition(":")[0] == own for name in names) > 1:
-            log.warning(
-                "replica_id=%r is in this quorum twice: ranks of a group whose launcher has died "
-                "may be left, or two groups have been given the same one",
-                own,
-            )
-        self._last_id, self._members = quorum.quorum_id, names
-        # torchft keeps its connections when it knows the id. All members must come to the same
-        # answer, whatever each of them has been through: it depends on what they connect alone.
-        knows = self._connected == (quorum.quorum_id, names)
-        self._quorum_id = quorum.quorum_id if knows else -1
-        self._max_step = quorum.max_step
-        if has_restarted and missing:
-            raise LighthouseRestarted(missing)
-
-    def _wait_for_heartbeats(self, names: Set[str]) -> None:
-        """Give a restarted lighthouse time to hear of the groups that it should wait for."""
+        watch = self._watch
         deadline = time.monotonic() + self.HEARD_WITHIN_S
-        while time.monotonic() < deadline:
-            if names <= read_status(self._lighthouse_addr).heard_of:
+        time.sleep(0.1)  # they have to ask too, and this group's next quorum comes at once
+        while not watch.awaits <= (alive := read_status(self._lighthouse_addr).alive):
+            if time.monotonic() > deadline:
+                if alive:  # else it is the lighthouse that is away, again
+                    self._await_no_longer(watch.awaits - alive, "has not heard of")
                 return
             time.sleep(0.1)
+        if time.monotonic() - began > STRAGGLER_TIMEOUT_S:
+            self._await_no_longer(watch.awaits, "was not asked for a quorum by")
+
+    def _await_no_longer(self, names: frozenset[str], why: str) -> None:
+        if names:
+            groups = ", ".join(sorted(name.partition(":")[0] for name in names))
+            log.warning("Going on without those that the lighthouse %s: %s", why, groups)
+            self._watch.awaits = self._watch.awaits - names
 
     def register_state_dict_fn(
         self,
@@ -137,9 +120,9 @@ class ReplicaManager(Manager):
             try:
                 super().start_quorum(allow_heal, shrink_only, timeout)
                 break
-            except LighthouseRestarted as error:
+            except QuorumDeclined:
                 self._quorum_future = None
-                self._wait_for_heartbeats(error.missing)
+                self._wait_for_the_awaited(began)
             except QuorumFailed as error:
                 self._quorum_future = None  # torchft would raise its error again
                 log.warning("No quorum: %s. Asking again", error)
@@ -153,7 +136,7 @@ class ReplicaManager(Manager):
 
     def _close_connections(self) -> None:
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
-        self._connected = None
+        self._watch.disconnected()
 
     def wait_quorum(self) -> None:
         """Wait for the quorum, and say every ``SAY_EVERY_S`` what it is waiting for."""
@@ -182,9 +165,9 @@ class ReplicaManager(Manager):
         Under an id made of all that is known of it: a restarted lighthouse counts from 1 again, and
         the store would still hold the addresses that the last quorum of that number left in it.
         """
-        self._connected = None
+        self._watch.disconnected()
         hosts = [json.loads(handle)["store"] for handle in handles]
-        for name, address in zip(self._members, hosts, strict=True):
+        for name, address in zip(self._watch.members, hosts, strict=True):
             host, _, port = address.rpartition(":")
             if not can_connect(host.strip("[]"), int(port), self._connect_timeout.total_seconds()):
                 raise ConnectionError(
@@ -192,10 +175,10 @@ class ReplicaManager(Manager):
                     "not answer here: it has died, or set hostname (callbacks.diloco.hostname) in "
                     "that group to a name or address of its machine that this one can reach"
                 )
-        identity = json.dumps([communicator_id, self._max_step, handles]).encode()
+        identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         super()._reconfigure_pg(unique, handles)
-        self._connected = (communicator_id, self._members)
+        self._watch.connected(communicator_id, unique)
 
     def allreduce(
         self,
@@ -251,32 +234,3 @@ class ReplicaManager(Manager):
             super().shutdown(wait=wait)
             _left.append(self._pg)
             self.store = None
-
-
-class QuorumFailed(ConnectionError):
-    """The lighthouse, or the group's own manager server, gave no quorum."""
-
-
-class LighthouseRestarted(Exception):
-    """The lighthouse has been away, and its first quorum lacks groups that may well be alive."""
-
-    def __init__(self, missing: Set[str]) -> None:
-        super().__init__(", ".join(sorted(missing)))
-        self.missing = missing
-
-
-class _WatchedClient:
-    """The part of torchft's ManagerClient that a Manager calls, with an eye on the quorums."""
-
-    def __init__(self, client: Any, note_quorum: Callable[[Any], None]) -> None:
-        self._client = client
-        self._note_quorum = note_quorum
-        self.should_commit = client.should_commit
-
-    def _quorum(self, **request: Any) -> Any:
-        try:
-            quorum = self._client._quorum(**request)
-        except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
-            raise QuorumFailed(str(error).splitlines()[0]) from error
-        self._note_quorum(quorum)
-        return quorum

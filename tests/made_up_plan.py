@@ -7,7 +7,7 @@ from composer_replication.plan_calibration import Calibration
 CONSTANTS = {
     "sync_s": 0.5,
     "round_trips_per_sync": 3.0,
-    "round_trips_per_message": 0.5,
+    "round_trips_per_mib": 0.5,
     "link_time": 1.25,
     "send_s_per_param.float32": 2e-9,
     "send_s_per_param.bfloat16": 3e-9,
@@ -17,9 +17,10 @@ CONSTANTS = {
     "host_s_per_param.bfloat16": 2e-9,
     "host_s_per_param.int8": 2.5e-9,
     "host_s_per_param.fp4": 3e-9,
+    "overlap_cost": 0.125,
     "ddp_link_time": 1.25,
     "ddp_s_per_param": 1e-9,
-    "ddp_round_trips_per_message": 0.25,
+    "ddp_round_trips_per_mib": 0.25,
     "ddp_overlap": 0.5,
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 
@@ -114,6 +115,22 @@ def test_the_status_page_tells_members_heartbeats_and_what_it_waits_for():
     assert member.manager_addr.startswith("http://")
     assert status.heard_of == {member.replica_id}
     assert "only have 0 participants" in status.situation
+
+
+@pytest.mark.integration
+def test_a_group_whose_heartbeat_has_stopped_is_not_alive():
+    from torchft.coordination import LighthouseClient
+
+    lighthouse = start_lighthouse(heartbeat_timeout_ms=300)
+    try:
+        client = LighthouseClient(lighthouse.address(), timedelta(seconds=5))
+        client.heartbeat("a:1")
+        time.sleep(0.5)
+        client.heartbeat("b:1")
+        status = read_status(lighthouse.address())
+    finally:
+        lighthouse.shutdown()
+    assert status.heard_of == {"a:1", "b:1"} and status.alive == {"b:1"}
 
 
 def test_a_lighthouse_that_is_away_has_no_members_and_says_so():

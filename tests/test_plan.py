@@ -22,22 +22,27 @@ def test_a_vanilla_round_by_hand():
     assert round_seconds(planned(), CONSTANTS) == pytest.approx(100 + 40 + 0.5 + 2 + 1)
 
 
-def test_a_delay_hides_what_is_sent_and_not_what_the_host_does():
+def test_a_delay_hides_seven_eighths_of_what_is_sent_and_nothing_of_what_the_host_does():
     halves = {"num_fragments": 2, "sync_every": 100}
-    late = planned(**halves, fragment_sync_delay=5)  # each: 0.5 + 20 + 1 s, 5 s of them hidden
-    assert round_seconds(late, CONSTANTS) == pytest.approx(100 + 2 * (0.5 + 16.5))
+    late = planned(**halves, fragment_sync_delay=5)  # each: 0.5 + 20 + 1 s, 5 s of them overlapped
+    assert round_seconds(late, CONSTANTS) == pytest.approx(100 + 2 * (0.5 + 16.5 + 5 / 8))
     hidden = planned(**halves, fragment_sync_delay=22)
-    assert round_seconds(hidden, CONSTANTS) == pytest.approx(100 + 2 * 0.5)
+    assert round_seconds(hidden, CONSTANTS) == pytest.approx(100 + 2 * (0.5 + 21.5 / 8))
 
 
-def test_round_trips_count_once_a_sync_and_once_a_message_and_hop():
-    # 4 GB are 120 messages of 32 MiB; among 3 groups each goes round in twice as many hops, and a
-    # group sends 4/3 of the bytes instead of 1.
-    one_way = blocked_seconds(planned(), CONSTANTS)
+def test_round_trips_count_by_the_sync_and_by_the_mib():
+    # Among 3 groups each sends 4/3 of the 4 GB, instead of 1.
+    near = blocked_seconds(planned(), CONSTANTS)
     two = blocked_seconds(planned(round_trip_s=0.1), CONSTANTS)
-    assert two - one_way == pytest.approx(0.1 * (3 + 0.5 * 120))
+    assert two - near == pytest.approx(0.1 * (3 + 0.5 * 4e9 / 2**20))
     three = blocked_seconds(planned(round_trip_s=0.1, groups=3), CONSTANTS)
-    assert three - two == pytest.approx(0.1 * 0.5 * 120 + 40 / 3)
+    assert three - two == pytest.approx(0.1 * 0.5 * 4e9 / 2**20 / 3 + 40 / 3)
+
+
+def test_a_small_model_goes_round_in_as_many_hops_as_a_ring_has():
+    near, far = (planned(params=1000, groups=8, round_trip_s=r) for r in (0.0, 0.1))
+    waits = blocked_seconds(far, CONSTANTS) - blocked_seconds(near, CONSTANTS)
+    assert waits == pytest.approx(0.1 * (3 + 0.5 * 14))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_a_step_of_ddp_by_hand():
     assert ddp_step_seconds(planned(), CONSTANTS) == pytest.approx(1 + 40 + 1 - 0.5)
     assert ddp_step_seconds(planned(step_s=100.0), CONSTANTS) == 100.0  # all of it is hidden
     trips = ddp_step_seconds(planned(round_trip_s=0.1), CONSTANTS)
-    assert trips == pytest.approx(41.5 + 0.1 * 0.25 * 153)  # messages of 25 MiB
+    assert trips == pytest.approx(41.5 + 0.1 * 0.25 * 4e9 / 2**20)
 
 
 def test_memory_by_hand():
@@ -84,9 +89,13 @@ def test_memory_by_hand():
     ("changed", "sync_every"),
     [
         ({}, 827),  # 19 * 43.5 = 826.5
-        ({"num_fragments": 2, "fragment_sync_delay": 5}, 646),  # 19 * 34, exactly
+        ({"num_fragments": 2, "fragment_sync_delay": 5}, 670),  # 19 * 35.25 = 669.75
         ({"num_fragments": 4, "fragment_sync_delay": 0}, 856),  # 19 * 45 = 855, divided by 4
-        ({"num_fragments": 2, "fragment_sync_delay": 22}, 46),  # 19, but above 2 * 22
+        ({"num_fragments": 2, "fragment_sync_delay": 22}, 122),  # 19 * 6.375 = 121.125
+        (
+            {"num_fragments": 2, "fragment_sync_delay": 80, "sync_every": 200},
+            162,
+        ),  # the same, but above 2 * 80
     ],
 )
 def test_the_shortest_round_by_hand(changed, sync_every):
@@ -120,8 +129,9 @@ def test_no_shorter_round_that_is_allowed_would_do(fragments, delay, utilisation
 def test_all_of_the_time_is_reached_only_by_a_sync_that_takes_none():
     assert smallest_sync_every(planned(), CONSTANTS, 1.0) is None
     overlapped = planned(num_fragments=2, fragment_sync_delay=40)
-    free = CONSTANTS | {"host_s_per_param.float32": 0.0}
+    free = CONSTANTS | {"host_s_per_param.float32": 0.0, "overlap_cost": 0.0}
     assert smallest_sync_every(overlapped, free, 1.0) == 82
+    assert smallest_sync_every(overlapped, free | {"overlap_cost": 0.01}, 1.0) is None
 
 
 # ---- input --------------------------------------------------------------------------------------

@@ -135,6 +135,14 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, text):
     assert answer.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("constants", [{"round_trips_per_message": 1.0}, 3])
+def test_constants_that_the_model_does_not_have_are_refused(tmp_path, constants):
+    calibration(constants=constants).save(tmp_path / "other.json")
+    answer = run_command("--calibration", tmp_path / "other.json")
+    assert answer.returncode == 2 and "has the constants of another model" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
 def test_a_plan_needs_neither_torch_nor_composer_nor_numpy(tmp_path):
     path = tmp_path / "calibration.json"
     calibration().save(path)

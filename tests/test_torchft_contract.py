@@ -132,6 +132,8 @@ def test_the_manager_still_does_what_ours_hangs_on():
     # We look at a quorum, and may change _quorum_id, between these two.
     assert quorum.index("self._client._quorum(") < quorum.index("quorum_id != self._quorum_id")
     assert "self._reconfigure_pg(quorum_id, quorum.reconfigure_handles)" in quorum
+    # We add to what it hands around; every member gets the handles of all.
+    assert "reconfigure_handle=self._pg.get_reconfigure_handle()" in quorum
     start = inspect.getsource(Manager.start_quorum)
     assert "self._executor.submit(" in start and "self.wait_quorum()" in start
     # The heal state has these two parts, and the transport is told when it may go.

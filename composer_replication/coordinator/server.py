@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -21,6 +21,9 @@ from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
+
+if TYPE_CHECKING:
+    from torchft.coordination import LighthouseServer
 
 HEARTBEAT_TIMEOUT_S = 3.0
 """After how long a silent replica group is dead to the coordinator."""
@@ -81,19 +84,15 @@ class Coordinator:
             versions = Versions(__version__, version("torchft-nightly"))
             registry = Registry(self._database, journal, versions, heartbeat_timeout_s)
             streams = Streams(self._database, registry, journal)
+            self._lighthouse = _start_lighthouse_beside(
+                bind, straggler_timeout_s, lighthouse_heartbeat_ms
+            )
         except BaseException:
             self._database.close()
             self._socket.close()
             raise
         self._registry = registry
-        address, _, port = bind.rpartition(":")
-        # The next port, so that groups find it again after a restart of this process.
-        self._lighthouse = start_lighthouse(
-            bind=f"{address}:{int(port) + 1 if int(port) else 0}",
-            min_replicas=1,
-            join_timeout_ms=round(1000 * straggler_timeout_s),
-            heartbeat_timeout_ms=lighthouse_heartbeat_ms,
-        )
+        address = bind.rpartition(":")[0]
         lighthouse_port = self._lighthouse.address().rpartition(":")[2]
         host = hostname or _reachable_as(address)
         self.lighthouse_addr = f"http://{host}:{lighthouse_port}"
@@ -154,6 +153,24 @@ def _listen(bind: str) -> socket.socket:
         return listening
     except OSError as error:
         raise OSError(f"cannot listen at --bind {bind}: {error}. Choose another port") from error
+
+
+def _start_lighthouse_beside(
+    bind: str, straggler_timeout_s: float, heartbeat_timeout_ms: int
+) -> LighthouseServer:
+    """On the next port, so that groups find it again after a restart of this process."""
+    address, _, port = bind.rpartition(":")
+    try:
+        return start_lighthouse(
+            bind=f"{address}:{int(port) + 1 if int(port) else 0}",
+            min_replicas=1,
+            join_timeout_ms=round(1000 * straggler_timeout_s),
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
+        )
+    except OSError as error:
+        raise OSError(
+            f"--bind {bind}: {error}. The lighthouse takes the port after it: choose another"
+        ) from error
 
 
 def _reachable_as(address: str) -> str:

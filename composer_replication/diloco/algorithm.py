@@ -400,7 +400,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "residual": {
                 name: tensor.clone() if copies else tensor
                 for fragment in self._fragments
-                for name, tensor in (fragment.residual_state() or {}).items()
+                for name, tensor in fragment.residual_state().items()
             },
         }
 

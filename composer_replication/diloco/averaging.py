@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from composer_replication.diloco.rank_share import RankShare
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
-CHUNK = 2**17
+CHUNK = 2**18
 """Elements that are worked on at a time on a CPU: what is written is still in cache when it is read
 again."""
 
@@ -29,10 +29,14 @@ class Piece:
     stop: int
     offset: int
 
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return self.stop - self.start
+
     def between(self, start: int, stop: int) -> Piece | None:
         """The part of it that is at ``start`` to ``stop`` in all, if there is one."""
-        size = self.stop - self.start
-        first, end = max(start - self.offset, 0), min(stop - self.offset, size)
+        first, end = max(start - self.offset, 0), min(stop - self.offset, self.size)
         if first >= end:
             return None
         return Piece(self.tensor, self.start + first, self.start + end, self.offset + first)
@@ -50,6 +54,30 @@ def plan_pieces(sizes: Sequence[int], chunk: int, whole: Collection[int] = ()) -
             pieces.append(Piece(tensor, start, min(start + step, size), first + start))
         first += size
     return pieces
+
+
+def cut(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Iterator[Tensor]:
+    """Views of the elements of each piece, 1-D.
+
+    A tensor that cannot be viewed so comes as it is where the piece is all of it, else as copies.
+    """
+    for piece in pieces:
+        tensor = tensors[piece.tensor]
+        if piece.size < tensor.numel():
+            yield tensor.reshape(-1)[piece.start : piece.stop]
+        else:
+            yield tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
+class MeanLayout(NamedTuple):
+    """The arguments of ``WeightedMean``, for who builds several."""
+
+    sizes: Sequence[int]
+    bucket_cap_mb: float
+    device: torch.device
+    whole: Collection[int]
+    ranks: ProcessGroup | None
+    model_device: torch.device | None
 
 
 class WeightedMean:
@@ -89,8 +117,8 @@ class WeightedMean:
         chunk = CHUNK if device.type == "cpu" else max(1, num_elements)
         self.pieces = plan_pieces(sizes, chunk, whole)
         self._share = share = RankShare(num_elements, ranks, model_device, self._bucket)
-        cut = (piece.between(share.start, share.stop) for piece in self.pieces)
-        self._own_pieces = [piece for piece in cut if piece is not None]
+        own = (piece.between(share.start, share.stop) for piece in self.pieces)
+        self._own_pieces = [piece for piece in own if piece is not None]
         self._filled = max(0, min(num_elements, share.stop) - share.start)
         self.messages: list[Tensor] = []
         is_copied_to = device.type == "cpu" and model_device.type != "cpu"
@@ -106,20 +134,25 @@ class WeightedMean:
         """What the sums are of: ``total`` times the mean."""
 
     @torch.no_grad()
-    def form(self, write: Callable[[Piece, Tensor], None], contribution: float) -> None:
+    def form(
+        self, write: Callable[..., object], sources: Sequence[Sequence[Tensor]], contribution: float
+    ) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
         ``norm`` then holds the L2 norm of the values, not finite if one of them is not.
 
         Args:
-            write: Writes the elements of a piece into a 1-D fp32 tensor.
+            write: Called with a piece of each source, and last with the 1-D fp32 tensor that it
+                writes their values into.
+            sources: Of what: each has tensors of the ``sizes``.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
         """
         flat = self._memory.take()
         squares = [torch.zeros((), device=self.device)]
-        for piece in self._own_pieces:
-            values = flat[piece.offset : piece.offset + piece.stop - piece.start]
-            write(piece, values)
+        places = flat[self._share.start :][: self._filled].split([p.size for p in self._own_pieces])
+        inputs = zip(*(cut(source, self._own_pieces) for source in sources), strict=True)
+        for piece, values, given in zip(self._own_pieces, places, inputs, strict=True):
+            write(*given, values)
             squares.append(torch.dot(values, values))  # in half the time of a norm
             self._prepare(piece, values, contribution)
         self.norm = math.sqrt(float(self._share.sum(torch.stack(squares).sum())))
@@ -162,14 +195,26 @@ class WeightedMean:
             self._share.gather(self._sums)
         return self.total
 
-    def sums(self, piece: Piece) -> Tensor:
-        """The sums of a piece, 1-D fp32: ``divisor`` times the mean."""
+    def sums(self) -> Sequence[Tensor]:
+        """The sums of each of ``pieces``, 1-D fp32: ``divisor`` times the mean."""
         assert self._sums is not None, "it has been formed and received"
-        return self._sums[piece.offset : piece.offset + piece.stop - piece.start]
+        sizes = [piece.size for piece in self.pieces]
+        return self._sums[: sum(sizes)].split(sizes)
 
-    def take(self, piece: Piece) -> Tensor:
-        """The mean of a piece, 1-D fp32; once, in place."""
-        return self.sums(piece).div_(self.divisor)
+    def take(self) -> Iterator[Tensor]:
+        """The mean of each of ``pieces``, 1-D fp32; once, in place."""
+        return (each.div_(self.divisor) for each in self.sums())
+
+    # What a wire format keeps back: nothing here, where nothing is rounded.
+
+    def gather_residual(self) -> Tensor | None:
+        """What is owed by the whole group, 1-D in the order of the tensors. Every rank calls it."""
+
+    def load_residual(self, tensors: Sequence[Tensor]) -> None:
+        """Owe what ``gather_residual`` gave, in 1-D tensors, on whatever number of ranks."""
+
+    def forget_residual(self) -> None:
+        """Owe nothing any more."""
 
     def clear(self) -> None:
         """Forget what was sent, which has all ended well."""
@@ -192,7 +237,7 @@ class FlatMemory:
     """
 
     def __init__(self, num_elements: int, device: torch.device, pin: bool = False) -> None:
-        self._num_elements = num_elements
+        self.num_elements = num_elements
         self._device = device
         self._pin = pin
         is_lendable = device.type == "cpu" and hasattr(mmap, "MADV_FREE") and num_elements > 0
@@ -205,10 +250,10 @@ class FlatMemory:
         taken, self._spare = self._spare, None
         if not self._can_be_lent:
             if taken is None:
-                taken = torch.empty(self._num_elements, device=self._device, pin_memory=self._pin)
+                taken = torch.empty(self.num_elements, device=self._device, pin_memory=self._pin)
             return taken
         if taken is None:
-            self._pages = mmap.mmap(-1, 4 * self._num_elements, flags=_PRIVATE)
+            self._pages = mmap.mmap(-1, 4 * self.num_elements, flags=_PRIVATE)
             taken = torch.frombuffer(self._pages, dtype=torch.float32)
         return taken
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchft.utils import get_stream_context
 
 from composer_replication.diloco.encoded_buckets import EncodedBucket
@@ -30,6 +31,7 @@ class Exchange:
         buckets: In the order that all groups share.
         contribution: Of this group. With 0 its values are zeros.
         keeps_error: Whether the buckets are to tell what has been rounded away.
+        memory: uint8, of the ``memory_bytes`` of all buckets.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Exchange:
         buckets: Sequence[EncodedBucket],
         contribution: float,
         keeps_error: bool,
+        memory: Tensor,
     ) -> None:
         self.buckets = buckets
         self._manager = manager
@@ -45,7 +48,11 @@ class Exchange:
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
         with torch.no_grad():
-            self._works = [bucket.start(manager, contribution) for bucket in buckets]
+            places = memory.split([bucket.memory_bytes for bucket in buckets])
+            self._works = [
+                bucket.start(manager, contribution, place)
+                for bucket, place in zip(buckets, places, strict=True)
+            ]
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
         self._thread.start()
 
@@ -62,6 +69,10 @@ class Exchange:
             pass
         except Exception as error:
             self._manager.report_error(error)
+        finally:
+            # A gloo connection stays open while there is a Work of it, and peers that wait for the
+            # messages of a group that has given up are freed by its end.
+            self._works.clear()
 
     def _follow(self, bucket: EncodedBucket, work: Any) -> Any:
         work.wait()

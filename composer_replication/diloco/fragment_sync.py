@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
-from composer_replication.diloco.averaging import Piece, WeightedMean
+from composer_replication.diloco.averaging import MeanLayout, WeightedMean, cut
 from composer_replication.diloco.encoded_mean import EncodedMean
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.ledger import Claim
@@ -24,6 +24,7 @@ from composer_replication.diloco.reports import SyncClock
 from composer_replication.diloco.roll_call import RollCall
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager, _StreamingDiLoCoFragment
+from composer_replication.diloco.wire_sizes import WIRE_FORMATS
 
 
 @dataclass
@@ -105,50 +106,29 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._alpha = settings.fragment_update_alpha
         self._weight_by = settings.weight_by
         self._local = list(global_parameters.local.values())
-        self._theta = list(global_parameters.theta.values())
-        self._model_device = local_tensor(self._local[0]).device
-        self.device = message_device or self._model_device
-        self._bucket_cap_mb, self._ranks = settings.bucket_cap_mb, ranks
-        self.mean = self.exact_mean()
-        if settings.wire_format != "float32":
+        self._theta = [theta.detach() for theta in global_parameters.theta.values()]
+        model_device = local_tensor(self._local[0]).device
+        self.device = message_device or model_device
+        scattered = [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
+        self._sizes = [theta.numel() for theta in self._theta]
+        self._layout = MeanLayout(
+            self._sizes, settings.bucket_cap_mb, self.device, scattered, ranks, model_device
+        )
+        self.mean = WeightedMean(*self._layout)
+        if settings.wire_format != WIRE_FORMATS[0]:
             self.mean = EncodedMean(
-                self._sizes,
-                settings.bucket_cap_mb,
-                self.device,
-                self._scattered,
-                ranks,
-                settings.wire_format,
-                settings.error_feedback,
-                self._model_device,
+                *self._layout,
+                wire_format=settings.wire_format,
+                error_feedback=settings.error_feedback,
             )
         self.inner_steps = 0
         self.samples = 0
         self._formed = Formed(0, 0, 0, None)
         self._unsent: Formed | None = None
         self._keeps_what_it_sends = settings.fragment_sync_delay > 0
-        self.contribution = 0.0
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [theta.numel() for theta in self._theta]
-
-    @property
-    def _scattered(self) -> list[int]:
-        return [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
-
-    def exact_mean(self) -> WeightedMean:
-        """A mean of such tensors in fp32, whatever the wire format."""
-        return WeightedMean(
-            self._sizes,
-            self._bucket_cap_mb,
-            self.device,
-            self._scattered,
-            self._ranks,
-            self._model_device,
-        )
 
     @property
     def is_in_flight(self) -> bool:
@@ -179,14 +159,15 @@ class FragmentSync(_StreamingDiLoCoFragment):
         local = [state["local"][name] for name in self.globals.theta]
         self._unsent = Formed(state["inner_steps"], state["samples"], state["position"], local)
 
-    def residual_state(self) -> dict[str, Tensor] | None:
+    def residual_state(self) -> dict[str, Tensor]:
         """What the wire format has kept back, by name in the shapes of the parameters, if any.
 
         Under DDP a collective of the group's ranks.
         """
-        if not isinstance(self.mean, EncodedMean) or self.mean.residual is None:
-            return None
-        parts = self.mean.gather_residual().split(self._sizes)
+        residual = self.mean.gather_residual()
+        if residual is None:
+            return {}
+        parts = residual.split(self._sizes)
         theta = self.globals.theta
         return {
             name: part.view(t.shape) for (name, t), part in zip(theta.items(), parts, strict=True)
@@ -194,8 +175,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what another wire message has kept back."""
-        if isinstance(self.mean, EncodedMean):
-            self.mean.load_residual([state[name].reshape(-1) for name in self.globals.theta])
+        self.mean.load_residual([state[name].reshape(-1) for name in self.globals.theta])
+
+    @property
+    def contribution(self) -> float:
+        """This group's weight in the last mean."""
+        return self.mean.contribution
 
     @property
     def claim(self) -> Claim:
@@ -243,8 +228,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.globals.write_back()
         self.inner_steps = self.samples = 0
         self._unsent = None
-        if isinstance(self.mean, EncodedMean):
-            self.mean.forget_residual()
+        self.mean.forget_residual()
 
     def _save_grads(self) -> None:
         if self._unsent is not None and not self.is_joining:
@@ -254,10 +238,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             kept = self.globals.copy_of_local() if keeps else None
             position = self._state.ledger.position
             self._formed = Formed(self.inner_steps, self.samples, position, kept)
-        self.contribution = self._own_contribution()
-        self.mean.form(self._pseudo_gradient, self.contribution)
-        if not self.mean.is_finite:
-            self.contribution = 0.0
+        local = self._formed.local or self._local_now()
+        self.mean.form(self._pseudo_gradient, (self._theta, local), self._own_contribution())
         if not self.is_joining:
             self._unsent = None  # should this attempt fail, the next one forms what is there then
 
@@ -273,28 +255,26 @@ class FragmentSync(_StreamingDiLoCoFragment):
         by = {"uniform": 1, "steps": formed.inner_steps, "samples": formed.samples}
         return float(by[self._weight_by])
 
-    def _pseudo_gradient(self, piece: Piece, into: Tensor) -> None:
-        theta = self._theta[piece.tensor].detach().view(-1)[piece.start : piece.stop]
-        local = local_tensor(self._local[piece.tensor])
-        if self._unsent is not None and not self.is_joining:
-            assert self._unsent.local is not None, "it was saved in flight"
-            local = self._unsent.local[piece.tensor]
-        local = local.reshape(-1)[piece.start : piece.stop]
+    def _local_now(self) -> list[Tensor]:
+        return [local_tensor(tensor) for tensor in self._local]
+
+    def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
+        local = local.reshape(-1)
         if local.device != into.device:
             local = into.copy_(local)
-        pseudo_gradient(theta.to(self.device, non_blocking=True), local, into)
+        pseudo_gradient(theta.to(into.device, non_blocking=True), local, into)
 
-    def initial_values(self, piece: Piece, into: Tensor) -> None:
-        """The local parameters, for the cold start."""
-        local = local_tensor(self._local[piece.tensor]).reshape(-1)
-        into.copy_(local[piece.start : piece.stop])
+    def mean_of_local(self, contribution: float) -> WeightedMean:
+        """For the cold start: that of the local parameters, formed."""
+        mean = WeightedMean(*self._layout)
+        mean.form(lambda t, into: into.copy_(t.reshape(-1)), (self._local_now(),), contribution)
+        return mean
 
     def adopt_mean(self, mean: WeightedMean) -> None:
-        """Take the mean of ``initial_values`` as global and local parameters."""
+        """Take the mean of ``mean_of_local`` as global and local parameters."""
         if mean.receive():
-            for piece in mean.pieces:
-                theta = self._theta[piece.tensor].detach().view(-1)[piece.start : piece.stop]
-                theta.copy_(mean.take(piece))
+            for theta, value in zip(cut(self._theta, mean.pieces), mean.take(), strict=True):
+                theta.copy_(value)
         self.take_global()
 
     def _average_grads(self) -> None:

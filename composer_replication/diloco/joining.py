@@ -204,11 +204,8 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
         Whether it committed. If not, nothing has changed.
     """
     weight = 1.0 if manager.participating_rank() == 0 else 0.0
-    means, works = [fragment.exact_mean() for fragment in fragments], []
-    for fragment, mean in zip(fragments, means, strict=True):
-        mean.form(fragment.initial_values, weight)
-        works += mean.send(manager)
-    for work in works:
+    means = [fragment.mean_of_local(weight) for fragment in fragments]
+    for work in [work for mean in means for work in mean.send(manager)]:
         work.wait()
     if not manager.should_commit():
         return False

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from composer_replication.diloco.averaging import Piece, WeightedMean
+from composer_replication.diloco.averaging import WeightedMean, cut
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -151,20 +151,22 @@ class GlobalParameters:
         local = [local_tensor(parameter) for parameter in self.local.values()]
         if mean.device.type == theta[0].device.type == "cpu" and is_plain_sgd(self.optimizer):
             descent = ChunkedDescent(self.optimizer, theta, buffers)
-            self._momentum_norm = descent.step(
-                mean,
-                lambda piece: _write_piece(local[piece.tensor], theta[piece.tensor], piece, alpha),
-            )
+            moved = zip(descent.steps(mean), cut(local, mean.pieces), strict=True)
+            for theta_piece, local_piece in moved:
+                _mix(local_piece, theta_piece.view(local_piece.shape), alpha)
+            self._momentum_norm = descent.momentum_norm
             return
-        for piece in mean.pieces:
-            parameter, delta = theta[piece.tensor], mean.take(piece).to(theta[0].device)
-            if piece.tensor in buffers:
-                parameter.view(-1)[piece.start : piece.stop].sub_(delta)
-                continue
-            if piece.start == 0:
+        for place, parameter in enumerate(theta):
+            if place not in buffers:
                 parameter.grad = torch.empty_like(parameter)
-            assert parameter.grad is not None, "made with its first piece"
-            parameter.grad.view(-1)[piece.start : piece.stop] = delta
+        targets = [parameter if parameter.grad is None else parameter.grad for parameter in theta]
+        for piece, target, delta in zip(
+            mean.pieces, cut(targets, mean.pieces), mean.take(), strict=True
+        ):
+            if piece.tensor in buffers:
+                target.sub_(delta.to(target.device))
+            else:
+                target.copy_(delta)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
@@ -223,9 +225,11 @@ class GlobalParameters:
             theta.copy_(state_dict["theta"][name])
         self._momentum_norm = None
         groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
-        self.optimizer.load_state_dict(
-            {"state": state_dict["optimizer"]["state"], "param_groups": groups["param_groups"]}
+        # The optimizer keeps what it is given, and that may be a part of all that a peer has sent.
+        state = tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) else x, state_dict["optimizer"]["state"]
         )
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups["param_groups"]})
 
     def set_hyperparameters(self, settings: DiLoCoSettings) -> None:
         """Go on with other numbers, and the same momentum buffers.
@@ -263,10 +267,3 @@ def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
         local.copy_(theta)
     else:
         local.copy_(theta.to(local.device).lerp(local.float(), alpha))
-
-
-def _write_piece(local: Tensor, theta: Tensor, piece: Piece, alpha: float) -> None:
-    if local.is_contiguous():
-        local = local.view(-1)[piece.start : piece.stop]
-        theta = theta.view(-1)[piece.start : piece.stop]
-    _mix(local, theta, alpha)  # else the piece is all of it

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.averaging import CHUNK
 from composer_replication.diloco.wire_sizes import BLOCK, FP4_HEADER, WIRE_FORMATS, encoded_bytes
 
 SMALLEST = 1e-30
@@ -56,18 +54,15 @@ class Int8(WireFormat):
 
     def encode(self, values: Tensor, into: Tensor) -> None:
         scales, codes = self._split(into)
-        for start, stop in _chunks(values):
-            blocks = values[start:stop].view(-1, self._block)
-            scale = blocks.abs().amax(1, keepdim=True).div_(127.0).clamp_(min=SMALLEST)
-            scales[start // self._block : stop // self._block] = scale.view(-1)
-            codes[start:stop] = blocks.div(scale).round_().view(-1)
+        blocks = values.view(-1, self._block)
+        scale = blocks.abs().amax(1, keepdim=True).div_(127.0).clamp_(min=SMALLEST)
+        scales.copy_(scale.view(-1))
+        codes.copy_(blocks.div(scale).round_().view(-1))
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         scales, codes = self._split(encoded)
-        for start, stop in _chunks(into):
-            scale = scales[start // self._block : stop // self._block].view(-1, 1)
-            into[start:stop].copy_(codes[start:stop])
-            into[start:stop].view(-1, self._block).mul_(scale)
+        into.copy_(codes)
+        into.view(-1, self._block).mul_(scales.view(-1, 1))
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         blocks = encoded.numel() // (self._block + 4)
@@ -77,10 +72,10 @@ class Int8(WireFormat):
 class Fp4(WireFormat):
     """Block floating point: integers from -7 to 7; an 8-bit scale for every 32 of them.
 
-    The scale has 5 bits of exponent, counted down from the largest of the message, and 3 of
+    The scale has 5 bits of exponent, counted down from the largest of the frame, and 3 of
     mantissa. The pseudo-gradient of an Adam has about the same size everywhere in a block: even
     steps round it half as much as E2M1, and a third as much as the E3M0 of arXiv 2501.18512
-    (docs/adrs/ADR-017). Two elements share a byte: one of the message's first half, in the lower
+    (docs/adrs/ADR-017). Two elements share a byte: one of the frame's first half, in the lower
     bits, and one of the second.
     """
 
@@ -91,47 +86,27 @@ class Fp4(WireFormat):
 
     def encode(self, values: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(into)
-        largest = torch.cat([self._largest_of_blocks(values[a:b]) for a, b in _chunks(values)])
+        blocks = values.view(-1, self._block)
+        largest = blocks.abs().amax(1).clamp_(min=SMALLEST)
         rounded = (largest.view(torch.int32) + 2**self._scale_shift - 1) >> self._scale_shift  # up
         base = rounded.max() - 255
         head.copy_(base)
         scales.copy_((rounded - base).clamp_(min=0))
         factors = self._largest / self._as_scale(scales, base)
-        half = values.numel() // 2
-        for start, stop in _chunks(values[:half]):
-            low = self._codes(values[start:stop], self._of(factors, start, stop))
-            high = self._codes(
-                values[half + start : half + stop], self._of(factors, half + start, half + stop)
-            )
-            codes[start:stop] = high.bitwise_left_shift_(4).bitwise_or_(low.bitwise_and_(15))
+        low, high = blocks.mul(factors).round_().to(torch.int8).view(2, -1)
+        codes.copy_(high.bitwise_left_shift_(4).bitwise_or_(low.bitwise_and_(15)))
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(encoded)
         factors = self._as_scale(scales, head) / self._largest
-        half = into.numel() // 2
-        for start, stop in _chunks(into[:half]):
-            both = codes[start:stop]
-            for first, code in ((start, (both << 4) >> 4), (half + start, both >> 4)):  # signed
-                last = first + stop - start
-                self._values(code, self._of(factors, first, last), into[first:last])
-
-    def _largest_of_blocks(self, values: Tensor) -> Tensor:
-        return values.view(-1, self._block).abs().amax(1).clamp_(min=SMALLEST)
-
-    def _codes(self, values: Tensor, factor: Tensor) -> Tensor:
-        """The 4 bits of each element, in int8."""
-        return values.view(-1, self._block).mul(factor).round_().to(torch.int8).view(-1)
-
-    def _values(self, codes: Tensor, factor: Tensor, into: Tensor) -> None:
-        into.copy_(codes)
-        into.view(-1, self._block).mul_(factor)
+        low, high = into.view(2, -1)
+        low.copy_((codes << 4) >> 4)  # with its sign
+        high.copy_(codes >> 4)
+        into.view(-1, self._block).mul_(factors)
 
     def _as_scale(self, scales: Tensor, base: Tensor) -> Tensor:
         bits = scales.int().add_(base).bitwise_left_shift_(self._scale_shift)
         return bits.view(torch.float32).view(-1, 1)
-
-    def _of(self, factors: Tensor, start: int, stop: int) -> Tensor:
-        return factors[start // self._block : stop // self._block]
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         blocks = (encoded.numel() - FP4_HEADER) // (self._block // 2 + 1)
@@ -149,10 +124,3 @@ def make_wire_format(name: str) -> WireFormat:
     if name not in formats:
         raise ValueError(f"wire_format={name!r}: use one of {', '.join(WIRE_FORMATS)}")
     return formats[name]()
-
-
-def _chunks(values: Tensor) -> Iterator[tuple[int, int]]:
-    """Where to cut, so that on a CPU the steps of one chunk find it in cache."""
-    size = CHUNK if values.device.type == "cpu" else max(1, values.numel())
-    for start in range(0, values.numel(), size):
-        yield start, min(start + size, values.numel())

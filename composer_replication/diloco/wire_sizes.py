@@ -4,8 +4,8 @@ from __future__ import annotations
 
 WIRE_FORMATS = ("float32", "bfloat16", "int8", "fp4")
 
-BLOCK = {"bfloat16": 2, "int8": 256, "fp4": 32}
-"""Elements that share a scale; for bfloat16, which has none, those of one 32-bit word."""
+BLOCK = {"int8": 256, "fp4": 32}
+"""Elements that share a scale, of which bfloat16 has none."""
 
 BYTES_PER_PARAMETER = {
     "float32": 4.0,
@@ -18,8 +18,11 @@ BYTES_PER_PARAMETER = {
 PART = 512
 """What is encoded at a time has a multiple of so many elements."""
 
+FRAME = 2**18
+"""Elements that are encoded by themselves on a CPU: all groups have to agree on it."""
+
 FP4_HEADER = 4
-"""Bytes before the scales of an fp4 message: what they are relative to."""
+"""Bytes before the scales of an fp4 frame: what they are relative to."""
 
 
 def encoded_bytes(wire_format: str, num_elements: int) -> int:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from composer_replication.diloco.averaging import CHUNK, WeightedMean, plan_pieces
+from composer_replication.diloco.averaging import CHUNK, WeightedMean, cut, plan_pieces
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def average(groups, weights, bucket_cap_mb):
     means = [WeightedMean([t.numel() for t in group], bucket_cap_mb, CPU) for group in groups]
     for mean, group, weight in zip(means, groups, weights, strict=True):
         flat = [t.reshape(-1) for t in group]
-        mean.form(lambda p, into, f=flat: into.copy_(f[p.tensor][p.start : p.stop]), weight)
+        mean.form(lambda value, into: into.copy_(value), (flat,), weight)
     for messages in zip(*(mean.messages for mean in means), strict=True):
         total = sum(m.clone() for m in messages)
         for message in messages:
@@ -36,8 +36,10 @@ def average(groups, weights, bucket_cap_mb):
     results = [[torch.full(t.shape, 7.0) for t in group] for group in groups]
     totals = [mean.receive() for mean in means]
     for mean, result in zip(means, results, strict=True):
-        for piece in mean.pieces if mean.total else ():
-            result[piece.tensor].view(-1)[piece.start : piece.stop] = mean.take(piece)
+        for into, value in (
+            zip(cut(result, mean.pieces), mean.take(), strict=True) if mean.total else ()
+        ):
+            into.copy_(value)
     return results, totals
 
 
@@ -108,7 +110,7 @@ def test_no_bucket_size_changes_a_bit():
 def test_norm_and_bytes_are_those_of_what_is_sent():
     mean = WeightedMean([2, 1], 2**-17, CPU)
     values = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
-    mean.form(lambda p, into: into.copy_(values[p.tensor][p.start : p.stop]), 2.0)
+    mean.form(lambda value, into: into.copy_(value), (values,), 2.0)
     assert mean.norm == 5.0
     assert [message.tolist() for message in mean.messages] == [[6.0, 0.0], [8.0], [2.0]]
     assert mean.num_bytes == 4 * (3 + 1)

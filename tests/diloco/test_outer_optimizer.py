@@ -106,6 +106,20 @@ def test_an_outer_optimizer_over_anything_else_is_refused(factory, message):
         own(Constant(), factory)
 
 
+def test_what_was_loaded_is_its_own():
+    # A joiner's next download may be written into the memory of the one before.
+    held, other = own(Constant(10.0)), own(Constant(99.0))
+    held.theta["weight"].grad = torch.ones(1)
+    held.optimizer.step()
+    state = held.state_dict()
+    other.load_state_dict(state)
+    (momentum,) = state["optimizer"]["state"].values()
+    momentum["momentum_buffer"].fill_(7.0)
+    state["theta"]["weight"].fill_(7.0)
+    assert other.momentum_norm() == 1.0
+    assert other.theta["weight"].item() == held.theta["weight"].item()
+
+
 def test_a_state_dict_is_a_copy_and_comes_back_whole():
     held, other = own(Constant(10.0)), own(Constant(99.0))
     held.theta["weight"].grad = torch.ones(1)

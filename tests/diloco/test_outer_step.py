@@ -37,7 +37,7 @@ def summed(globals_, deltas, weights):
     means = [WeightedMean(sizes, 0.01, CPU, scattered) for _ in deltas]
     for mean, values, weight in zip(means, deltas, weights, strict=True):
         flat = [value.reshape(-1) for value in values]
-        mean.form(lambda p, into, f=flat: into.copy_(f[p.tensor][p.start : p.stop]), weight)
+        mean.form(lambda value, into: into.copy_(value), (flat,), weight)
     for one, *others in zip(*(mean.messages for mean in means), strict=True):
         for other in others:
             one += other

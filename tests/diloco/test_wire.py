@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from composer_replication.diloco.averaging import CHUNK
 from composer_replication.diloco.wire import make_wire_format
 from composer_replication.diloco.wire_sizes import PART, WIRE_FORMATS, encoded_bytes
 
@@ -105,14 +104,6 @@ def test_no_bias_and_the_error_that_belongs_to_the_format(name):
     error = float((decoded - values).norm() / values.norm())
     assert abs(shrinks_by) < {"bfloat16": 1e-4, "int8": 1e-3, "fp4": 5e-3}[name]
     assert error < {"bfloat16": 2e-3, "int8": 8e-3, "fp4": 0.12}[name]
-
-
-@pytest.mark.parametrize("name", ENCODED)
-def test_where_a_chunk_ends_changes_no_bit(name, monkeypatch):
-    values = draw(CHUNK + PART * 3)
-    expected = there_and_back(name, values)
-    monkeypatch.setattr("composer_replication.diloco.wire.CHUNK", PART)
-    assert torch.equal(there_and_back(name, values), expected)
 
 
 @pytest.mark.parametrize("name", ["fp8", "float32"])

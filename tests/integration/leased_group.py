@@ -1,9 +1,10 @@
 """A replica group whose model records which samples it has been trained on. See test_leases.py.
 
-Sample ``i`` moves coordinate ``i`` of five vectors, by 1, t, t^2, u and u^2, where t and u are new
-numbers in every batch. In the end the first says whether the sample is in the model, and the others
-whether it was trained on once: only then is the square of the second the product of the first and
-the third, and so on.
+Sample ``i`` moves coordinate ``i`` of seven vectors, by 1, t, t^2, u, u^2, v and v^2, where t, u
+and v are new numbers in every batch. In the end the first says whether the sample is in the model,
+and the others whether it was trained on once: only then is the square of the second the product of
+the first and the third, and so on. Two batches look like one where they draw all three numbers
+alike: less than once in 10^8.
 """
 
 import os
@@ -19,6 +20,8 @@ from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
 from composer_replication.checkpoint_files import newest_whole
+
+NUMBERS = 3
 
 
 class Ids(Dataset):
@@ -37,7 +40,7 @@ class Memory(ComposerModel):
         super().__init__()
         self.step_s = step_s
         self.moments = torch.nn.ModuleList(
-            torch.nn.Linear(length, 5, bias=False) for _ in range(fragments)
+            torch.nn.Linear(length, 1 + 2 * NUMBERS, bias=False) for _ in range(fragments)
         )
         for parameter in self.parameters():
             torch.nn.init.zeros_(parameter)
@@ -45,8 +48,8 @@ class Memory(ComposerModel):
 
     def forward(self, batch):
         time.sleep(self.step_s)
-        t, u = (2 ** self.draw.uniform(-2, 2) for _ in range(2))
-        weights = torch.tensor([1.0, t, t * t, u, u * u])
+        drawn = [2 ** self.draw.uniform(-8, 8) for _ in range(NUMBERS)]
+        weights = torch.tensor([1.0] + [power for t in drawn for power in (t, t * t)])
         return sum((weights @ moment.weight[:, batch]).sum() for moment in self.moments)
 
     def loss(self, outputs, batch):
@@ -102,9 +105,10 @@ def train(plan, replica_id, environ):
 def what_is_in(moments):
     """By fragment: which samples are in the model, and which of these more than once."""
     for fragment in moments:
-        ones, t, t_squared, u, u_squared = fragment.double()
+        ones, *powers = fragment.double()
         is_in = ones != 0
         spread = sum(
-            (ones * b - a * a).abs() / (ones * b).abs() for a, b in ((t, t_squared), (u, u_squared))
+            (ones * squared - t * t).abs() / (ones * squared).abs()
+            for t, squared in zip(powers[::2], powers[1::2], strict=True)
         )
         yield is_in, is_in & (spread > 1e-5)

@@ -6,6 +6,7 @@ Composer's launcher or torchrun, DDP inside a group, the lighthouse and gloo bet
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -30,9 +31,16 @@ PORT_OPTION = {"composer.cli.launcher": "--master_port", "torch.distributed.run"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that is free, as is the next; of those that the system does not give to clients.
+
+    Else somebody's connection may have it when it is listened at, or again after a restart.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port
 
 
 def launch(

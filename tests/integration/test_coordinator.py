@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,7 +67,8 @@ class Run:
                 self.ask("GET", "/v1/info")
                 return process
             except httpx.TransportError:
-                assert time.monotonic() < deadline and process.poll() is None, process
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < deadline
                 time.sleep(0.1)
 
     def ask(self, method: str, path: str, **request) -> httpx.Response:
@@ -203,3 +205,16 @@ def test_without_a_coordinator_at_the_address_a_group_says_so(run):
     output, _ = group.communicate(timeout=60)
     assert group.returncode == 1 and "no coordinator answers at http://127.0.0.1:" in output
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_port_that_is_taken_is_an_error_of_one_line(tmp_path, taken):
+    """Its own, or the one after it, which its lighthouse takes."""
+    config, port = tmp_path / "tiny.yaml", free_port()
+    config.write_text(CONFIG)
+    with socket.create_server(("127.0.0.1", port + taken)):
+        options = ["--bind", f"127.0.0.1:{port}", "--state-dir", tmp_path / "state"]
+        process = command("coordinator", config, *options, "--replicas", "3")
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and said.count("\n") == 1, said
+    assert "listen" in said and f"127.0.0.1:{port + taken}" in said and "choose" in said.lower()

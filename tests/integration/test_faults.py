@@ -18,6 +18,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from statistics import mean, median
 from threading import Event, Thread
 from typing import Any
 
@@ -25,6 +26,7 @@ import pytest
 import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
 from integration.replicas import Group, run_groups
+from integration.test_composer_launchers import free_port
 from torch import nn
 from torchft.checkpointing.transport import CheckpointTransport
 
@@ -172,9 +174,7 @@ class Lighthouse:
     """torchft's lighthouse as a process, always on the same port."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         self.address = f"http://{socket.gethostname()}:{self._port}"
         self.start()
 
@@ -208,8 +208,12 @@ def train_through_lighthouse_restarts(
         mine.manager(quorum_timeout=60.0, quorum_retries=120) as manager,
         DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
     ):
-        seen, rounds_after = [], 0
+        seen, rounds_after, restarts = [], 0, 0
         while rounds_after < 2:
+            if Path(folder, f"restart {restarts + 1}").exists():
+                restarts += 1
+                if group.replica_id != restarts % 3:
+                    time.sleep(2.0)  # one asks long before the others, again and again
             seen += train(mine, diloco, optimizer, 2, move=MOVES[group.replica_id], step_s=0.4)
             rounds_after += Path(folder, "restart 3").exists()
         diloco.final_sync()
@@ -267,16 +271,66 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
     assert max(line[1] for line in first) == 4  # the fourth was there
 
 
+def train_until_one_dies_with_the_lighthouse(
+    group: Group, address: str, folder: str
+) -> tuple[list[tuple[Any, ...]], list[str]]:
+    said: list[str] = []
+    replica_manager.log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mine = Group(group.replica_id, group.num_replicas, address, group.signal)
+    with (
+        mine.manager(quorum_timeout=60.0, quorum_retries=120) as manager,
+        DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
+    ):
+        seen = train(mine, diloco, optimizer, 4, move=MOVES[group.replica_id], step_s=0.1)
+        if group.replica_id == 2:
+            time.sleep(1.0)  # its last packets do not die with it
+            Path(folder, "dead").touch()
+            group.kill()
+        while not Path(folder, "restarted").exists():
+            time.sleep(0.05)
+        seen += train(mine, diloco, optimizer, 6, move=MOVES[group.replica_id], step_s=0.1)
+        return seen, said
+
+
+def test_a_group_that_dies_with_the_lighthouse_is_awaited_for_some_seconds(tmp_path):
+    lighthouse = Lighthouse()
+
+    def kill_and_restart() -> None:
+        while not (tmp_path / "dead").exists():
+            time.sleep(0.01)
+        lighthouse.kill()
+        lighthouse.start()
+        (tmp_path / "restarted").touch()
+
+    thread = Thread(target=kill_and_restart, daemon=True)
+    thread.start()
+    try:
+        (first, first_said), (second, second_said), _ = run_groups(
+            train_until_one_dies_with_the_lighthouse,
+            num_replicas=3,
+            killed=[2],
+            address=lighthouse.address,
+            folder=str(tmp_path),
+        )
+    finally:
+        lighthouse.kill()
+    assert first == second
+    assert [line[:2] for line in first] == [(1, 3), (2, 3), (3, 2), (4, 2), (5, 2)]
+    # The one that asked first waits; to the other the new ids may look like growth.
+    said = first_said + second_said
+    assert "Going on without those that the lighthouse has not heard of: group_2" in said
+
+
 # ---- a joiner behind a slow line ---------------------------------------------------------------
 
 
-def commit_while_a_slow_one_joins(group: Group, with_joiner: bool) -> Any:
+def commit_while_a_slow_one_joins(group: Group) -> Any:
     model = Constant(0.0, w=(500_000,))  # its global state is 4 MB with the momentum
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {"sync_every": 2, "digest_every": 0, "num_replicas": 2}
     if group.replica_id == 2:
-        if not with_joiner:
-            return None
         group.signal.wait(30)
         _read_slowly()
         began = time.monotonic()
@@ -287,18 +341,24 @@ def commit_while_a_slow_one_joins(group: Group, with_joiner: bool) -> Any:
             ):
                 return "joined"
         except HealError as error:
-            return str(error), time.monotonic() - began
+            return str(error), began, time.monotonic()
     with (
         group.manager(timeout=2.0) as manager,
         DiLoCo(manager, model, optimizer, **settings) as diloco,
     ):
         train(group, diloco, optimizer, 8, move=-1.0, step_s=0.1)
-        group.signal.set()
+        rounds = []
         began = time.monotonic()
-        commits = 0
-        while time.monotonic() - began < 15.0:
-            commits += len(train(group, diloco, optimizer, 2, move=-1.0, step_s=0.1))
-        return commits / (time.monotonic() - began)
+        while (now := time.monotonic()) - began < 20.0:
+            if now - began > 5.0:
+                group.signal.set()
+            for _ in range(2):
+                time.sleep(0.1)
+                take_step(optimizer, -1.0)
+            (report,) = diloco.pop_finished_syncs()
+            assert (report.retries, report.num_participants) == (0, 2), report
+            rounds.append((now, time.monotonic() - now))
+        return rounds
 
 
 def _read_slowly() -> None:
@@ -308,13 +368,13 @@ def _read_slowly() -> None:
     class Slow(read):
         def getresponse(self) -> Any:
             answer = super().getresponse()
-            read1 = answer.read1
+            read = answer.readinto
 
-            def slowly(_: int = -1) -> bytes:
+            def slowly(buffer: memoryview) -> int:
                 time.sleep(0.05)
-                return read1(10_000)
+                return read(buffer[:10_000])
 
-            answer.read1 = slowly  # type: ignore[method-assign]
+            answer.readinto = slowly  # type: ignore[method-assign]
             return answer
 
     heal_client.HTTPConnection = Slow  # type: ignore[misc]
@@ -322,17 +382,19 @@ def _read_slowly() -> None:
 
 def test_a_joiner_on_a_slow_line_leaves_with_the_reason_and_costs_the_others_nothing():
     # torchft: the healthy groups commit 0 further rounds, without end (research).
-    with_it = run_groups(
-        commit_while_a_slow_one_joins, num_replicas=3, timeout_s=90.0, with_joiner=True
+    # Both rates are of one run: two runs on a machine with other work lie 5 % apart by themselves.
+    *healthy, (reason, began, left) = run_groups(
+        commit_while_a_slow_one_joins, num_replicas=3, timeout_s=90.0
     )
-    without = run_groups(
-        commit_while_a_slow_one_joins, num_replicas=3, timeout_s=90.0, with_joiner=False
-    )
-    reason, seconds = with_it[2]
     assert re.search(r"did not arrive in time: \d+ of 4002\d+ bytes", reason)
-    assert seconds > 2.0 + 4.0  # the timeout, and a second for each MB
-    for rate, undisturbed in zip(with_it[:2], without[:2], strict=True):
-        assert rate > 0.95 * undisturbed
+    assert left - began > 2.0 + 4.0  # the timeout, and a second for each MB
+    for rounds in healthy:
+        last_15_s = [seconds for at, seconds in rounds if at > rounds[0][0] + 5.0]
+        before = [seconds for at, seconds in rounds if at < began - 0.5]
+        after = [seconds for at, seconds in rounds if at > left + 0.5]
+        assert min(len(before), len(after)) > 10
+        assert mean(before + after) > 0.95 * mean(last_15_s)
+        assert median(before) > 0.9 * median(after), "nor does it leave anything behind"
 
 
 # ---- sick groups and strangers -----------------------------------------------------------------

@@ -71,7 +71,10 @@ def test_real_groups_come_to_the_bits_of_the_simulation(wire_format, schedule):
     assert seen[0] == seen[1] == seen[2] and len(set(seen[0])) == len(seen[0]) >= 3
 
 
-def die_in_an_exchange(group: Group, dies_in: str) -> list[tuple[int, int, float]]:
+def fail_in_an_exchange(
+    group: Group, wire_format: str, fails_in: str, dies: bool
+) -> list[tuple[int, int, float]]:
+    """In the second sync group 1 dies, or gives up, after ten messages."""
     model = Constant(0.0, w=(512 * 60,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with (
@@ -84,19 +87,21 @@ def die_in_an_exchange(group: Group, dies_in: str) -> list[tuple[int, int, float
             sync_every=1,
             bucket_cap_mb=512 * 3 * 4 / 2**20,
             num_replicas=group.num_replicas,
-            wire_format="int8",
+            wire_format=wire_format,
         ) as diloco,
     ):
         take_step(optimizer, -1.0)
         if group.replica_id == 1:
-            call, calls = getattr(manager, dies_in), itertools.count()
+            call, calls = getattr(manager, fails_in), itertools.count()
 
-            def call_or_die(*arguments: Any) -> Any:
+            def call_or_fail(*arguments: Any, **named: Any) -> Any:
                 if next(calls) == 10:
-                    group.kill()
-                return call(*arguments)
+                    if dies:
+                        group.kill()
+                    manager.report_error(RuntimeError("a message could not be sent"))
+                return call(*arguments, **named)
 
-            setattr(manager, dies_in, call_or_die)
+            setattr(manager, fails_in, call_or_fail)
         take_step(optimizer, -1.0)
         assert model.w.tolist() == pytest.approx([-2.0] * (512 * 60), rel=1e-5)
         reports = diloco.pop_finished_syncs()
@@ -105,7 +110,38 @@ def die_in_an_exchange(group: Group, dies_in: str) -> list[tuple[int, int, float
 
 @pytest.mark.parametrize("dies_in", ["all_to_all", "all_gather"])
 def test_survivors_of_a_death_in_an_exchange_lose_nothing_and_do_not_wait(dies_in):
-    one, _, other = run_groups(die_in_an_exchange, num_replicas=3, killed={1}, dies_in=dies_in)
+    one, _, other = run_groups(
+        fail_in_an_exchange,
+        num_replicas=3,
+        killed={1},
+        wire_format="int8",
+        fails_in=dies_in,
+        dies=True,
+    )
     for seen in (one, other):
         assert [report[:2] for report in seen] == [(3, 0), (2, 1)]
         assert seen[1][2] < 10.0
+
+
+@pytest.mark.parametrize(
+    ("wire_format", "gives_up_in", "groups"),
+    [
+        ("float32", "allreduce", 2),
+        ("int8", "all_gather", 2),
+        ("int8", "all_to_all", 3),
+        ("int8", "all_gather", 3),
+    ],
+)
+def test_nobody_waits_for_the_messages_of_a_group_that_has_given_up(
+    wire_format, gives_up_in, groups
+):
+    seen = run_groups(
+        fail_in_an_exchange,
+        num_replicas=groups,
+        wire_format=wire_format,
+        fails_in=gives_up_in,
+        dies=False,
+    )
+    for reports in seen:
+        assert [report[:2] for report in reports] == [(groups, 0), (groups, 1)]
+        assert reports[1][2] < 10.0

@@ -1,0 +1,137 @@
+"""What the members of a quorum tell each other of their past, and whether it may be used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class QuorumFailed(ConnectionError):
+    """The lighthouse, or the group's own manager server, gave no quorum."""
+
+
+class QuorumDeclined(Exception):
+    """The lighthouse has been restarted, and this quorum may lack groups that are alive.
+
+    All members of the quorum decline it: ask again.
+    """
+
+
+class QuorumWatch:
+    """The part of torchft's ManagerClient that a Manager calls, with an eye on the quorums.
+
+    Ids only grow while a lighthouse lives. One that has come back counts from 1 again, and gives
+    the first that asks a quorum of its own, since it has not heard of the others; gives it again
+    when asked again, since all members of the last quorum are there; and comes to ids that were
+    used before, under which some members may be connected and others not. What a member should do
+    then depends on what the others have been through. So each adds to the handle that torchft hands
+    around (``manager.py``, ``reconfigure_handle``):
+
+    * ``last``: the id and the members (a digest) of the quorum it had before;
+    * ``awaits``: the members of that one which it has been missing since a restart;
+    * ``connection``: what it is connected under, if it is.
+
+    All members see the same handles, and come to the same answer.
+
+    Args:
+        client: torchft's ``ManagerClient``.
+        replica_name: What this group is called, to notice that another has the same name.
+        reconnect: Called before a quorum whose members have to connect is returned.
+    """
+
+    def __init__(self, client: Any, replica_name: str, reconnect: Callable[[], None]) -> None:
+        self._client = client
+        self._replica_name = replica_name
+        self._reconnect = reconnect
+        self.should_commit = client.should_commit
+        self.members: tuple[str, ...] = ()
+        self.max_step = 0
+        self.awaits: frozenset[str] = frozenset()
+        self._last: list[Any] | None = None  # a list, as JSON gives it back
+        self._connection: list[Any] | None = None
+
+    def _quorum(self, **request: Any) -> Any:
+        """Ask for a quorum.
+
+        Raises:
+            QuorumFailed: There is none.
+            QuorumDeclined: There is one that its members do not use.
+        """
+        handle = json.loads(request["reconfigure_handle"])
+        handle |= {
+            "last": self._last,
+            "awaits": sorted(self.awaits),
+            "connection": self._connection,
+        }
+        request["reconfigure_handle"] = json.dumps(handle)
+        try:
+            quorum = self._client._quorum(**request)
+        except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
+            raise QuorumFailed(str(error).splitlines()[0]) from error
+        self._look_at(quorum)
+        return quorum
+
+    def _look_at(self, quorum: Any) -> None:
+        names, told = tuple(quorum.replica_ids), list(map(_told_in, quorum.reconfigure_handles))
+        this = [quorum.quorum_id, hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]]
+        lasts = [member["last"] or [0, ""] for member in told]
+        has_restarted = any(
+            last[0] > this[0] or (last[0] == this[0] and last != this) for last in lasts
+        )
+        if has_restarted:
+            log.warning(
+                "Quorum id %d comes after %d: the lighthouse has been restarted",
+                this[0],
+                max(last[0] for last in lasts),
+            )
+            self.awaits = self.awaits.union(self.members)
+        self._last, self.members, self.max_step = this, names, quorum.max_step
+        self.awaits = self.awaits.union(*(member["awaits"] for member in told)) - set(names)
+        if has_restarted or self.awaits:
+            raise QuorumDeclined
+        self._warn_of_twins(names)
+        connections = [member["connection"] for member in told]
+        keeps = self._connection is not None and self._connection[:2] == [this[0], len(names)]
+        if not keeps or any(connection != self._connection for connection in connections):
+            self._reconnect()
+
+    def _warn_of_twins(self, names: tuple[str, ...]) -> None:
+        if sum(name.partition(":")[0] == self._replica_name for name in names) > 1:
+            log.warning(
+                "replica_id=%r is in this quorum twice: ranks of a group whose launcher has died "
+                "may be left, or two groups have been given the same one",
+                self._replica_name,
+            )
+
+    def connected(self, quorum_id: int, unique: int) -> None:
+        """The members of the last quorum are connected, under a number that they all have."""
+        self._connection = [quorum_id, len(self.members), unique]
+
+    def disconnected(self) -> None:
+        self._connection = None
+
+
+def _told_in(handle: str) -> dict[str, Any]:
+    """What a member tells; nothing if it cannot be understood.
+
+    Anybody may be in a quorum, and what one of them writes must not end the others.
+    """
+    try:
+        told = json.loads(handle)
+        last, awaits, connection = told.get("last"), told.get("awaits", []), told.get("connection")
+        is_understood = (
+            (last is None or list(map(type, last)) == [int, str])
+            and isinstance(awaits, list)
+            and all(isinstance(name, str) for name in awaits)
+            and (connection is None or list(map(type, connection)) == [int, int, int])
+        )
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        is_understood = False
+    if not is_understood:
+        return {"last": None, "awaits": [], "connection": None}
+    return {"last": last, "awaits": awaits, "connection": connection}
