@@ -28,17 +28,20 @@ class FloatingFp4(Fp4):
         self._levels = torch.tensor(LEVELS[levels])
         self._has_blocks = has_blocks
 
-    def _largest_of_blocks(self, values: Tensor) -> Tensor:
-        if self._has_blocks:
-            return super()._largest_of_blocks(values)
-        return values.abs().max().clamp_(min=1e-30).expand(values.numel() // self._block)
+    def encode(self, values: Tensor, into: Tensor) -> None:
+        head, scales, codes = self._split(into)
+        blocks = values.view(-1, self._block)
+        largest = blocks.abs().amax(1)
+        if not self._has_blocks:
+            largest = largest.max().expand_as(largest).contiguous()
+        sizes = blocks.abs() / self._write_scales(largest, head, scales)
+        code = torch.bucketize(sizes.view(-1), (self._levels[1:] + self._levels[:-1]) / 2)
+        low, high = (code | (values < 0).int() << 3).to(torch.int8).view(2, -1)
+        codes.copy_(high << 4 | low)
 
-    def _codes(self, values: Tensor, factor: Tensor) -> Tensor:
-        size = values.view(-1, self._block).abs().mul_(factor).view(-1)
-        code = torch.bucketize(size, (self._levels[1:] + self._levels[:-1]) / 2).to(torch.int8)
-        return code.bitwise_or_((values < 0).to(torch.int8) << 3)
-
-    def _values(self, codes: Tensor, factor: Tensor, into: Tensor) -> None:
-        size = self._levels[(codes & 7).int()]
-        into.copy_(torch.where(codes & 8 > 0, -size, size))
-        into.view(-1, self._block).mul_(factor)
+    def decode(self, encoded: Tensor, into: Tensor) -> None:
+        head, scales, codes = self._split(encoded)
+        for half, code in zip(into.view(2, -1), (codes & 15, codes >> 4 & 15), strict=True):
+            size = self._levels[(code & 7).int()]
+            half.copy_(torch.where(code & 8 > 0, -size, size))
+        into.view(-1, self._block).mul_(self._as_scale(scales, head))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class QuorumWatch:
     then depends on what the others have been through. So each adds to the handle that torchft hands
     around (``manager.py``, ``reconfigure_handle``):
 
-    * ``last``: the id and the members (a digest) of the quorum it had before;
+    * ``last``: the id and the members of the quorum it had before;
     * ``awaits``: the members of that one which it has been missing since a restart;
     * ``connection``: what it is connected under, if it is.
 
@@ -78,16 +77,14 @@ class QuorumWatch:
 
     def _look_at(self, quorum: Any) -> None:
         names, told = tuple(quorum.replica_ids), list(map(_told_in, quorum.reconfigure_handles))
-        this = [quorum.quorum_id, hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]]
-        lasts = [member["last"] or [0, ""] for member in told]
-        has_restarted = any(
-            last[0] > this[0] or (last[0] == this[0] and last != this) for last in lasts
-        )
+        this = [quorum.quorum_id, list(names)]
+        lasts = [member["last"] for member in told if member["last"] is not None]
+        has_restarted = _are_of_two_lighthouses([*lasts, this])
         if has_restarted:
             log.warning(
-                "Quorum id %d comes after %d: the lighthouse has been restarted",
+                "The lighthouse has been restarted: quorum id %d after %s",
                 this[0],
-                max(last[0] for last in lasts),
+                " and ".join(sorted({str(last[0]) for last in lasts})),
             )
             self.awaits = self.awaits.union(self.members)
         self._last, self.members, self.max_step = this, names, quorum.max_step
@@ -116,6 +113,23 @@ class QuorumWatch:
         self._connection = None
 
 
+def _are_of_two_lighthouses(quorums: list[list[Any]]) -> bool:
+    """Whether these, each an id and its members, cannot all be of one life of a lighthouse.
+
+    Within a life an id has the same members always, and this quorum, the last of them, has the
+    highest. New groups that ask a restarted lighthouse first may raise its ids above those of the
+    groups in training: then none of these was in the quorum that the new ones had before.
+    """
+    *lasts, this = quorums
+    newest = max(lasts, key=lambda last: last[0], default=this)
+    return any(
+        last[0] > this[0]
+        or (last[0] == this[0] and last != this)
+        or (last != newest and (last[0] == newest[0] or set(last[1]).isdisjoint(newest[1])))
+        for last in lasts
+    )
+
+
 def _told_in(handle: str) -> dict[str, Any]:
     """What a member tells; nothing if it cannot be understood.
 
@@ -125,9 +139,9 @@ def _told_in(handle: str) -> dict[str, Any]:
         told = json.loads(handle)
         last, awaits, connection = told.get("last"), told.get("awaits", []), told.get("connection")
         is_understood = (
-            (last is None or list(map(type, last)) == [int, str])
+            (last is None or (list(map(type, last)) == [int, list] and _are_names(last[1])))
             and isinstance(awaits, list)
-            and all(isinstance(name, str) for name in awaits)
+            and _are_names(awaits)
             and (connection is None or list(map(type, connection)) == [int, int, int])
         )
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -135,3 +149,7 @@ def _told_in(handle: str) -> dict[str, Any]:
     if not is_understood:
         return {"last": None, "awaits": [], "connection": None}
     return {"last": last, "awaits": awaits, "connection": connection}
+
+
+def _are_names(listed: list[Any]) -> bool:
+    return all(isinstance(name, str) for name in listed)

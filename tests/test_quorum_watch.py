@@ -120,8 +120,34 @@ def test_a_joiner_declines_with_those_that_were_there_before():
     assert groups.watch["b"].awaits == {"a:1", "c:1"}
     assert groups.quorum(2, "bd") == "declined"
     assert groups.watch["d"].awaits == {"a:1", "c:1"}
-    assert groups.quorum(3, "abcd") == "declined"  # a and c had id 3: one more round
+    assert groups.quorum(3, "abcd") == "declined"  # a and c had another id 3: one more round
     assert groups.quorum(3, "abcd") == "connected"
+
+
+@pytest.mark.parametrize("first_id", [1, 2])
+def test_joiners_that_ask_a_restarted_lighthouse_first_do_not_make_its_ids_look_like_growth(
+    first_id,
+):
+    # The ids of a, b and c go on: 1, then 2 or 3. b and c would lose what they have trained.
+    groups = Groups("abcde")
+    groups.quorum(1, "abc")
+    joiners = "de"[:first_id]
+    assert groups.quorum(first_id, joiners) == "connected"
+    assert groups.quorum(first_id + 1, "a" + joiners) == "declined"
+    assert groups.watch["a"].awaits == {"b:1", "c:1"}
+    assert groups.quorum(first_id + 1, "a" + joiners) == "declined"
+    assert groups.quorum(first_id + 2, "abc" + joiners) == "connected"
+
+
+def test_groups_that_were_not_in_the_last_quorum_do_not_look_like_a_restart():
+    groups = Groups("abcd")
+    groups.quorum(1, "abc")
+    groups.quorum(2, "bc")  # a was slow
+    groups.quorum(3, "bcd")
+    assert groups.quorum(4, "abcd") == "connected"
+    groups.quorum(5, "ab")
+    groups.quorum(6, "ac")  # b died, and c is back
+    assert groups.quorum(7, "acd") == "connected"
 
 
 def test_groups_that_are_awaited_no_longer_are_not_missed():
@@ -149,6 +175,8 @@ def test_groups_that_are_awaited_no_longer_are_not_missed():
         '{"last": ["9", "x"]}',
         '{"last": {"9": 1}}',
         '{"last": [9]}',
+        '{"last": [9, [7]]}',
+        '{"last": [9, [["a"]]]}',
         '{"awaits": 5}',
         '{"awaits": null}',
         '{"awaits": "b:1"}',
@@ -189,7 +217,7 @@ def test_a_restart_and_a_name_that_two_have_are_logged(caplog):
     groups.quorum(4, "a")
     with caplog.at_level(logging.WARNING):
         groups.quorum(1, "a")
-    assert caplog.messages == ["Quorum id 1 comes after 4: the lighthouse has been restarted"]
+    assert caplog.messages == ["The lighthouse has been restarted: quorum id 1 after 4"]
     caplog.clear()
     twins = Groups("ab")
     twins.watch["a"]._replica_name = "b"

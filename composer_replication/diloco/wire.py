@@ -87,12 +87,7 @@ class Fp4(WireFormat):
     def encode(self, values: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(into)
         blocks = values.view(-1, self._block)
-        largest = blocks.abs().amax(1).clamp_(min=SMALLEST)
-        rounded = (largest.view(torch.int32) + 2**self._scale_shift - 1) >> self._scale_shift  # up
-        base = rounded.max() - 255
-        head.copy_(base)
-        scales.copy_((rounded - base).clamp_(min=0))
-        factors = self._largest / self._as_scale(scales, base)
+        factors = self._largest / self._write_scales(blocks.abs().amax(1), head, scales)
         low, high = blocks.mul(factors).round_().to(torch.int8).view(2, -1)
         codes.copy_(high.bitwise_left_shift_(4).bitwise_or_(low.bitwise_and_(15)))
 
@@ -103,6 +98,15 @@ class Fp4(WireFormat):
         low.copy_((codes << 4) >> 4)  # with its sign
         high.copy_(codes >> 4)
         into.view(-1, self._block).mul_(factors)
+
+    def _write_scales(self, largest: Tensor, head: Tensor, scales: Tensor) -> Tensor:
+        """Of each block, from its largest size; and what they decode to."""
+        largest = largest.clamp(min=SMALLEST)
+        rounded = (largest.view(torch.int32) + 2**self._scale_shift - 1) >> self._scale_shift  # up
+        base = rounded.max() - 255
+        head.copy_(base)
+        scales.copy_((rounded - base).clamp_(min=0))
+        return self._as_scale(scales, base)
 
     def _as_scale(self, scales: Tensor, base: Tensor) -> Tensor:
         bits = scales.int().add_(base).bitwise_left_shift_(self._scale_shift)

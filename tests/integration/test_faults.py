@@ -181,7 +181,7 @@ class Lighthouse:
     def start(self) -> None:
         command = str(Path(sys.executable).with_name("torchft_lighthouse"))
         options = ["--bind", f"[::]:{self._port}", "--min_replicas", "1"]
-        options += ["--join_timeout_ms", "20000", "--heartbeat_timeout_ms", "1500"]
+        options += ["--join_timeout_ms", "20000", "--heartbeat_timeout_ms", "5000"]
         self._process = subprocess.Popen(
             [command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -216,6 +216,7 @@ def train_through_lighthouse_restarts(
                     time.sleep(2.0)  # one asks long before the others, again and again
             seen += train(mine, diloco, optimizer, 2, move=MOVES[group.replica_id], step_s=0.4)
             rounds_after += Path(folder, "restart 3").exists()
+            Path(folder, "in training").touch()
         diloco.final_sync()
         reports = diloco.pop_finished_syncs()
         theta = next(iter(diloco.global_parameters().values())).item()
@@ -228,6 +229,8 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
     lighthouse, over = Lighthouse(), Event()
 
     def kill_and_restart() -> None:
+        while not (tmp_path / "in training").exists() and not over.wait(0.05):
+            pass
         for number in (1, 2, 3):
             if over.wait(4.0):
                 return

@@ -23,6 +23,7 @@ from integration.test_composer_launchers import free_port
 from integration.test_coordinator import TOKEN, Run
 
 from composer_replication.coordinator.unit_leases import unit_order
+from composer_replication.run_folder import STATUS
 from composer_replication.sample_stream import DatasetSpec, Lease
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -71,6 +72,7 @@ class LeaseRun(Run):
             "FSDP_VERSION": "2",
         }
         ranks = self.plan["ranks"]
+        self.status_file(replica_id).unlink(missing_ok=True)  # of the life before
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if ranks > 1:
             environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
@@ -100,11 +102,16 @@ class LeaseRun(Run):
         return self.ask("GET", "/v1/status").json()
 
     def those_in_training(self):
+        """By themselves: to the coordinator a group that was killed trains until it is missed."""
         return {
-            int(replica["replica_id"])
-            for replica in self.status()["replicas"]
-            if replica["is_alive"] and replica.get("phase") == "training"
-        } & set(filter(self.is_alive, self.lives))
+            replica_id
+            for replica_id in filter(self.is_alive, self.lives)
+            if (status := self.status_file(replica_id)).exists()
+            and json.loads(status.read_text())["phase"] == "training"
+        }
+
+    def status_file(self, replica_id):
+        return Path(self.plan["run_dir"]) / f"replica_{replica_id}" / STATUS
 
     def is_alive(self, replica_id):
         return all(process.is_alive() for process in self.lives[replica_id])
