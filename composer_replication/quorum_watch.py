@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -35,18 +36,32 @@ class QuorumWatch:
     * ``awaits``: the members of that one which it has been missing since a restart;
     * ``connection``: what it is connected under, if it is.
 
-    All members see the same handles, and come to the same answer.
+    All members see the same handles, and come to the same answer. Each rank of a group sees those
+    of the same rank in the others, and they part with those they await by clocks of their own: so
+    the ranks of a group vote on every quorum. One that went on without another would vote on a
+    commit, and wait there for one that asks for a quorum.
 
     Args:
         client: torchft's ``ManagerClient``.
         replica_name: What this group is called, to notice that another has the same name.
         reconnect: Called before a quorum whose members have to connect is returned.
+        world_size: Ranks in this group.
+        timeout: Limit of their vote.
     """
 
-    def __init__(self, client: Any, replica_name: str, reconnect: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        client: Any,
+        replica_name: str,
+        reconnect: Callable[[], None],
+        world_size: int,
+        timeout: timedelta,
+    ) -> None:
         self._client = client
         self._replica_name = replica_name
         self._reconnect = reconnect
+        self._world_size = world_size
+        self._timeout = timeout
         self.should_commit = client.should_commit
         self.members: tuple[str, ...] = ()
         self.max_step = 0
@@ -70,12 +85,19 @@ class QuorumWatch:
         request["reconfigure_handle"] = json.dumps(handle)
         try:
             quorum = self._client._quorum(**request)
-        except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
+            declines = self._declines(quorum)
+            if self._world_size > 1:
+                declines = not self._client.should_commit(
+                    request["group_rank"], request["step"], not declines, timeout=self._timeout
+                )
+        except (RuntimeError, TimeoutError) as error:  # Rust's own
             raise QuorumFailed(str(error).splitlines()[0]) from error
-        self._look_at(quorum)
+        if declines:
+            raise QuorumDeclined
+        self._connect_if_needed(quorum)
         return quorum
 
-    def _look_at(self, quorum: Any) -> None:
+    def _declines(self, quorum: Any) -> bool:
         names, told = tuple(quorum.replica_ids), list(map(_told_in, quorum.reconfigure_handles))
         this = [quorum.quorum_id, list(names)]
         lasts = [member["last"] for member in told if member["last"] is not None]
@@ -89,16 +111,18 @@ class QuorumWatch:
             self.awaits = self.awaits.union(self.members)
         self._last, self.members, self.max_step = this, names, quorum.max_step
         self.awaits = self.awaits.union(*(member["awaits"] for member in told)) - set(names)
-        if has_restarted or self.awaits:
-            raise QuorumDeclined
-        self._warn_of_twins(names)
-        connections = [member["connection"] for member in told]
-        keeps = self._connection is not None and self._connection[:2] == [this[0], len(names)]
-        if not keeps or any(connection != self._connection for connection in connections):
+        return has_restarted or bool(self.awaits)
+
+    def _connect_if_needed(self, quorum: Any) -> None:
+        self._warn_of_twins()
+        told = map(_told_in, quorum.reconfigure_handles)
+        current = [quorum.quorum_id, len(self.members)]
+        keeps = self._connection is not None and self._connection[:2] == current
+        if not keeps or any(member["connection"] != self._connection for member in told):
             self._reconnect()
 
-    def _warn_of_twins(self, names: tuple[str, ...]) -> None:
-        if sum(name.partition(":")[0] == self._replica_name for name in names) > 1:
+    def _warn_of_twins(self) -> None:
+        if sum(name.partition(":")[0] == self._replica_name for name in self.members) > 1:
             log.warning(
                 "replica_id=%r is in this quorum twice: ranks of a group whose launcher has died "
                 "may be left, or two groups have been given the same one",

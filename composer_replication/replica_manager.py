@@ -60,7 +60,9 @@ class ReplicaManager(Manager):
         self._lighthouse_addr = lighthouse_addr
         self.give_up_after_s = give_up_after_s
         self._executor = DaemonExecutor()
-        self._client = self._watch = QuorumWatch(self._client, replica_name, self._forget_quorum)
+        self._client = self._watch = QuorumWatch(
+            self._client, replica_name, self._forget_quorum, self._group_world_size, self._timeout
+        )
         return self
 
     def _forget_quorum(self) -> None:

@@ -6,12 +6,15 @@ Faked is the lighthouse: a script says who is in the next quorum and under which
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
 
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
+
+VOTE = timedelta(seconds=10)
 
 
 class Groups:
@@ -23,7 +26,7 @@ class Groups:
 
     def _watch(self, letter):
         client = SimpleNamespace(_quorum=self._wait_for_all, should_commit=None)
-        return QuorumWatch(client, letter, lambda: self._reconnects.add(letter))
+        return QuorumWatch(client, letter, lambda: self._reconnects.add(letter), 1, VOTE)
 
     def replace(self, letter):
         """Its process is another one now."""
@@ -197,10 +200,75 @@ def test_what_a_stranger_tells_that_cannot_be_understood_is_nothing(handle):
 
     reconnects = []
     client = SimpleNamespace(_quorum=quorum_with_a_stranger, should_commit=None)
-    watch = QuorumWatch(client, "a", lambda: reconnects.append(1))
+    watch = QuorumWatch(client, "a", lambda: reconnects.append(1), 1, VOTE)
     watch._quorum(reconfigure_handle="{}")
     assert watch.members == ("a:1", "stranger") and not watch.awaits
     assert reconnects == [1]
+
+
+class Ranks:
+    """Two ranks of group a, and their manager server: a quorum, then a vote of the two."""
+
+    def __init__(self):
+        self._votes, self._barrier = {}, Barrier(2)
+        client = SimpleNamespace(_quorum=self._quorum, should_commit=self._vote)
+        self.watches = [QuorumWatch(client, "a", lambda: None, 2, VOTE) for _ in range(2)]
+
+    def _quorum(self, group_rank, step, reconfigure_handle):
+        del group_rank, step
+        return SimpleNamespace(
+            quorum_id=self._id,
+            max_step=1,
+            replica_ids=[f"{letter}:1" for letter in self._letters],
+            reconfigure_handles=[reconfigure_handle] * len(self._letters),
+        )
+
+    def _vote(self, group_rank, step, should_commit, timeout):
+        assert step == 7 and timeout == VOTE
+        self._votes[group_rank] = should_commit
+        self._barrier.wait(10.0)
+        agreed = all(self._votes.values())
+        self._barrier.wait(10.0)
+        return agreed
+
+    def quorum(self, quorum_id, letters):
+        self._id, self._letters = quorum_id, letters
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(self._ask, range(2)))
+
+    def _ask(self, rank):
+        try:
+            self.watches[rank]._quorum(group_rank=rank, step=7, reconfigure_handle="{}")
+        except QuorumDeclined:
+            return "declined"
+        return "used"
+
+
+def test_the_ranks_of_a_group_use_a_quorum_all_or_none():
+    ranks = Ranks()
+    assert ranks.quorum(2, "ab") == ["used", "used"]
+    assert ranks.quorum(1, "a") == ["declined", "declined"]
+    ranks.watches[1].awaits = frozenset()  # by its clock b has been away for five seconds
+    assert ranks.quorum(1, "a") == ["declined", "declined"]
+    ranks.watches[0].awaits = frozenset()
+    assert ranks.quorum(1, "a") == ["used", "used"]
+
+
+def ask_alone(client, world_size=1):
+    watch = QuorumWatch(client, "a", lambda: None, world_size, VOTE)
+    watch._quorum(group_rank=0, step=0, reconfigure_handle="{}")
+
+
+def test_a_rank_whose_other_one_does_not_vote_asks_again():
+    quorum = SimpleNamespace(
+        quorum_id=1, max_step=0, replica_ids=["a:1"], reconfigure_handles=["{}"]
+    )
+
+    def no_vote(*_, **__):
+        raise TimeoutError("Timeout expired")
+
+    with pytest.raises(QuorumFailed, match="^Timeout expired$"):
+        ask_alone(SimpleNamespace(_quorum=lambda **_: quorum, should_commit=no_vote), world_size=2)
 
 
 def test_a_lighthouse_that_is_away_is_a_failed_quorum():
@@ -209,7 +277,7 @@ def test_a_lighthouse_that_is_away_is_a_failed_quorum():
 
     client = SimpleNamespace(_quorum=no_quorum, should_commit=None)
     with pytest.raises(QuorumFailed, match="^transport error$"):
-        QuorumWatch(client, "a", lambda: None)._quorum(group_rank=0, reconfigure_handle="{}")
+        ask_alone(client)
 
 
 def test_a_restart_and_a_name_that_two_have_are_logged(caplog):
@@ -219,7 +287,6 @@ def test_a_restart_and_a_name_that_two_have_are_logged(caplog):
         groups.quorum(1, "a")
     assert caplog.messages == ["The lighthouse has been restarted: quorum id 1 after 4"]
     caplog.clear()
-    twins = Groups("ab")
-    twins.watch["a"]._replica_name = "b"
-    twins.watch["a"]._warn_of_twins(("b:1", "b:2"))
-    assert "replica_id='b' is in this quorum twice" in caplog.text
+    groups.watch["a"].members = ("a:1", "a:2")
+    groups.watch["a"]._warn_of_twins()
+    assert "replica_id='a' is in this quorum twice" in caplog.text

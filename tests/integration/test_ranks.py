@@ -1,0 +1,109 @@
+"""The ranks of a group are of one mind about a lighthouse's restart. Run: pytest -m integration
+tests/integration/test_ranks.py. Real processes, a real lighthouse, real gloo."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from common import plain_sgd
+from integration.replicas import Group, run_groups
+from integration.test_faults import MOVES, Lighthouse, Scalar, train
+
+from composer_replication import replica_manager
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.lighthouse import LighthouseStatus, read_status
+from composer_replication.process_group import host_store
+from composer_replication.replica_manager import ReplicaManager
+
+pytestmark = pytest.mark.integration
+
+RANKS = 2
+
+
+def be_of_another_mind(rank: int, manager: ReplicaManager) -> None:
+    """Rank 1 parts with those it awaits at once; to rank 0 they are alive, for two seconds."""
+    manager.HEARD_WITHIN_S = 5.0 if rank == 0 else 0.0
+    believes_from: list[float] = []
+
+    def read_an_old_status(lighthouse_addr: str) -> LighthouseStatus:
+        status = read_status(lighthouse_addr)
+        believes_from.append(time.monotonic())
+        if rank == 0 and believes_from[-1] - believes_from[0] < 2.0:
+            return replace(status, alive=status.alive | manager._watch.awaits)
+        return status
+
+    replica_manager.read_status = read_an_old_status  # type: ignore[assignment]
+
+
+def train_ranks_through_a_restart(
+    process: Group, address: str, folder: str
+) -> list[tuple[Any, ...]]:
+    """Three groups of two ranks; the last group dies with the lighthouse."""
+    replica_id, rank = divmod(process.replica_id, RANKS)
+    group = Group(replica_id, 3, address, process.signal)
+    place = Path(folder, f"store {replica_id}")
+    store = host_store() if rank == 0 else None
+    if store is not None:
+        draft = place.with_suffix(".draft")
+        draft.write_text(json.dumps([store.host, store.port]))
+        draft.rename(place)
+    while not place.exists():
+        time.sleep(0.01)
+    host, port = json.loads(place.read_text())
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with (
+        group.manager(
+            rank=rank,
+            world_size=RANKS,
+            store_addr=host,
+            store_port=port,
+            quorum_timeout=60.0,
+            quorum_retries=120,
+        ) as manager,
+        DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
+    ):
+        be_of_another_mind(rank, manager)
+        seen = train(group, diloco, optimizer, 4, move=MOVES[replica_id], step_s=0.1)
+        if replica_id == 2:
+            time.sleep(1.0)  # its last packets do not die with it
+            Path(folder, f"dead {rank}").touch()
+            group.kill()
+        while not Path(folder, "restarted").exists():
+            time.sleep(0.05)
+        time.sleep(0.3 * process.replica_id)  # each asks at a time of its own
+        return seen + train(group, diloco, optimizer, 6, move=MOVES[replica_id], step_s=0.1)
+
+
+def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_none(tmp_path):
+    lighthouse = Lighthouse()
+
+    def kill_and_restart() -> None:
+        while not all((tmp_path / f"dead {rank}").exists() for rank in range(RANKS)):
+            time.sleep(0.01)
+        lighthouse.kill()
+        lighthouse.start()
+        (tmp_path / "restarted").touch()
+
+    thread = Thread(target=kill_and_restart, daemon=True)
+    thread.start()
+    try:
+        *ranks, _, _ = run_groups(
+            train_ranks_through_a_restart,
+            num_replicas=3 * RANKS,
+            killed=[4, 5],
+            timeout_s=120.0,
+            address=lighthouse.address,
+            folder=str(tmp_path),
+        )
+    finally:
+        lighthouse.kill()
+    assert all(seen == ranks[0] for seen in ranks)
+    assert [line[:2] for line in ranks[0]] == [(1, 3), (2, 3), (3, 2), (4, 2), (5, 2)]
