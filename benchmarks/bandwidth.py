@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--params", type=count, default=10_000_000)
     parser.add_argument("--step-s", type=float, default=0.08, help="aim of an inner step, seconds")
     parser.add_argument("--overlap-step-s", type=float, default=0.15, help="and in the overlap")
-    parser.add_argument("--links", type=_links, default=_links(LINKS), help=LINKS)
+    parser.add_argument("--links", type=_links, default=_links(LINKS), help=f"{LINKS}, or none")
     parser.add_argument(
         "--wire-formats", type=lambda text: text.split(","), default=WIRE_FORMATS.split(",")
     )
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def _links(text: str) -> list[Link]:
     try:
-        return [Link.parse(each) for each in text.split(",")]
+        return [Link.parse(each) for each in text.split(",") if each != "none"]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
