@@ -11,7 +11,9 @@ train a multilayer perceptron and meet over gloo. ``+50ms`` is one way: the roun
   that a card would still cut, acknowledgements and what was sent twice. The rate of a line is with
   the headers of all segments, which leaves some 95.6 % of it.
 * DDP is one step, scaled to a round.
-* Overlap: over a line on which a sync of the model takes about three inner steps.
+* Overlap: over a line on which a sync of the model takes about three inner steps; with how much of
+  the round training stood still, and what is left of it without the faster group's wait for the
+  slower one. Where a sync begins both have to be there.
 
 Needs root, iproute2 and a kernel with network namespaces, veth, tbf and TUN. Where it may not make
 such lines it says so and exits with 2.
@@ -69,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = command_line(__doc__, quick="a small model, less of everything")
     parser.add_argument("--params", type=count, default=10_000_000)
     parser.add_argument("--step-s", type=float, default=0.08, help="aim of an inner step, seconds")
-    parser.add_argument("--overlap-step-s", type=float, default=0.15, help="and in the overlap")
+    parser.add_argument("--overlap-step-s", type=float, default=0.5, help="and in the overlap")
     parser.add_argument("--links", type=_links, default=_links(LINKS), help=f"{LINKS}, or none")
     parser.add_argument(
         "--wire-formats", type=lambda text: text.split(","), default=WIRE_FORMATS.split(",")

@@ -71,11 +71,13 @@ class Taken:
         steps: How many.
         seconds: Of all.
         sync_s: How long training stood still for syncs in them, in seconds.
+        waited_s: The part of that spent waiting for the other group to come to them.
     """
 
     steps: int
     seconds: float
     sync_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,10 @@ class Bench:
             what = "overlap, delay 0" if method == vanilla else "overlap"
             ratios = [taken.seconds / alone.seconds for alone, taken in samples]
             self._note(f"{what}: round / no communication", ratios)
+            ratios = [taken.awake_s / alone.seconds for alone, taken in samples]
+            self._note(f"{what}: the same, less the wait for the slower group", ratios)
+            ratios = [taken.sync_s / alone.seconds for alone, taken in samples]
+            self._note(f"{what}: standing still / no communication", ratios)
             self._add_row(link, method, samples)
 
     def _find_overlap_link(self) -> Link:

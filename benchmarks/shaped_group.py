@@ -192,7 +192,8 @@ class Group:
                 f"{len(reports)} syncs committed in a round, not {self._method.num_fragments}"
             )
         stood_still_s = sum(report.sync_seconds for report in reports)
-        return Taken(self._method.sync_every, seconds, stood_still_s)
+        waited_s = sum(report.wait_seconds for report in reports)
+        return Taken(self._method.sync_every, seconds, stood_still_s, waited_s)
 
 
 def serve(rank: int, params: int, fd: int) -> None:

@@ -37,10 +37,12 @@ def print_tables(
         f"P={arguments.num_fragments} and tau={arguments.fragment_sync_delay}; median (min, max)"
     )
     names = [link.name for link in arguments.links]
-    console.print(_lines(names, ratios))
-    console.print(_rounds([row for row in rows if row["link"] in names], ratios))
+    if names:
+        console.print(_lines(names, ratios))
+        console.print(_rounds([row for row in rows if row["link"] in names], ratios))
     console.print(_overlap(rows, ratios))
-    console.print(_fewest_steps(names, rows))
+    if names:
+        console.print(_fewest_steps(names, rows))
     console.print(_published())
 
 

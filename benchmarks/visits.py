@@ -41,12 +41,14 @@ class RoundTaken:
         bytes_sent: Of one group, as the kernel counts them on its device, with headers and all.
         sync_s: How long training stood still for syncs, in seconds, in the group that came to them
             last: the other one's wait is no part of them.
+        awake_s: Of the round less each group's wait for the other, in the slower group.
     """
 
     steps: int
     seconds: float
     bytes_sent: float
     sync_s: float
+    awake_s: float
 
     @property
     def step_s(self) -> float:
@@ -56,7 +58,8 @@ class RoundTaken:
     def scaled(self, steps: int) -> RoundTaken:
         """What so many steps would take."""
         ratio = steps / self.steps
-        return RoundTaken(steps, ratio * self.seconds, ratio * self.bytes_sent, self.sync_s)
+        seconds, bytes_sent = ratio * self.seconds, ratio * self.bytes_sent
+        return RoundTaken(steps, seconds, bytes_sent, self.sync_s, ratio * self.awake_s)
 
 
 class Pair:
@@ -176,7 +179,8 @@ class Pair:
         # Only now has each group sent what the other one waited for.
         sent = sum(self.ask(BytesSent())) - before
         seconds, sync_s = max(t.seconds for t in taken), min(t.sync_s for t in taken)
-        return RoundTaken(taken[0].steps, seconds, sent / len(taken), sync_s)
+        awake_s = max(t.seconds - t.waited_s for t in taken)
+        return RoundTaken(taken[0].steps, seconds, sent / len(taken), sync_s, awake_s)
 
     def find_batch(self, step_s: float) -> int:
         """The batch size with which an inner step takes about so many seconds."""
