@@ -75,6 +75,7 @@ class QuorumWatch:
         Raises:
             QuorumFailed: There is none.
             QuorumDeclined: There is one that its members do not use.
+            TimeoutError: Another rank of this group has not voted on it.
         """
         handle = json.loads(request["reconfigure_handle"])
         handle |= {
@@ -85,19 +86,28 @@ class QuorumWatch:
         request["reconfigure_handle"] = json.dumps(handle)
         try:
             quorum = self._client._quorum(**request)
-            declines = self._declines(quorum)
-            if self._world_size > 1:
-                declines = not self._client.should_commit(
-                    request["group_rank"], request["step"], not declines, timeout=self._timeout
-                )
-        except (RuntimeError, TimeoutError) as error:  # Rust's own
+        except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
             raise QuorumFailed(str(error).splitlines()[0]) from error
-        if declines:
+        is_used = self._is_usable(quorum)
+        if self._world_size > 1:
+            is_used = self._do_all_vote_for_it(request["group_rank"], request["step"], is_used)
+        if not is_used:
             raise QuorumDeclined
         self._connect_if_needed(quorum)
         return quorum
 
-    def _declines(self, quorum: Any) -> bool:
+    def _do_all_vote_for_it(self, group_rank: int, step: int, vote: bool) -> bool:
+        try:
+            return self._client.should_commit(group_rank, step, vote, timeout=self._timeout)
+        except (RuntimeError, TimeoutError) as error:  # Rust's own
+            # No second try: the manager server would count this vote among those of the next one.
+            raise TimeoutError(
+                "another rank of this group did not vote on a quorum within timeout="
+                f"{self._timeout.total_seconds():g}: it has died, or hangs. End the group, and "
+                f"start it again ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _is_usable(self, quorum: Any) -> bool:
         names, told = tuple(quorum.replica_ids), list(map(_told_in, quorum.reconfigure_handles))
         this = [quorum.quorum_id, list(names)]
         lasts = [member["last"] for member in told if member["last"] is not None]
@@ -111,7 +121,7 @@ class QuorumWatch:
             self.awaits = self.awaits.union(self.members)
         self._last, self.members, self.max_step = this, names, quorum.max_step
         self.awaits = self.awaits.union(*(member["awaits"] for member in told)) - set(names)
-        return has_restarted or bool(self.awaits)
+        return not has_restarted and not self.awaits
 
     def _connect_if_needed(self, quorum: Any) -> None:
         self._warn_of_twins()
