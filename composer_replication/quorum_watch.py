@@ -88,12 +88,13 @@ class QuorumWatch:
             quorum = self._client._quorum(**request)
         except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
             raise QuorumFailed(str(error).splitlines()[0]) from error
-        is_used = self._is_usable(quorum)
+        told = [_told_in(handle) for handle in quorum.reconfigure_handles]
+        is_used = self._is_usable(quorum, told)
         if self._world_size > 1:
             is_used = self._do_all_vote_for_it(request["group_rank"], request["step"], is_used)
         if not is_used:
             raise QuorumDeclined
-        self._connect_if_needed(quorum)
+        self._connect_if_needed(quorum.quorum_id, told)
         return quorum
 
     def _do_all_vote_for_it(self, group_rank: int, step: int, vote: bool) -> bool:
@@ -107,8 +108,8 @@ class QuorumWatch:
                 f"start it again ({str(error).splitlines()[0]})"
             ) from error
 
-    def _is_usable(self, quorum: Any) -> bool:
-        names, told = tuple(quorum.replica_ids), list(map(_told_in, quorum.reconfigure_handles))
+    def _is_usable(self, quorum: Any, told: list[dict[str, Any]]) -> bool:
+        names = tuple(quorum.replica_ids)
         this = [quorum.quorum_id, list(names)]
         lasts = [member["last"] for member in told if member["last"] is not None]
         has_restarted = _are_of_two_lighthouses([*lasts, this])
@@ -123,10 +124,9 @@ class QuorumWatch:
         self.awaits = self.awaits.union(*(member["awaits"] for member in told)) - set(names)
         return not has_restarted and not self.awaits
 
-    def _connect_if_needed(self, quorum: Any) -> None:
+    def _connect_if_needed(self, quorum_id: int, told: list[dict[str, Any]]) -> None:
         self._warn_of_twins()
-        told = map(_told_in, quorum.reconfigure_handles)
-        current = [quorum.quorum_id, len(self.members)]
+        current = [quorum_id, len(self.members)]
         keeps = self._connection is not None and self._connection[:2] == current
         if not keeps or any(member["connection"] != self._connection for member in told):
             self._reconnect()

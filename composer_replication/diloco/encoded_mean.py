@@ -17,8 +17,9 @@ from composer_replication.diloco.wire import make_wire_format
 from composer_replication.diloco.wire_sizes import PART, WIRE_FORMATS
 
 LEAST_MESSAGES = 4
-"""In a sync. gloo does not receive while it sends an all-gather or all-to-all: a single one takes
-1.6 or 2.1 times as long as the bytes over 100 Mbit/s, four at a time 1.1 or 1.2."""
+"""In a sync. gloo does not receive while it sends an all-gather or all-to-all: over 100 Mbit/s a
+single one takes 1.5 or 1.8 times as long as an allreduce that sends as much, four at a time 1.1 or
+1.2 (``benchmarks/messages.py``)."""
 
 
 def check_can_encode(manager: object, wire_format: str) -> None:

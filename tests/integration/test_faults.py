@@ -192,6 +192,18 @@ class Lighthouse:
         self._process.kill()
         self._process.wait()
 
+    def restart_when_dead(self, folder: Path, count: int) -> None:
+        """Be restarted once there are so many files ``dead*``; then there is one ``restarted``."""
+
+        def wait_and_restart() -> None:
+            while len(list(folder.glob("dead*"))) < count:
+                time.sleep(0.01)
+            self.kill()
+            self.start()
+            (folder / "restarted").touch()
+
+        Thread(target=wait_and_restart, daemon=True).start()
+
 
 MOVES = (-1.0, -2.0, -3.0, -4.0)
 
@@ -299,16 +311,7 @@ def train_until_one_dies_with_the_lighthouse(
 
 def test_a_group_that_dies_with_the_lighthouse_is_awaited_for_some_seconds(tmp_path):
     lighthouse = Lighthouse()
-
-    def kill_and_restart() -> None:
-        while not (tmp_path / "dead").exists():
-            time.sleep(0.01)
-        lighthouse.kill()
-        lighthouse.start()
-        (tmp_path / "restarted").touch()
-
-    thread = Thread(target=kill_and_restart, daemon=True)
-    thread.start()
+    lighthouse.restart_when_dead(tmp_path, 1)
     try:
         (first, first_said), (second, second_said), _ = run_groups(
             train_until_one_dies_with_the_lighthouse,

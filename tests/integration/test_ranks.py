@@ -7,7 +7,6 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -84,16 +83,7 @@ def train_ranks_through_a_restart(
 
 def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_none(tmp_path):
     lighthouse = Lighthouse()
-
-    def kill_and_restart() -> None:
-        while not all((tmp_path / f"dead {rank}").exists() for rank in range(RANKS)):
-            time.sleep(0.01)
-        lighthouse.kill()
-        lighthouse.start()
-        (tmp_path / "restarted").touch()
-
-    thread = Thread(target=kill_and_restart, daemon=True)
-    thread.start()
+    lighthouse.restart_when_dead(tmp_path, RANKS)
     try:
         *ranks, _, _ = run_groups(
             train_ranks_through_a_restart,
