@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication.config import ConfigError
-from composer_replication.launch import launch, make_run_folder
-from composer_replication.run_folder import STATUS, STOP, log_path
+from composer_replication.launch import launch
+from composer_replication.run_folder import STATUS, STOP, log_path, make_run_folder
 from composer_replication.run_record import Run, read_run
 from composer_replication.supervision import Supervisor
 

@@ -8,25 +8,20 @@ import math
 import os
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from composer_replication import __version__
 from composer_replication.config import ConfigError, load_config, save_config
-from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
-from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, check_lighthouse
-from composer_replication.options import ReplicaEnv, ReplicaOptions
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.known_errors import INTERRUPTED, report_error
+from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.preflight import check_reachable
 from composer_replication.supervision import MAX_RESTARTS
-
-BAD_INPUT = 2
-FAILED = 1
-INTERRUPTED = 130
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer: several replica groups train one model.",
@@ -177,8 +172,8 @@ def chaos(
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same groups in one process, to try DiLoCo before renting anything."""
     from composer_replication.display import Display
-    from composer_replication.launch import finish, make_run_folder
-    from composer_replication.run_record import CONFIG
+    from composer_replication.launch import finish
+    from composer_replication.run_folder import CONFIG, make_run_folder
 
     checked = load_config(config, overrides or [])
     run_dir = make_run_folder(checked, config)
@@ -298,65 +293,3 @@ def quiet_others() -> None:
     ours.setLevel(logging.INFO if is_first else logging.WARNING)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", module=r"composer_replication(\.|$)")
-
-
-def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
-    """Check that a group's coordinator agrees with its config, and that its lighthouse answers."""
-    environ = os.environ if environ is None else environ
-    section = (config.get("callbacks") or {}).get("diloco") or {}
-    env = ReplicaEnv.from_env(environ)
-    address = section.get("lighthouse_addr") or env.lighthouse_addr
-    coordinator_addr = section.get("coordinator_addr") or env.coordinator_addr
-    if coordinator_addr:
-        from composer_replication.coordinator_client import CoordinatorClient
-
-        client = CoordinatorClient(coordinator_addr, env.token)
-        info = client.info()
-        info.check_given(section, coordinator_addr)
-        info.check_versions()
-        info.check_model(config["model"])
-        replica_id = section.get("replica_id", env.replica_id)
-        if replica_id is not None and environ.get("RANK", "0") == "0":  # one of a group asks
-            client.check_name_is_free(str(replica_id), info.heartbeat_timeout_s)
-        client.close()
-        address = address or info.lighthouse_addr
-    if not address:
-        raise ConfigError(
-            "no lighthouse is named: set COMPOSER_REPLICATION_COORDINATOR or TORCHFT_LIGHTHOUSE to "
-            "http://host:port, or use `composer-replication launch`"
-        )
-    check_lighthouse(address, section.get("connect_timeout", ReplicaOptions.connect_timeout))
-
-
-def report_error(error: Exception) -> int:
-    """Print an error on stderr, and return the exit status: 2 for bad input, 1 for a failed run."""
-    if not is_known(error):
-        traceback.print_exception(error)
-        return FAILED
-    Console(stderr=True).print(
-        f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
-    return BAD_INPUT if isinstance(error, ValueError | FileNotFoundError) else FAILED
-
-
-def is_known(error: BaseException | None) -> bool:
-    """Whether an error's message says all there is to say."""
-    if error is None or not str(error):
-        return False
-    if isinstance(error, ConfigError | SettingsMismatch | FileNotFoundError):
-        return True
-    if isinstance(error, ConnectionError | TimeoutError):
-        return True
-    if isinstance(error, ValueError | OSError):
-        # A library's, from deep inside a training step, says little without its traceback.
-        return raised_by_us(error)
-    name = type(error).__name__  # by name: importing these would import torch
-    return name in ("SyncError", "DivergenceError") or (
-        name == "SimulationError" and is_known(error.__cause__)
-    )
-
-
-def raised_by_us(error: BaseException) -> bool:
-    """Whether the ``raise`` stands in this package."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"].partition(".")[0] == "composer_replication"

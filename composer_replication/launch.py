@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +18,20 @@ from composer_replication.config import ConfigError, save_config
 from composer_replication.coordinate import settings_of
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.display import Display
+from composer_replication.known_errors import FAILED, INTERRUPTED
+from composer_replication.launched_group import Command, environment, train_command
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.options import TOKEN, ReplicaOptions
 from composer_replication.processes import Interrupts, ReplicaGroups
 from composer_replication.report import write_report
-from composer_replication.run_folder import METRICS, RESULT, STATUS, STOP, log_path
-from composer_replication.run_record import (
+from composer_replication.run_folder import (
     CONFIG,
-    SUMMARY,
+    METRICS,
+    RESULT,
+    log_path,
+    make_run_folder,
+)
+from composer_replication.run_record import (
     count,
     describe,
     duration,
@@ -39,26 +41,14 @@ from composer_replication.run_record import (
 )
 from composer_replication.supervision import MAX_RESTARTS, Supervisor
 
-FAILED = 1
-INTERRUPTED = 130
-
-
 _LOCAL = "127.0.0.1"
 """Where the coordinator listens: the groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """After how long a silent group is gone: short, since on one machine no network loses packets."""
 
-Command = Callable[[int], list[str]]
-"""The command line of a replica group, by its id."""
-
 Saboteur = Callable[[Supervisor], None]
 """Does harm to the groups of a supervisor."""
-
-# What torchrun or Composer's launcher sets; a group must not take its place in theirs for its own.
-_PLACE_IN_A_JOB = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK BASE_RANK MASTER_ADDR MASTER_PORT"
-).split()
 
 
 def launch(
@@ -174,94 +164,6 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return (config.get("callbacks") or {}).get("diloco") or {}
-
-
-def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
-    """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
-
-    With ``autoresume`` a run that is in it goes on.
-
-    Raises:
-        ConfigError: There is a run in it, or it is no folder.
-    """
-    default = Path("runs") / f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(config.get("run_dir") or default).absolute()
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
-    written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
-    goes_on = bool(config.get("autoresume"))
-    if not goes_on and any(path for pattern in written for path in run_dir.glob(pattern)):
-        raise ConfigError(
-            f"run_dir={str(run_dir)!r} holds a run already: continue it (autoresume=true with a "
-            "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
-            "remove that one"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # What is left of a start that failed, or of the end of the run that goes on, is not the new
-    # one's. Metrics and logs stay.
-    for pattern in (SUMMARY, STOP, f"replica_*/{RESULT}"):
-        for path in run_dir.glob(pattern):
-            path.unlink()
-    for path in run_dir.glob(f"replica_*/{STATUS}"):
-        if goes_on:  # it says how far the group had come
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "starting"}))
-        else:
-            path.unlink()
-    return run_dir
-
-
-def train_command(run_dir: Path, nproc: int, replica_id: int) -> list[str]:
-    """The command of a replica group: of one process, or of several under Composer's launcher."""
-    train = ["composer_replication", "train", str(run_dir / CONFIG)]
-    if nproc == 1:
-        return [sys.executable, "-m", *train]
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    # Composer's launcher passes rank 0's output on; without a file the others' would be dropped.
-    folder = str(log_path(run_dir, replica_id).parent).replace("{", "{{").replace("}", "}}")
-    other_ranks = folder + "/log_rank{rank}.txt"
-    return [
-        *(sys.executable, "-m", "composer.cli.launcher"),
-        *("--nproc", str(nproc), "--master_port", str(port)),
-        *("--stdout", other_ranks, "--stderr", other_ranks),
-        *("--module_mode", *train),
-    ]
-
-
-def environment(
-    replica_id: int, replicas: int, nproc: int, coordinator: Coordinator, run_dir: Path
-) -> dict[str, str]:
-    """The environment of a replica group, with its place in the run."""
-    environ = {name: value for name, value in os.environ.items() if name not in _PLACE_IN_A_JOB}
-    environ |= {
-        "REPLICA_GROUP_ID": str(replica_id),
-        "NUM_REPLICA_GROUPS": str(replicas),
-        "TORCHFT_LIGHTHOUSE": coordinator.lighthouse_addr,
-        "COMPOSER_REPLICATION_COORDINATOR": coordinator.address,
-        "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
-        "PYTHONUNBUFFERED": "1",
-    }
-    processes = replicas * nproc
-    if processes > 1:
-        # Torch takes every core in each process, and they slow each other down several times.
-        cores = len(os.sched_getaffinity(0))
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    gpus = visible_gpus()
-    if len(gpus) >= processes:
-        own = gpus[replica_id * nproc : (replica_id + 1) * nproc]
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    return environ
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name for name in named.split(",") if name]
-    import torch
-
-    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def watch(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 RESULT = "result.json"
@@ -16,6 +19,40 @@ STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
 
 STATUS_EVERY_S = 0.5
+
+
+def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
+    """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
+
+    With ``autoresume`` a run that is in it goes on.
+
+    Raises:
+        ValueError: There is a run in it, or it is no folder.
+    """
+    default = Path("runs") / f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = Path(config.get("run_dir") or default).absolute()
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
+    written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
+    goes_on = bool(config.get("autoresume"))
+    if not goes_on and any(path for pattern in written for path in run_dir.glob(pattern)):
+        raise ValueError(
+            f"run_dir={str(run_dir)!r} holds a run already: continue it (autoresume=true with a "
+            "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
+            "remove that one"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # What is left of a start that failed, or of the end of the run that goes on, is not the new
+    # one's. Metrics and logs stay.
+    for pattern in (SUMMARY, STOP, f"replica_*/{RESULT}"):
+        for path in run_dir.glob(pattern):
+            path.unlink()
+    for path in run_dir.glob(f"replica_*/{STATUS}"):
+        if goes_on:  # it says how far the group had come
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "starting"}))
+        else:
+            path.unlink()
+    return run_dir
 
 
 def log_path(run_dir: Path, replica_id: str | int) -> Path:

@@ -14,17 +14,10 @@ from typing import Any
 
 import yaml
 
-from composer_replication.run_folder import METRICS, RESULT, RESUMES, STATUS
-
-CONFIG = "config.yaml"
-
-
-SUMMARY = "summary.json"
-
+from composer_replication.run_folder import CONFIG, METRICS, RESULT, RESUMES, STATUS, SUMMARY
 
 # Colours, and the rank that torch writes before every line of a traceback.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
-
 
 # What Composer's launcher adds below the error of a rank that it quotes.
 _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")

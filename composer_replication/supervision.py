@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from composer_replication.known_errors import BAD_INPUT
 from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
 from composer_replication.run_folder import METRICS, STATUS, log_path
-
-BAD_INPUT = 2
-"""Exit status of a group that was started wrongly: it would fail the same way again."""
 
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0

@@ -10,11 +10,6 @@ from pathlib import Path
 import pytest
 
 from composer_replication import __version__
-from composer_replication.cli import check_reachable, report_error
-from composer_replication.config import ConfigError
-from composer_replication.diloco.algorithm import SyncError
-from composer_replication.diloco.settings import SettingsMismatch
-from composer_replication.simulation import SimulationError
 
 CONFIG = """
 max_duration: 20ba
@@ -72,17 +67,6 @@ def test_a_lighthouse_that_does_not_answer_is_noticed_before_composer_is_importe
     assert "no lighthouse answers at http://localhost:1" in answer.stderr
 
 
-def test_the_lighthouse_is_the_configs_before_the_environments():
-    section = {"lighthouse_addr": "http://config", "connect_timeout": 0.1}
-    environ = {"TORCHFT_LIGHTHOUSE": "http://environment"}
-    with pytest.raises(ValueError, match="lighthouse_addr='http://config'"):
-        check_reachable({"callbacks": {"diloco": section}}, environ)
-    with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
-        check_reachable({"callbacks": {"diloco": None}}, environ)
-    with pytest.raises(ConfigError, match="no lighthouse is named: set COMPOSER_REPLICATION_COORD"):
-        check_reachable({}, {})
-
-
 def test_nothing_heavy_is_imported_before_the_input_is_known_good(config):
     check = (
         "import sys\n"
@@ -108,42 +92,6 @@ def test_the_process_ends_after_an_error_though_a_thread_still_waits(config):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=10
     )
     assert answer.returncode == 2 and "did you mean 'seed'" in answer.stderr
-
-
-def reported(error, capsys):
-    try:
-        raise error
-    except Exception as raised:
-        status = report_error(raised)
-    return status, capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (SettingsMismatch("sync_every: 5 here, 10 there"), 2),
-        (FileNotFoundError("no such checkpoint"), 2),
-        (SyncError("did not commit in 4 attempts"), 1),
-        (TimeoutError("1 of 2 replica groups came"), 1),
-    ],
-)
-def test_an_error_whose_cause_is_known_is_its_message(error, status, capsys):
-    assert reported(error, capsys) == (status, f"Error: {error}\n")
-
-
-def test_a_simulation_ends_with_the_message_of_the_replica_that_failed(capsys):
-    known, unknown = SimulationError("replica 1 raised SyncError: x"), SimulationError("y")
-    known.__cause__ = SyncError("x")
-    assert reported(known, capsys) == (1, "Error: replica 1 raised SyncError: x\n")
-    unknown.__cause__ = ZeroDivisionError("y")
-    assert "Traceback" in reported(unknown, capsys)[1]
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError("0"), ValueError("shapes"), TimeoutError()])
-def test_an_error_that_says_little_keeps_its_traceback(error, capsys):
-    # A ValueError that was not raised by this package, a TimeoutError without a message.
-    status, said = reported(error, capsys)
-    assert status == 1 and said.startswith("Traceback (most recent call last)")
 
 
 def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):

@@ -16,13 +16,7 @@ import psutil
 import pytest
 
 from composer_replication.config import ConfigError
-from composer_replication.launch import (
-    check_launch,
-    environment,
-    launch,
-    make_run_folder,
-    train_command,
-)
+from composer_replication.launch import check_launch, launch
 
 HEAD = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -249,37 +243,6 @@ def test_groups_end_when_the_launcher_is_killed(tmp_path):
     assert alive(pids) == []
 
 
-def test_the_run_folder_is_named_after_the_config_unless_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    named = make_run_folder({}, "configs/tiny.yaml")
-    assert named.parent == tmp_path / "runs" and named.name.startswith("tiny-20")
-    assert make_run_folder({"run_dir": "here"}, "tiny.yaml") == tmp_path / "here"
-
-
-@pytest.mark.parametrize("name", ["summary.json", "replica_0/metrics.jsonl"])
-def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
-    (tmp_path / "replica_0").mkdir()
-    (tmp_path / name).touch()
-    with pytest.raises(
-        ConfigError,
-        match=r"holds a run already: continue it \(autoresume=true with a save_folder\), give ",
-    ):
-        make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
-
-
-def test_the_folder_of_a_start_that_failed_is_used_again_without_its_status(tmp_path):
-    (tmp_path / "replica_0").mkdir()
-    (tmp_path / "replica_0" / "status.json").write_text("{}")
-    make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
-    assert not (tmp_path / "replica_0" / "status.json").exists()
-
-
-def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file: name a new folder"):
-        make_run_folder({"run_dir": str(tmp_path / "file")}, "tiny.yaml")
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -293,38 +256,3 @@ def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path):
 def test_settings_that_contradict_a_launch_are_refused(section, message):
     with pytest.raises(ConfigError, match=message):
         check_launch({"callbacks": {"diloco": section}}, replicas=2, nproc=1)
-
-
-def test_several_processes_start_under_composers_launcher(tmp_path):
-    run_dir = tmp_path / "{odd}"
-    command = train_command(run_dir, 2, 1)
-    assert command[:5] == [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2"]
-    # Composer formats this name: the folder's own braces must survive that.
-    output = command[command.index("--stdout") + 1]
-    assert output.format(rank=1) == str(run_dir / "replica_1" / "log_rank1.txt")
-    train = ["--module_mode", "composer_replication", "train", str(run_dir / "config.yaml")]
-    assert command[-4:] == train
-
-
-class Addresses:
-    """Of a coordinator."""
-
-    address = "http://a:2"
-    lighthouse_addr = "http://a:1"
-
-
-def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setenv("RANK", "3")
-    environ = environment(1, 2, 2, Addresses(), tmp_path)
-    assert environ["TORCHFT_LIGHTHOUSE"] == "http://a:1"
-    assert environ["COMPOSER_REPLICATION_COORDINATOR"] == "http://a:2"
-    assert environ["OMP_NUM_THREADS"] == "2"
-    assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
-    assert "RANK" not in environ
-    # Too few GPUs for each to have its own: who shares which is the user's business.
-    assert environment(1, 8, 1, Addresses(), tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert environment(1, 2, 2, Addresses(), tmp_path)["OMP_NUM_THREADS"] == "5"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from composer_replication import run_folder
-from composer_replication.run_folder import STATUS_EVERY_S, ReplicaFolder
+from composer_replication.run_folder import STATUS_EVERY_S, ReplicaFolder, make_run_folder
 
 
 class Clock:
@@ -93,3 +93,34 @@ def test_reading_a_run_needs_neither_torch_nor_composer():
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "[]"
+
+
+def test_the_run_folder_is_named_after_the_config_unless_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = make_run_folder({}, "configs/tiny.yaml")
+    assert named.parent == tmp_path / "runs" and named.name.startswith("tiny-20")
+    assert make_run_folder({"run_dir": "here"}, "tiny.yaml") == tmp_path / "here"
+
+
+@pytest.mark.parametrize("name", ["summary.json", "replica_0/metrics.jsonl"])
+def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
+    (tmp_path / "replica_0").mkdir()
+    (tmp_path / name).touch()
+    with pytest.raises(
+        ValueError,
+        match=r"holds a run already: continue it \(autoresume=true with a save_folder\), give ",
+    ):
+        make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
+
+
+def test_the_folder_of_a_start_that_failed_is_used_again_without_its_status(tmp_path):
+    (tmp_path / "replica_0").mkdir()
+    (tmp_path / "replica_0" / "status.json").write_text("{}")
+    make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
+    assert not (tmp_path / "replica_0" / "status.json").exists()
+
+
+def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file: name a new folder"):
+        make_run_folder({"run_dir": str(tmp_path / "file")}, "tiny.yaml")
