@@ -152,6 +152,8 @@ def measure(
                 taken.setdefault(phase, []).append(value)
             move(stock_model, rank)
             repeat("torchft", stock_inner.step)
+            if stock_manager.current_step() != repetition + 1:  # it would only have warned
+                raise RuntimeError(f"torchft's sync did not commit: {stock_manager.errored()}")
             flat.fill_(1.0)
     out.put(taken)
     barrier.wait()

@@ -27,14 +27,18 @@ def train(manager, device, steps=24, **settings):
         return [r.global_digest for r in diloco.pop_finished_syncs()], pinned, model.cpu()
 
 
+@pytest.mark.parametrize("message_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("backup_device", ["cpu", "cuda"])
-def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(backup_device):
+def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(
+    backup_device, message_device
+):
     settings = {
         "sync_every": 6,
         "num_fragments": 3,
         "fragment_sync_delay": 1,
         "fragment_update_alpha": 0.5,
         "backup_device": backup_device,
+        "message_device": message_device,
     }
     one, other = simulate(lambda sim: train(sim.manager, "cuda", **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 12

@@ -121,8 +121,7 @@ class WeightedMean:
         self._own_pieces = [piece for piece in own if piece is not None]
         self._filled = max(0, min(num_elements, share.stop) - share.start)
         self.messages: list[Tensor] = []
-        is_copied_to = device.type == "cpu" and model_device.type != "cpu"
-        self._memory = FlatMemory(share.padded, device, pin=is_copied_to)
+        self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
@@ -228,30 +227,26 @@ class FlatMemory:
 
     On a CPU fresh memory costs several times what is then done in it, and keeping it would cost a
     model's size. So between the syncs it is the system's to take (``MADV_FREE``): without a
-    shortage it is still there for the next one. Pinned memory is kept: it cannot be taken.
+    shortage it is still there for the next one. It is not pinned: pinned memory cannot be taken.
 
     Args:
         num_elements: How many.
         device: Where.
-        pin: Whether it is pinned, for copies from and to an accelerator.
     """
 
-    def __init__(self, num_elements: int, device: torch.device, pin: bool = False) -> None:
+    def __init__(self, num_elements: int, device: torch.device) -> None:
         self.num_elements = num_elements
         self._device = device
-        self._pin = pin
-        is_lendable = device.type == "cpu" and hasattr(mmap, "MADV_FREE") and num_elements > 0
-        self._can_be_lent = is_lendable and not pin
+        is_on_cpu = device.type == "cpu"
+        self._can_be_lent = is_on_cpu and hasattr(mmap, "MADV_FREE") and num_elements > 0
         self._pages: mmap.mmap | None = None
         self._spare: Tensor | None = None
 
     def take(self) -> Tensor:
         """Uninitialised, 1-D. What was taken before and not given back is left alone."""
-        taken, self._spare = self._spare, None
         if not self._can_be_lent:
-            if taken is None:
-                taken = torch.empty(self.num_elements, device=self._device, pin_memory=self._pin)
-            return taken
+            return torch.empty(self.num_elements, device=self._device)
+        taken, self._spare = self._spare, None
         if taken is None:
             self._pages = mmap.mmap(-1, 4 * self.num_elements, flags=_PRIVATE)
             taken = torch.frombuffer(self._pages, dtype=torch.float32)
@@ -261,7 +256,6 @@ class FlatMemory:
         """It is not needed any more, by nobody: no allreduce is under way in it."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_FREE)
-        if self._pin or self._pages is not None:
             self._spare = taken
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
-from composer_replication.diloco.averaging import MeanLayout, WeightedMean, cut
+from composer_replication.diloco.averaging import CHUNK, MeanLayout, WeightedMean, cut
 from composer_replication.diloco.encoded_mean import EncodedMean
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.ledger import Claim
@@ -121,6 +121,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
                 wire_format=settings.wire_format,
                 error_feedback=settings.error_feedback,
             )
+        self._staging: Tensor | None = None
+        if self.device.type == "cpu" and model_device.type != "cpu":
+            self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
         self.inner_steps = 0
         self.samples = 0
         self._formed = Formed(0, 0, 0, None)
@@ -261,8 +264,17 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
         local = local.reshape(-1)
         if local.device != into.device:
-            local = into.copy_(local)
-        pseudo_gradient(theta.to(into.device, non_blocking=True), local, into)
+            local = self._landing(local, into).copy_(local)
+        # To a CPU a copy that does not block would be read before it is there.
+        theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
+        pseudo_gradient(theta, local, into)
+
+    def _landing(self, local: Tensor, into: Tensor) -> Tensor:
+        """Where local parameters are copied to from another device."""
+        if self._staging is None:
+            return into
+        staging = self._staging.view(local.dtype)
+        return staging[: local.numel()] if local.numel() <= staging.numel() else into
 
     def mean_of_local(self, contribution: float) -> WeightedMean:
         """For the cold start: that of the local parameters, formed."""

@@ -115,9 +115,10 @@ class GlobalParameters:
         self.theta: dict[str, nn.Parameter] = {}
         for name, parameter in self.local.items():
             shard = local_tensor(parameter)
-            theta = torch.empty(shard.shape, dtype=torch.float32, device=backup_device)
-            theta.copy_(shard)
-            self.theta[name] = nn.Parameter(theta.pin_memory() if pin else theta)
+            theta = torch.empty(
+                shard.shape, dtype=torch.float32, device=backup_device, pin_memory=pin
+            )
+            self.theta[name] = nn.Parameter(theta.copy_(shard))
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
         """As of the last outer step; None if it was not computed in it."""
