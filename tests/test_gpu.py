@@ -1,4 +1,9 @@
-"""DiLoCo over accelerator memory and streams. Needs a CUDA device: pytest -m gpu."""
+"""DiLoCo over accelerator memory and streams. Needs a CUDA device: pytest -m gpu.
+
+Where there is none, ``test_stand_in_device.py`` runs all but NCCL on what stands in for one.
+"""
+
+import os
 
 import pytest
 import torch
@@ -9,9 +14,12 @@ from composer_replication.diloco.wire import make_wire_format
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import backend_for, make_manager
 
+DEVICE = os.environ.get("COMPOSER_REPLICATION_TEST_DEVICE", "cuda")
+device_module = torch.get_device_module(DEVICE)
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not device_module.is_available(), reason="no CUDA device"),
 ]
 
 
@@ -27,8 +35,8 @@ def train(manager, device, steps=24, **settings):
         return [r.global_digest for r in diloco.pop_finished_syncs()], pinned, model.cpu()
 
 
-@pytest.mark.parametrize("message_device", ["cpu", "cuda"])
-@pytest.mark.parametrize("backup_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("message_device", ["cpu", DEVICE])
+@pytest.mark.parametrize("backup_device", ["cpu", DEVICE])
 def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(
     backup_device, message_device
 ):
@@ -40,21 +48,21 @@ def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(
         "backup_device": backup_device,
         "message_device": message_device,
     }
-    one, other = simulate(lambda sim: train(sim.manager, "cuda", **settings), num_replicas=2)
+    one, other = simulate(lambda sim: train(sim.manager, DEVICE, **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 12
     assert one[1] == (backup_device == "cpu")
 
 
 def test_messages_in_host_memory_take_none_of_the_device():
     def replica(sim):
-        model = torch.nn.Linear(2000, 2000, device="cuda")
+        model = torch.nn.Linear(2000, 2000, device=DEVICE)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         with DiLoCo(sim.manager, model, inner, sync_every=1, message_device="cpu") as diloco:
             take_step(inner, -1.0)  # what the inner optimizer takes is taken
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            device_module.reset_peak_memory_stats()
+            before = device_module.memory_allocated()
             inner.step()
-            taken = torch.cuda.max_memory_allocated() - before
+            taken = device_module.max_memory_allocated() - before
             local = dict(model.named_parameters())
             for name, theta in diloco.global_parameters().items():
                 assert torch.equal(local[name].cpu(), theta)
@@ -65,10 +73,10 @@ def test_messages_in_host_memory_take_none_of_the_device():
 
 
 @pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
-@pytest.mark.parametrize("message_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("message_device", ["cpu", DEVICE])
 def test_every_wire_format_keeps_replicas_equal(wire_format, message_device):
     settings = {"sync_every": 4, "wire_format": wire_format, "message_device": message_device}
-    one, other = simulate(lambda sim: train(sim.manager, "cuda", **settings), num_replicas=2)
+    one, other = simulate(lambda sim: train(sim.manager, DEVICE, **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 6
 
 
@@ -78,18 +86,18 @@ def test_the_device_encodes_and_decodes_to_the_bits_of_the_cpu(name):
     values = torch.randn(512 * 300, generator=torch.Generator().manual_seed(0))
     encoded = torch.empty(wire_format.num_bytes(values.numel()), dtype=torch.uint8)
     wire_format.encode(values, encoded)
-    on_device, decoded = torch.empty_like(encoded, device="cuda"), torch.empty_like(values)
-    wire_format.encode(values.cuda(), on_device)
+    on_device, decoded = torch.empty_like(encoded, device=DEVICE), torch.empty_like(values)
+    wire_format.encode(values.to(DEVICE), on_device)
     assert torch.equal(on_device.cpu(), encoded)
     wire_format.decode(encoded, decoded)
-    decoded_there = torch.empty_like(decoded, device="cuda")
+    decoded_there = torch.empty_like(decoded, device=DEVICE)
     wire_format.decode(on_device, decoded_there)
     assert torch.equal(decoded_there.cpu(), decoded)
 
 
 def test_a_model_on_the_device_follows_the_trace_of_the_cpu():
     def replica(sim):
-        model = torch.nn.Linear(1, 1, bias=False, device="cuda")
+        model = torch.nn.Linear(1, 1, bias=False, device=DEVICE)
         torch.nn.init.constant_(model.weight, 10.0)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         settings = {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5}
@@ -101,23 +109,24 @@ def test_a_model_on_the_device_follows_the_trace_of_the_cpu():
     assert simulate(replica, num_replicas=1) == [4.0]
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="NCCL is for CUDA devices")
 def test_one_group_over_nccl_is_its_inner_optimizer_alone():
     lighthouse = start_lighthouse()
     manager = make_manager(
         replica_id=0,
         lighthouse_addr=lighthouse.address(),
-        backend=backend_for(torch.device("cuda")),
+        backend=backend_for(torch.device(DEVICE)),
     )
     try:
-        _, _, model = train(manager, "cuda", outer_optimizer=plain_sgd(), sync_every=4)
+        _, _, model = train(manager, DEVICE, outer_optimizer=plain_sgd(), sync_every=4)
     finally:
         manager.shutdown()
         lighthouse.shutdown()
-    plain = TinyMLP().cuda()
+    plain = TinyMLP().to(DEVICE)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(24):
         optimizer.zero_grad()
-        mse(plain, *(tensor.cuda() for tensor in batch(0, step))).backward()
+        mse(plain, *(tensor.to(DEVICE) for tensor in batch(0, step))).backward()
         optimizer.step()
     for mine, theirs in zip(model.parameters(), plain.cpu().parameters(), strict=True):
         assert (mine - theirs).abs().max() < 1e-6

@@ -1,0 +1,52 @@
+"""An accelerator for machines that have none: ``pytest -p stand_in_device tests/test_gpu.py``.
+
+What it can do is said in ``stand_in_device.cpp``. It is a process's whole life long the accelerator
+that torch speaks of, so what runs on it runs in a process of its own.
+"""
+
+import os
+import subprocess
+import types
+from pathlib import Path
+
+import torch
+
+NAME = "stand_in"
+LIBRARY = "STAND_IN_DEVICE"
+"""The environment variable that names the library."""
+
+
+def build(folder: Path, compiler: str) -> Path:
+    """Compile it, which takes half a minute.
+
+    Raises:
+        subprocess.CalledProcessError: The compiler's words are in its ``stderr``.
+    """
+    source, library = Path(__file__).with_suffix(".cpp"), folder / "stand_in_device.so"
+    torch_folder = Path(torch.__file__).parent
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+    command = [compiler, *flags, str(source), "-ltorch_cpu", "-lc10", "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return library
+
+
+def register(library: str) -> None:
+    """Make it this process's accelerator."""
+    torch.ops.load_library(library)
+    torch.utils.rename_privateuse1_backend(NAME)
+    module = types.ModuleType(NAME)
+    module.is_available = module.is_initialized = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.manual_seed_all = lambda seed: None
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        setattr(module, name, getattr(torch.ops.stand_in, name))
+    torch._register_device_module(NAME, module)
+
+
+if LIBRARY in os.environ:
+    register(os.environ[LIBRARY])
