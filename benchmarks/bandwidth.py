@@ -72,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--params", type=count, default=10_000_000)
     parser.add_argument("--step-s", type=float, default=0.08, help="aim of an inner step, seconds")
     parser.add_argument("--overlap-step-s", type=float, default=0.5, help="and in the overlap")
+    parser.add_argument("--overlap-sync-every", type=int, default=20, help="inner steps there")
     parser.add_argument("--links", type=_links, default=_links(LINKS), help=f"{LINKS}, or none")
     parser.add_argument(
         "--wire-formats", type=lambda text: text.split(","), default=WIRE_FORMATS.split(",")

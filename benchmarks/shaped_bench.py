@@ -12,7 +12,6 @@ from group_commands import Method
 from links import Link
 from visits import Pair, RoundTaken
 
-OVERLAP_EVERY = 20
 OVERLAP_DELAY = 4
 OVERLAP_SYNC_STEPS = 3
 """How many inner steps a sync of the model takes on the line of the overlap."""
@@ -82,15 +81,16 @@ class Bench:
     def measure_overlap(self) -> None:
         """Rounds with a delay and without, over the time of their inner steps alone."""
         self._arguments.overlap_batch = self._pair.find_batch(self._arguments.overlap_step_s)
-        link = self._find_overlap_link()
-        vanilla = Method("vanilla", "float32", OVERLAP_EVERY)
+        sync_every = self._arguments.overlap_sync_every
+        vanilla = Method("vanilla", "float32", sync_every)
+        link = self._find_overlap_link(vanilla)
         found: dict[Method, list[Sample]] = {
-            Method("streaming", "float32", OVERLAP_EVERY, 1, OVERLAP_DELAY): [],
+            Method("streaming", "float32", sync_every, 1, OVERLAP_DELAY): [],
             vanilla: [],
         }
         for _ in range(self._arguments.overlap_turns):
             for method, samples in found.items():
-                samples += self._visit(link, method, OVERLAP_EVERY)
+                samples += self._visit(link, method, sync_every)
                 self._advance(0.5 / self._arguments.overlap_turns)
         for method, samples in found.items():
             what = "overlap, delay 0" if method == vanilla else "overlap"
@@ -102,12 +102,12 @@ class Bench:
             self._note(f"{what}: standing still / no communication", ratios)
             self._add_row(link, method, samples)
 
-    def _find_overlap_link(self) -> Link:
+    def _find_overlap_link(self, vanilla: Method) -> Link:
         """The line on which one sync takes as long as some inner steps do."""
         bits = 32.0 * self._pair.params
         link = Link.parse("10Gbit")
-        self._pair.join(link, Method("vanilla", "float32", OVERLAP_EVERY))
-        step_s = self._pair.steps(OVERLAP_EVERY).step_s
+        self._pair.join(link, vanilla)
+        step_s = self._pair.steps(vanilla.sync_every).step_s
         for _ in range(2):
             missing_s = OVERLAP_SYNC_STEPS * step_s - statistics.median(self._syncs())
             sent_s = max(bits / link.bits_per_s + missing_s, bits / 10e9)

@@ -312,6 +312,11 @@ Tensor& set_storage(
   return tensor;
 }
 
+Tensor& set_whole_storage(Tensor& tensor, c10::Storage storage) {
+  const c10::SymInt size = storage.nbytes() / tensor.itemsize(), stride = 1;
+  return set_storage(tensor, std::move(storage), 0, {size}, {stride});
+}
+
 const Tensor& resize(const Tensor& tensor, SymIntArrayRef size, std::optional<c10::MemoryFormat>) {
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   if (c10::multiply_integers(sizes) * tensor.itemsize() > tensor.storage().nbytes()) {
@@ -341,6 +346,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view", view);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", set_whole_storage);
   library.impl("resize_", resize);
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);

@@ -7,6 +7,7 @@ that torch speaks of, so what runs on it runs in a process of its own.
 import os
 import subprocess
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -40,12 +41,14 @@ def register(library: str) -> None:
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
+    module.device = nullcontext
     module.manual_seed_all = lambda seed: None
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         setattr(module, name, getattr(torch.ops.stand_in, name))
     torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)  # for torch.load
 
 
 if LIBRARY in os.environ:

@@ -3,6 +3,7 @@
 Where there is none, ``test_stand_in_device.py`` runs all but NCCL on what stands in for one.
 """
 
+import io
 import os
 
 import pytest
@@ -13,6 +14,7 @@ from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.wire import make_wire_format
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import backend_for, make_manager
+from composer_replication.simulation import Fault
 
 DEVICE = os.environ.get("COMPOSER_REPLICATION_TEST_DEVICE", "cuda")
 device_module = torch.get_device_module(DEVICE)
@@ -23,14 +25,18 @@ pytestmark = [
 ]
 
 
-def train(manager, device, steps=24, **settings):
-    model = TinyMLP().to(device)
+def take_steps(model, inner, steps):
+    for step in steps:
+        inner.zero_grad()
+        mse(model, *(tensor.to(DEVICE) for tensor in batch(0, step))).backward()
+        inner.step()
+
+
+def train(manager, **settings):
+    model = TinyMLP().to(DEVICE)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with DiLoCo(manager, model, inner, digest_every=1, **settings) as diloco:
-        for step in range(steps):
-            inner.zero_grad()
-            mse(model, *(tensor.to(device) for tensor in batch(0, step))).backward()
-            inner.step()
+        take_steps(model, inner, range(24))
         pinned = all(theta.is_pinned() for theta in diloco.global_parameters().values())
         return [r.global_digest for r in diloco.pop_finished_syncs()], pinned, model.cpu()
 
@@ -48,7 +54,7 @@ def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(
         "backup_device": backup_device,
         "message_device": message_device,
     }
-    one, other = simulate(lambda sim: train(sim.manager, DEVICE, **settings), num_replicas=2)
+    one, other = simulate(lambda sim: train(sim.manager, **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 12
     assert one[1] == (backup_device == "cpu")
 
@@ -76,7 +82,7 @@ def test_messages_in_host_memory_take_none_of_the_device():
 @pytest.mark.parametrize("message_device", ["cpu", DEVICE])
 def test_every_wire_format_keeps_replicas_equal(wire_format, message_device):
     settings = {"sync_every": 4, "wire_format": wire_format, "message_device": message_device}
-    one, other = simulate(lambda sim: train(sim.manager, DEVICE, **settings), num_replicas=2)
+    one, other = simulate(lambda sim: train(sim.manager, **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 6
 
 
@@ -109,6 +115,50 @@ def test_a_model_on_the_device_follows_the_trace_of_the_cpu():
     assert simulate(replica, num_replicas=1) == [4.0]
 
 
+@pytest.mark.parametrize("backup_device", ["cpu", DEVICE])
+def test_a_group_that_restarts_takes_over_what_the_others_hold(backup_device):
+    def replica(sim):
+        model = TinyMLP(sim.replica_id).to(DEVICE)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with DiLoCo(sim.manager, model, inner, sync_every=4, backup_device=backup_device) as diloco:
+            take_steps(model, inner, range(24))
+            healed = [report.healed for report in diloco.pop_finished_syncs()]
+            diloco.final_sync()
+            return diloco.global_digest(), any(healed)
+
+    faults = [Fault("restart", replica_id=1, step=2)]
+    one, back = simulate(replica, num_replicas=2, faults=faults)
+    assert one[0] == back[0] and (one[1], back[1]) == (False, True)
+
+
+@pytest.mark.parametrize("message_device", ["cpu", DEVICE])
+@pytest.mark.parametrize("wire_format", ["float32", "int8"])
+def test_a_run_goes_on_with_a_sync_in_flight(message_device, wire_format):
+    settings = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.5, "sync_every": 8}
+    settings |= {"wire_format": wire_format, "message_device": message_device}
+
+    def run(steps, saved=None):
+        def replica(sim):
+            model = TinyMLP().to(DEVICE)
+            inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            diloco = DiLoCo(sim.manager, model, inner, **settings)
+            things = (model, inner, diloco)
+            if saved is not None:
+                for thing, state in zip(things, torch.load(io.BytesIO(saved)), strict=True):
+                    thing.load_state_dict(state)
+            with diloco:
+                take_steps(model, inner, steps)
+                file = io.BytesIO()
+                torch.save([thing.state_dict() for thing in things], file)
+            return diloco.global_digest(), file.getvalue()
+
+        return simulate(replica, num_replicas=1)[0]
+
+    whole, _ = run(range(24))
+    _, saved = run(range(14))
+    assert run(range(14, 24), saved)[0] == whole
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="NCCL is for CUDA devices")
 def test_one_group_over_nccl_is_its_inner_optimizer_alone():
     lighthouse = start_lighthouse()
@@ -118,15 +168,11 @@ def test_one_group_over_nccl_is_its_inner_optimizer_alone():
         backend=backend_for(torch.device(DEVICE)),
     )
     try:
-        _, _, model = train(manager, DEVICE, outer_optimizer=plain_sgd(), sync_every=4)
+        _, _, model = train(manager, outer_optimizer=plain_sgd(), sync_every=4)
     finally:
         manager.shutdown()
         lighthouse.shutdown()
     plain = TinyMLP().to(DEVICE)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(24):
-        optimizer.zero_grad()
-        mse(plain, *(tensor.to(DEVICE) for tensor in batch(0, step))).backward()
-        optimizer.step()
+    take_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), range(24))
     for mine, theirs in zip(model.parameters(), plain.cpu().parameters(), strict=True):
         assert (mine - theirs).abs().max() < 1e-6
