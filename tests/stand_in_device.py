@@ -18,18 +18,14 @@ LIBRARY = "STAND_IN_DEVICE"
 
 
 def build(folder: Path, compiler: str) -> Path:
-    """Compile it, which takes half a minute.
-
-    Raises:
-        subprocess.CalledProcessError: The compiler's words are in its ``stderr``.
-    """
+    """Compile it, in some 15 seconds."""
     source, library = Path(__file__).with_suffix(".cpp"), folder / "stand_in_device.so"
     torch_folder = Path(torch.__file__).parent
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     flags += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     command = [compiler, *flags, str(source), "-ltorch_cpu", "-lc10", "-o", str(library)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    subprocess.run(command, check=True)
     return library
 
 

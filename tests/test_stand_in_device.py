@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import stand_in_device
+import torch
 
 TESTS = Path(__file__).parent
 
@@ -38,6 +39,8 @@ assert torch.stand_in.memory_allocated() == 24
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
     compiler = shutil.which("c++")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: tests/test_gpu.py is for it")
     if compiler is None:
         pytest.skip("no C++ compiler")
     library = stand_in_device.build(tmp_path_factory.mktemp("stand_in"), compiler)
