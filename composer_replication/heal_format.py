@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from composer_replication.diloco.flat_memory import fresh_pages
 
 ALIGNMENT = 64
 PIECE = 1 << 24
@@ -29,11 +30,8 @@ class NotAState(ValueError):
 
 
 def memory(num_bytes: int) -> memoryview:
-    """Fresh memory. A ``bytearray`` would be written to once more, and begun 4 KB at a time."""
-    pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(pages)[:num_bytes]
+    """Fresh memory."""
+    return memoryview(fresh_pages(num_bytes))[:num_bytes]
 
 
 def dump(content: Any) -> list[memoryview]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from composer_replication.diloco.flat_memory import FlatMemory
 from composer_replication.diloco.rank_share import RankShare
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
@@ -220,43 +220,3 @@ class WeightedMean:
         assert self._sums is not None, "it has been formed"
         self._memory.give_back(self._sums)
         self.messages, self._sums = [], None
-
-
-class FlatMemory:
-    """fp32 memory of one size, used again from sync to sync.
-
-    On a CPU fresh memory costs several times what is then done in it, and keeping it would cost a
-    model's size. So between the syncs it is the system's to take (``MADV_FREE``): without a
-    shortage it is still there for the next one. It is not pinned: pinned memory cannot be taken.
-
-    Args:
-        num_elements: How many.
-        device: Where.
-    """
-
-    def __init__(self, num_elements: int, device: torch.device) -> None:
-        self.num_elements = num_elements
-        self._device = device
-        is_on_cpu = device.type == "cpu"
-        self._can_be_lent = is_on_cpu and hasattr(mmap, "MADV_FREE") and num_elements > 0
-        self._pages: mmap.mmap | None = None
-        self._spare: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """Uninitialised, 1-D. What was taken before and not given back is left alone."""
-        if not self._can_be_lent:
-            return torch.empty(self.num_elements, device=self._device)
-        taken, self._spare = self._spare, None
-        if taken is None:
-            self._pages = mmap.mmap(-1, 4 * self.num_elements, flags=_PRIVATE)
-            taken = torch.frombuffer(self._pages, dtype=torch.float32)
-        return taken
-
-    def give_back(self, taken: Tensor) -> None:
-        """It is not needed any more, by nobody: no allreduce is under way in it."""
-        if self._pages is not None:
-            self._pages.madvise(mmap.MADV_FREE)
-            self._spare = taken
-
-
-_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)

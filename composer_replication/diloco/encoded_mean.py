@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from composer_replication.diloco.averaging import FlatMemory, Piece, WeightedMean
+from composer_replication.diloco.averaging import Piece, WeightedMean
 from composer_replication.diloco.encoded_buckets import ScatteredBucket, SharedBucket
 from composer_replication.diloco.exchange import Exchange
+from composer_replication.diloco.flat_memory import FlatMemory
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 from composer_replication.diloco.wire import make_wire_format
 from composer_replication.diloco.wire_sizes import PART, WIRE_FORMATS
