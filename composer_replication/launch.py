@@ -80,6 +80,7 @@ def launch(
 
     Raises:
         ConfigError: The config cannot be run like this. Nothing has been started or written.
+        ValueError: Nor has it if the run's folder cannot be used.
     """
     check_launch(config, replicas, nproc)
     run_dir = make_run_folder(config, config_path)

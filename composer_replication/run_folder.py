@@ -1,4 +1,4 @@
-"""What a replica group writes into the run's folder. Imports neither torch nor Composer."""
+"""A run's folder, and what a replica group writes into it. Imports neither torch nor Composer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group leaves in the run's folder. Run: pytest tests/test_run_folder.py
+"""Making a run's folder, and what a group leaves in it. Run: pytest tests/test_run_folder.py
 
 Real: files in ``tmp_path``. Faked: the clock.
 """
