@@ -217,7 +217,7 @@ class ReplicaManager(Manager):
         """
         self._watch.disconnected()
         if self._alarm is not None:
-            self._alarm.raise_for_all()  # of the connection before: nobody listens to it any more
+            self._alarm.close()
             self._alarm = None
         addresses = [json.loads(handle)["store"] for handle in handles]
         self._check_reachable(dict(zip(self._watch.members, addresses, strict=True)))
