@@ -26,8 +26,8 @@ from composer_replication.waiting import DaemonExecutor, InterruptibleWork
 
 log = logging.getLogger(__name__)
 
-_left: list[object] = []
-"""Process groups of managers that have left, kept until the process ends."""
+_left: list[ReplicaManager] = []
+"""Managers that have left. Their connections stay until the next one of this process commits."""
 
 
 class ReplicaManager(Manager):
@@ -289,20 +289,38 @@ class ReplicaManager(Manager):
         It waits for the other ranks of the group, one of which may have died.
         """
         if torch.accelerator.is_available():  # it synchronises the device of the calling thread
-            return super().should_commit(timeout)
-        return self._executor.submit(super().should_commit, timeout).result()
+            commits = super().should_commit(timeout)
+        else:
+            commits = self._executor.submit(super().should_commit, timeout).result()
+        while commits and _left:
+            _left.pop().release()
+        return commits
 
     def shutdown(self, wait: bool = False) -> None:
         """Leave: heartbeats stop, so that the peers go on without this group.
 
-        Connections stay until the process ends: a peer may still be receiving this group's part
-        of the last allreduce, and would fail there.
+        Connections stay for now: a peer may still be receiving this group's part of the last
+        allreduce, and would fail there.
         """
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
-            _left.append(self._pg)
+            _left.append(self)
             self.store = None
+
+    def release(self) -> None:
+        """Close what ``shutdown`` has left open: sockets, threads and ports.
+
+        The group has taken part in a sync since, so its peers are through with the one before.
+        """
+        if self._alarm is not None:
+            self._alarm.close()
+        self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+        # Each of these ends with its last reference. A cycle has this object live on for a while.
+        for name in ("_pg", "_store", "_client", "_watch", "_manager", "_checkpoint_transport"):
+            setattr(self, name, None)
+        self._load_state_dict_fns.clear()
+        self._user_state_dicts.clear()
 
 
 def _is_own_failure(error: Exception) -> bool:
