@@ -6,16 +6,13 @@ import json
 import os
 import socket
 from datetime import timedelta
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
-import psutil
 import torch
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
-from composer_replication.lighthouse import can_connect
+from composer_replication.addresses import bracketed, interface_of, listen
 
 
 class AdvertisedHost(ProcessGroup):
@@ -34,8 +31,8 @@ class AdvertisedHost(ProcessGroup):
         if self._rendezvous_store is None:
             self._rendezvous_store = host_store(host)
         handle = json.loads(super().get_reconfigure_handle())
-        bracketed = f"[{host}]" if ":" in host else host
-        return json.dumps(handle | {"store": f"{bracketed}:{self._rendezvous_store.port}"})
+        store = f"{bracketed(host)}:{self._rendezvous_store.port}"
+        return json.dumps(handle | {"store": store})
 
 
 class Gloo(AdvertisedHost, ProcessGroupGloo):
@@ -108,76 +105,23 @@ def make_process_group(backend: str, timeout: float, hostname: str | None = None
     return group
 
 
-def interface_of(hostname: str | None) -> str | None:
-    """The network interface that has the address of a host name; None if it is not of this machine.
-
-    Raises:
-        ValueError: The name does not resolve.
-    """
-    if hostname is None:
-        return None
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(hostname, None)}
-    except OSError as error:
-        raise ValueError(
-            f"hostname={hostname!r} does not resolve here ({error}): give a name or an address of "
-            "this machine that the other groups can reach"
-        ) from error
-    for name, addresses in psutil.net_if_addrs().items():
-        if found & {address.address.partition("%")[0] for address in addresses}:
-            return name
-    return None  # behind a gateway: the peers' address is none of ours
-
-
-def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeout: float) -> None:
-    """Check that a name leads back to this machine, and is not one that leads everybody home.
-
-    Args:
-        hostname: What this group is going to tell its peers.
-        port: Something of ours that listens.
-        lighthouse_addr: ``http://host:port``: on which machine the others meet.
-        connect_timeout: In seconds.
-
-    Raises:
-        ValueError: Peers could not reach this group under it.
-    """
-    if not can_connect(hostname, port, connect_timeout):
-        raise ValueError(
-            f"hostname={hostname!r} does not lead to this machine: set hostname "
-            "(callbacks.diloco.hostname) to a name or address under which the other groups reach it"
-        )
-    lighthouse = urlsplit(lighthouse_addr).hostname or ""
-    if _is_loopback(hostname) and not _is_loopback(lighthouse) and not _is_local(lighthouse):
-        raise ValueError(
-            f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
-            "machine: the other groups would look for this one at home. Set hostname "
-            "(callbacks.diloco.hostname) to an address of this machine that they can reach"
-        )
-
-
-def _addresses(hostname: str) -> set[str]:
-    try:
-        return {str(info[4][0]) for info in socket.getaddrinfo(hostname, None)}
-    except OSError:
-        return set()
-
-
-def _is_loopback(hostname: str) -> bool:
-    found = _addresses(hostname)
-    return bool(found) and all(ip_address(a.partition("%")[0]).is_loopback for a in found)
-
-
-def _is_local(hostname: str) -> bool:
-    own = {a.address.partition("%")[0] for each in psutil.net_if_addrs().values() for a in each}
-    return bool(_addresses(hostname) & own)
-
-
 def host_store(hostname: str | None = None) -> TCPStore:
     """Host the TCPStore of a replica group; its rank 0 does that, on a free port.
 
     A Composer job of one process has none, and torchrun's outlives a restart with stale keys.
 
     Args:
-        hostname: How the group's other ranks and the peers reach this machine.
+        hostname: How the group's other ranks and the peers reach this machine; it listens on that
+            address. None: its host name, and every interface.
     """
-    return TCPStore(hostname or socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+    host = (hostname or socket.gethostname()).strip("[]")
+    listener = listen(hostname)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        use_libuv=False,  # libuv's listens on every interface, and takes no socket of ours
+        master_listen_fd=listener.detach(),
+    )

@@ -9,11 +9,12 @@ from datetime import timedelta
 
 import torch
 
+from composer_replication.addresses import bracketed, check_hostname
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse
-from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.prefetch import prefetch
-from composer_replication.process_group import check_hostname, host_store, make_process_group
+from composer_replication.process_group import host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
 
 log = logging.getLogger(__name__)
@@ -85,21 +86,20 @@ def make_manager(
     process_group = make_process_group(backend, timeout, hostname)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
-    token = token or ReplicaEnv.from_env().token
-    if token is None:
+    tokens = read_tokens(token, "token") if token else ReplicaEnv.from_env().tokens
+    if not tokens:
         log.warning(
             "%s is not set: whoever reaches the lighthouse can take this run's state, and give it "
             "another. Set it to the same secret in all groups",
             TOKEN,
         )
-    transport = HealTransport(token or "", hostname, timeout)
+    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id))
     try:
         own_name = hostname or socket.gethostname()
         check_hostname(own_name, transport.port, lighthouse_addr, connect_timeout)
         prefetch(
             transport,
             lighthouse_addr=lighthouse_addr,
-            token=token or "",
             rank=rank,
             timeout=timeout,
             connect_timeout=connect_timeout,
@@ -126,7 +126,7 @@ def make_manager(
         store_port=store_port,
         lighthouse_addr=lighthouse_addr,
         replica_id=str(replica_id),
-        hostname=hostname or socket.gethostname(),
+        hostname=bracketed(own_name),
         checkpoint_transport=transport,
         init_sync=False,  # the cold start is DiLoCo's, ADR-006
         quorum_retries=quorum_retries,
