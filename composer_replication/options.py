@@ -202,7 +202,7 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     tokens = tuple(filter(None, (part.strip() for part in text.replace("\n", ",").split(","))))
     for token in tokens:
         for place, character in enumerate(token, start=1):
-            if not "!" <= character <= "~":
+            if not " " <= character <= "~":
                 raise ValueError(
                     f"{source}: character {place} of the token is U+{ord(character):04X}, which is "
                     "not printable ASCII: make one with `openssl rand -hex 16`"
