@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
+HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
 _SECONDS = (
     "start_timeout_s",
@@ -52,7 +53,9 @@ class ReplicaOptions:
             over ``quorum_timeout``: by default once a second.
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
             that is an error, in seconds. None: for ever; what is missing is logged.
-        hostname: How peers reach this machine. None: its host name.
+        hostname: How peers reach this machine; what they reach listens on that address, if it is
+            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
+            every interface.
         backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
             ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
         backup_device: Where global parameters and outer state live. None: in host memory.
@@ -142,6 +145,7 @@ class ReplicaEnv:
     | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
+    | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, the new one first, with a comma between them |
@@ -155,6 +159,7 @@ class ReplicaEnv:
     run_dir: str | None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
+    hostname: str | None = None
 
     @property
     def token(self) -> str | None:
@@ -178,6 +183,7 @@ class ReplicaEnv:
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
+            hostname=environ.get(HOSTNAME) or None,
         )
 
 

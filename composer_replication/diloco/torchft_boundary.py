@@ -48,6 +48,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_reconfigure_pg",
         "_timeout",
     ),
+    "torchft.manager.ManagerServer": ("address", "shutdown"),  # ours is put in its place
     "torchft.manager._ManagedWork": ("_work", "wait"),
     "torchft.work._DummyWork": ("wait",),
     "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
