@@ -6,13 +6,16 @@ import json
 import os
 import socket
 from datetime import timedelta
+from threading import Thread
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
-from composer_replication.addresses import bracketed, interface_of, listen
+from composer_replication.addresses import bracketed, interface_of, listen, own_address
 
 
 class AdvertisedHost(ProcessGroup):
@@ -36,7 +39,21 @@ class AdvertisedHost(ProcessGroup):
 
 
 class Gloo(AdvertisedHost, ProcessGroupGloo):
-    """torchft's gloo group."""
+    """torchft's gloo group, on the address of the host it was given if that is this machine's.
+
+    By itself gloo listens where the machine's own name points, often to 127.0.1.1. The variable
+    that changes this, ``GLOO_SOCKET_IFNAME``, holds for every gloo group of the process, also for
+    those of the training job; where it is set, it is followed.
+    """
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
+        address = own_address(self.advertised_host)
+        if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+            return super()._create_pg(store, rank, world_size)
+        options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = self._timeout
+        options._devices = [TorchGloo.create_device(hostname=address)]
+        return make_gloo(store, rank, world_size, options)
 
 
 class GlooOnTorch27(Gloo):
@@ -65,9 +82,10 @@ class GlooOnTorch27(Gloo):
         super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
 
     def abort(self, errored: bool = True) -> None:
-        backend = self._backend()
+        backends = [self._backend()]
         super().abort(errored=errored)
-        del backend
+        # Its end waits for what is under way in it, which may take until its timeout.
+        Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
 
     def shutdown(self) -> None:
         backend = self._backend()
@@ -97,11 +115,21 @@ def make_process_group(backend: str, timeout: float, hostname: str | None = None
         kinds["gloo"] = GlooOnTorch27
     group = kinds[backend](timeout=timedelta(seconds=timeout))  # pyright: ignore[reportCallIssue]
     group.advertised_host = hostname
-    interface = interface_of(hostname)
-    if interface is not None:
-        # Else both listen where the machine's own name points, often to 127.0.1.1.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    interface = interface_of(hostname)  # also an error if hostname leads nowhere
+    if backend == "nccl" and interface is not None:
+        # NCCL reads it once, for all of the process: it has no option for one group.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return group
+
+
+def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchProcessGroup:
+    """A gloo group with options of our own, for which torchft's has no place."""
+    backend = TorchGloo(store, rank, world_size, options)
+    backend._set_sequence_number_for_group()
+    group = TorchProcessGroup(store, rank, world_size)
+    group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        group._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
     return group
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -118,7 +118,7 @@ def make_manager(
     if store_addr is None:
         store = host_store(hostname)
         store_addr, store_port = store.host, store.port
-    with _manager_server_at(own_address(hostname)):
+    with _manager_server_at(own_address(hostname)) if rank == 0 else nullcontext():
         manager = ReplicaManager(
             pg=process_group,
             load_state_dict=None,  # DiLoCo and the callback register theirs
@@ -140,7 +140,7 @@ def make_manager(
             quorum_retries=quorum_retries,
         )
     manager.store = store
-    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s)
+    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens)
 
 
 _binding = threading.Lock()
@@ -153,13 +153,10 @@ def _manager_server_at(address: str | None) -> Iterator[None]:
     torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where whoever reaches it may
     vote, or end this process. Remove this when ``Manager`` takes the address.
     """
-    if address is None:
-        yield
-        return
 
     def bound(*, bind: str, **arguments: Any) -> ManagerServer:
         port = bind.rpartition(":")[2]
-        return ManagerServer(bind=f"{bracketed(address)}:{port}", **arguments)
+        return ManagerServer(bind=f"{bracketed(address or '::')}:{port}", **arguments)
 
     with _binding:  # two managers of one process may be built at the same time
         torchft.manager.ManagerServer = bound  # pyright: ignore[reportAttributeAccessIssue]

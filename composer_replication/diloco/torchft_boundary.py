@@ -33,7 +33,12 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_merge_parameters",
         "_outer_optimizer",
     ),
-    "torchft.process_group.ProcessGroupGloo": ("_pg", "_rendezvous_store"),
+    "torchft.process_group.ProcessGroupGloo": (
+        "_pg",
+        "_rendezvous_store",
+        "_create_pg",
+        "_timeout",
+    ),
     "torchft.manager.Manager": (
         "_use_async_quorum",
         "_min_replica_size",
@@ -46,6 +51,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_quorum_future",
         "_quorum_id",
         "_reconfigure_pg",
+        "_store",
         "_timeout",
     ),
     "torchft.manager.ManagerServer": ("address", "shutdown"),  # ours is put in its place
@@ -87,3 +93,11 @@ class DiLoCoManager(Protocol):
     ) -> None: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+
+def is_anothers_fault(manager: Any) -> bool:
+    """Whether the failure of the last sync is no fault of this group, as far as can be known.
+
+    The quorum after it says so. torchft's own Manager, and the simulated one, never know.
+    """
+    return getattr(manager, "is_anothers_fault", False)
