@@ -6,8 +6,11 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -67,18 +70,52 @@ class BoundedProtocol(H11Protocol):
         self._timer = self.loop.call_later(seconds, self.transport.abort)
 
 
+@dataclass(frozen=True)
+class TlsFiles:
+    """The certificate that the service shows, as PEM files.
+
+    Args:
+        certfile: The certificate, with those that lead to its CA.
+        keyfile: Its private key.
+        ca_certs: The CA of the clients' certificates: a client without one is refused. None: any
+            client is accepted, and the token says who it is.
+    """
+
+    certfile: Path
+    keyfile: Path
+    ca_certs: Path | None = None
+
+    @classmethod
+    def of(
+        cls, certfile: Path | None, keyfile: Path | None, ca_certs: Path | None
+    ) -> TlsFiles | None:
+        """Those of the command's options; None if there are none.
+
+        Raises:
+            ValueError: One is missing.
+        """
+        if certfile is None and keyfile is None and ca_certs is None:
+            return None
+        if certfile is None or keyfile is None:
+            missing = "--ssl-keyfile" if certfile is not None else "--ssl-certfile"
+            raise ValueError(f"{missing} is missing: HTTPS needs a certificate and its key")
+        return cls(certfile, keyfile, ca_certs)
+
+
 class HttpService:
     """An application that is served by a thread of its own.
 
     Args:
         bind: Where it listens, ``address:port``; port 0 is a free one.
+        tls: The certificate; None for plain HTTP.
 
     Raises:
         ValueError: ``bind`` is no address.
         OSError: Nothing can listen there.
     """
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
         _raise_file_limit()
         self._socket = _listen(bind)
         self.port: int = self._socket.getsockname()[1]
@@ -89,6 +126,7 @@ class HttpService:
         """Serve an ASGI application.
 
         Raises:
+            ValueError: The certificate cannot be used.
             OSError: The server has not started.
         """
         logging.getLogger("asyncio").addFilter(_FILES_RUN_OUT)
@@ -100,7 +138,12 @@ class HttpService:
             # A line for every request, or for every malformed one, would bury ours.
             log_level="error",
             access_log=False,
+            **_tls_settings(self._tls),
         )
+        try:
+            config.load()
+        except OSError as error:  # of ssl, too
+            raise ValueError(f"the certificate cannot be used ({error}): {self._tls}") from error
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="coordinator", daemon=True
@@ -122,6 +165,19 @@ class HttpService:
             self._server.should_exit = True
             self._thread.join(5.0)
         self._socket.close()
+
+
+def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
+    """What uvicorn is told of a certificate."""
+    if tls is None:
+        return {}
+    needed = ssl.CERT_NONE if tls.ca_certs is None else ssl.CERT_REQUIRED
+    return {
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_ca_certs": None if tls.ca_certs is None else str(tls.ca_certs),
+        "ssl_cert_reqs": needed,
+    }
 
 
 class _OncePerMinute(logging.Filter):
