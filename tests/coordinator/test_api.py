@@ -593,3 +593,10 @@ def test_a_late_rewind_changes_nothing_though_heartbeats_came_before_the_report(
     assert client.get("/v1/info").json()["outer_step"] == 3
     (epoch,) = dataset(client)["epochs"]
     assert epoch["done"] == 2
+
+
+def test_the_page_shows_strangers_and_keeps_the_token_out_of_the_address_bar(client):
+    assert client.get("/v1/status").json()["strangers"] == []
+    page = client.get("/").text
+    assert "status.strangers" in page and 'id="strangers"' in page
+    assert page.index("if (given) keepToken()") < page.index("history.replaceState(")
