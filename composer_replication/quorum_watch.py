@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from composer_replication.group_layout import GroupLayout, parse_layout
+
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +36,8 @@ class QuorumWatch:
 
     * ``last``: the id and the members of the quorum it had before;
     * ``awaits``: the members of that one which it has been missing since a restart;
-    * ``connection``: what it is connected under, if it is.
+    * ``connection``: what it is connected under, if it is;
+    * ``layout``: its ranks and shards, see ``GroupLayout``.
 
     All members see the same handles, and come to the same answer. Each rank of a group sees those
     of the same rank in the others, and they part with those they await by clocks of their own: so
@@ -63,6 +66,7 @@ class QuorumWatch:
         self._world_size = world_size
         self._timeout = timeout
         self.should_commit = client.should_commit
+        self.layout = GroupLayout(world_size)
         self.members: tuple[str, ...] = ()
         self.max_step = 0
         self.awaits: frozenset[str] = frozenset()
@@ -75,6 +79,7 @@ class QuorumWatch:
         Raises:
             QuorumFailed: There is none.
             QuorumDeclined: There is one that its members do not use.
+            SettingsMismatch: This group has other ranks or shards than the run.
             TimeoutError: Another rank of this group has not voted on it.
         """
         handle = json.loads(request["reconfigure_handle"])
@@ -82,6 +87,7 @@ class QuorumWatch:
             "last": self._last,
             "awaits": sorted(self.awaits),
             "connection": self._connection,
+            "layout": self.layout.told(),
         }
         request["reconfigure_handle"] = json.dumps(handle)
         try:
@@ -90,9 +96,11 @@ class QuorumWatch:
             raise QuorumFailed(str(error).splitlines()[0]) from error
         told = [_told_in(handle) for handle in quorum.reconfigure_handles]
         is_used = self._is_usable(quorum, told)
+        is_used = self.layout.fits(quorum.replica_ids, told) and is_used
         if self._world_size > 1:
             is_used = self._do_all_vote_for_it(request["group_rank"], request["step"], is_used)
         if not is_used:
+            self.layout.check()
             raise QuorumDeclined
         self._connect_if_needed(quorum.quorum_id, told)
         return quorum
@@ -181,8 +189,9 @@ def _told_in(handle: str) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError, RecursionError):
         is_understood = False
     if not is_understood:
-        return {"last": None, "awaits": [], "connection": None}
-    return {"last": last, "awaits": awaits, "connection": connection}
+        return {"last": None, "awaits": [], "connection": None, "layout": None}
+    layout = parse_layout(told.get("layout"))
+    return {"last": last, "awaits": awaits, "connection": connection, "layout": layout}
 
 
 def _are_names(listed: list[Any]) -> bool:

@@ -9,8 +9,9 @@ from datetime import timedelta
 
 import torch
 
+from composer_replication.group_layout import check_ranks
 from composer_replication.heal_transport import HealTransport
-from composer_replication.lighthouse import check_lighthouse
+from composer_replication.lighthouse import check_lighthouse, read_status
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.prefetch import prefetch
 from composer_replication.process_group import check_hostname, host_store, make_process_group
@@ -67,6 +68,7 @@ def make_manager(
 
     Raises:
         ValueError: An argument is missing or out of range, or ``hostname`` leads nowhere.
+        SettingsMismatch: The groups in training have another number of ranks.
         ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
             had (``HealError``). This group has not been seen by the others then.
     """
@@ -85,6 +87,7 @@ def make_manager(
     process_group = make_process_group(backend, timeout, hostname)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
+    check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
     token = token or ReplicaEnv.from_env().token
     if token is None:
         log.warning(

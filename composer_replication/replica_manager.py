@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torchft.manager import Manager, _ManagedWork
 from torchft.work import _DummyWork
 
+from composer_replication.group_layout import GroupLayout
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
@@ -51,6 +52,7 @@ class ReplicaManager(Manager):
     _lighthouse_addr = ""
     _is_shut_down = False
     _watch: QuorumWatch
+    layout: GroupLayout
 
     def take_over(
         self, replica_name: str, lighthouse_addr: str, give_up_after_s: float | None
@@ -63,6 +65,8 @@ class ReplicaManager(Manager):
         self._client = self._watch = QuorumWatch(
             self._client, replica_name, self._forget_quorum, self._group_world_size, self._timeout
         )
+        self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
+        self._watch.layout = self.layout
         return self
 
     def _forget_quorum(self) -> None:
