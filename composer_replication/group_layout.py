@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.lighthouse import LighthouseStatus
+from composer_replication.quorum_reports import Report
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +18,8 @@ class GroupLayout:
 
     Rank r of a group averages with rank r of the others, in messages as long as its part of the
     model. A message of another length at the far end aborts the process inside gloo, without a
-    Python error, and a rank that its peers do not have finds nobody to connect to. So a group sends
-    its layout with its request for a quorum, and the members compare before they connect.
+    Python error, and a rank that its peers do not have finds nobody to connect to. So every report
+    has the group's layout, and the members of a quorum compare them before they connect.
 
     Only rank 0 compares: torchft tells higher ranks nothing of a group that has no such rank. All
     ranks vote on a quorum, and rank 0 votes against one of unequal layouts. If it is this group
@@ -41,41 +42,37 @@ class GroupLayout:
         self._store = store
         self._refusal: str | None = None
 
-    def told(self) -> list[int]:
-        """What the peers compare, as JSON gives it back."""
-        return [self.num_ranks, self.num_shards]
-
-    def fits(self, names: Sequence[str], told: Sequence[Mapping[str, Any]]) -> bool:
+    def fits(self, reports: Mapping[str, Report]) -> bool:
         """Whether the members of a quorum may connect; always true on ranks other than 0.
 
         A member that was in a quorum before is in the right. If all are new, the first one is.
 
         Args:
-            names: The members.
-            told: What each sent: ``layout``, and its ``last`` quorum, None for a new member.
+            reports: By the name of the member, in the order of the quorum.
         """
         if self._rank:
             return True
-        sent = [
-            (name.partition(":")[0], each["layout"], each["last"] is None)
-            for name, each in zip(names, told, strict=True)
-            if each["layout"] is not None
-        ]
-        name, right, _ = min(sent, key=lambda member: member[2], default=("", self.told(), False))
-        if self.told() != right:
-            self._refusal = refusal(self.told(), name, right)
+        name = min(reports, key=lambda each: reports[each].last is None)
+        right = _described(reports[name].num_ranks, reports[name].num_shards)
+        own = _described(self.num_ranks, self.num_shards)
+        if own != right:
+            self._refusal = _refusal(own, name, right)
             if self.num_ranks > 1:
                 self._store.set(self.KEY, self._refusal)
             return False
-        odd = [f"{name} has {_described(layout)}" for name, layout, _ in sent if layout != right]
+        sent = {n: _described(each.num_ranks, each.num_shards) for n, each in reports.items()}
+        odd = [f"{name.partition(':')[0]} has {text}" for name, text in sent.items() if text != own]
         if odd:
             log.warning(
-                "Not connecting to a replica group that must leave this run: %s, and this group "
-                "has %s",
+                "Not connecting to replica groups that have to leave: %s, and this group has %s",
                 "; ".join(odd),
-                _described(right),
+                own,
             )
         return not odd
+
+    def is_missing_rank(self, handle: str) -> bool:
+        """Whether torchft gives this handle for a group that has no rank of this number."""
+        return self._rank > 0 and not handle
 
     def check(self) -> None:
         """After a quorum that this group's ranks have voted down.
@@ -87,17 +84,6 @@ class GroupLayout:
             self._refusal = self._store.get(self.KEY).decode()
         if self._refusal is not None:
             raise SettingsMismatch(self._refusal)
-
-
-def parse_layout(sent: Any) -> list[int] | None:
-    """A layout that a peer has sent, or None if it is not one."""
-    is_one = isinstance(sent, list) and list(map(type, sent)) == [int, int] and min(sent) > 0
-    return sent if is_one else None
-
-
-def refusal(own: Sequence[int], name: str, right: Sequence[int]) -> str:
-    """One line that says which two layouts differ, and the fix."""
-    return _refusal(_described(own), name, _described(right))
 
 
 def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> None:
@@ -112,21 +98,20 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
         SettingsMismatch: A living group of the last quorum has another number.
     """
     for member in status.members:
-        name = member.replica_id.partition(":")[0]
-        is_peer = name != replica_id and member.replica_id in status.alive
+        name, right = member.replica_id, _ranks(member.world_size)
+        is_peer = name.partition(":")[0] != replica_id and name in status.alive
         if is_peer and member.world_size != num_ranks:
-            raise SettingsMismatch(_refusal(_ranks(num_ranks), name, _ranks(member.world_size)))
+            raise SettingsMismatch(_refusal(_ranks(num_ranks), name, right))
 
 
 def _refusal(own: str, name: str, right: str) -> str:
     return (
-        f"this replica group has {own}, and replica group {name!r} of this run has {right}: start "
-        "every group with the same number of ranks and the same kind of sharding"
+        f"this replica group has {own}, and replica group {name.partition(':')[0]} of this run has "
+        f"{right}: start every group with the same number of ranks and the same kind of sharding"
     )
 
 
-def _described(layout: Sequence[int]) -> str:
-    num_ranks, num_shards = layout
+def _described(num_ranks: int, num_shards: int) -> str:
     held = "the whole model on each" if num_shards == 1 else f"the model in {num_shards} shards"
     return f"{_ranks(num_ranks)} with {held}"
 
