@@ -45,7 +45,7 @@ def make_manager(
     Args:
         replica_id: Name of the replica group, different in each.
         lighthouse_addr: ``http://host:port`` of the lighthouse.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
             which groups differ between two syncs.

@@ -48,7 +48,9 @@ class Shards:
                 "pass the process group of all ranks of this replica group as ranks"
             )
         self._copies = [ranks.size() // count for count in counts]
-        self._device = next(iter(tensors)).device
+        # With FSDP2's CPU offload the shards are on the CPU, and the ranks talk over the accelerator.
+        sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
+        self._device = torch.device(next(sharded, None) or next(iter(tensors)).device)
 
     def own_part(self, square: Tensor, place: int) -> Tensor:
         """This rank's part of a sum of squares over a tensor, of which others hold the same."""

@@ -141,15 +141,16 @@ def test_there_is_no_version_to_come(client):
     assert answer.status_code == 422 and "no settings of version 7" in answer.json()["detail"]
 
 
-def test_a_group_of_another_number_of_ranks_is_refused_while_one_with_its_own_lives(client, clock):
+def test_a_group_of_another_number_of_ranks_is_refused_while_one_of_the_others_lives(client, clock):
     register(client)
     refused = register(client, "1", world_size=1)
     assert refused.status_code == 422 and refused.json()["detail"] == (
-        "replica group '1' has 1 ranks, and replica group '0' of this run has 2: start every group "
-        "with the same number of ranks"
+        "replica group '1' has a world size of 1, and replica group '0' of this run one of 2: start "
+        "every group with the same number of ranks"
     )
-    assert register(client, "0", world_size=1).status_code == 201  # itself, started anew
-    assert register(client, "1", world_size=1).status_code == 201
+    assert register(client, "1").status_code == 201
+    clock.now += 10.0
+    assert register(client, "2", world_size=1).status_code == 201  # nobody else is left
 
 
 # ---- what lasts ------------------------------------------------------------------------------
