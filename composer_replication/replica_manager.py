@@ -87,9 +87,9 @@ class ReplicaManager(Manager):
         return self
 
     @property
-    def is_anothers_fault(self) -> bool:
-        """Whether the failure of the last sync is no fault of this group; see ``QuorumWatch``."""
-        return self._watch.is_anothers_fault
+    def fault(self) -> str | None:
+        """Where the reason lies why the last sync failed: ``this`` group, ``another``, or None."""
+        return self._watch.fault
 
     def _forget_quorum(self) -> None:
         """Have torchft connect anew, which it does when the quorum's id is new to it."""
@@ -221,7 +221,7 @@ class ReplicaManager(Manager):
         """
         self._watch.disconnected()
         if self._alarm is not None:
-            self._alarm.raise_for_all()  # of the connection before: nobody listens to it any more
+            self._alarm.close()
             self._alarm = None
         addresses = [json.loads(handle)["store"] for handle in handles]
         self._check_reachable(dict(zip(self._watch.members, addresses, strict=True)))
