@@ -139,8 +139,8 @@ class Registry:
             if other != replica_id and is_known and theirs != ranks:
                 raise RefusedError(
                     f"replica group {replica_id!r} has a world size of {ranks}, and replica group "
-                    f"{other!r} of this run one of {theirs}: start every group with the same number "
-                    "of ranks"
+                    f"{other!r} of this run one of {theirs}: start every group with the same "
+                    "number of ranks"
                 )
 
     def model_fingerprint(self) -> str | None:

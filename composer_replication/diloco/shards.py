@@ -48,7 +48,7 @@ class Shards:
                 "pass the process group of all ranks of this replica group as ranks"
             )
         self._copies = [ranks.size() // count for count in counts]
-        # With FSDP2's CPU offload the shards are on the CPU, and the ranks talk over the accelerator.
+        # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend is not.
         sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
         self._device = torch.device(next(sharded, None) or next(iter(tensors)).device)
 

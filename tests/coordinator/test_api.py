@@ -145,8 +145,8 @@ def test_a_group_of_another_number_of_ranks_is_refused_while_one_of_the_others_l
     register(client)
     refused = register(client, "1", world_size=1)
     assert refused.status_code == 422 and refused.json()["detail"] == (
-        "replica group '1' has a world size of 1, and replica group '0' of this run one of 2: start "
-        "every group with the same number of ranks"
+        "replica group '1' has a world size of 1, and replica group '0' of this run one of 2: "
+        "start every group with the same number of ranks"
     )
     assert register(client, "1").status_code == 201
     clock.now += 10.0
