@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
 from torchft.work import _DummyWork
 
+from composer_replication.group_layout import GroupLayout
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
@@ -57,6 +58,7 @@ class ReplicaManager(Manager):
     _lighthouse_addr = ""
     _is_shut_down = False
     _watch: QuorumWatch
+    layout: GroupLayout
     _alarm: SyncAlarm | None = None
 
     def take_over(
@@ -80,6 +82,8 @@ class ReplicaManager(Manager):
             self._timeout,
             tokens,
         )
+        self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
+        self._watch.layout = self.layout
         return self
 
     @property

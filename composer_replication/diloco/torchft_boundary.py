@@ -47,6 +47,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_client",
         "_connect_timeout",
         "_executor",
+        "_group_rank",
         "_group_world_size",
         "_load_state_dict_fns",
         "_manager",
