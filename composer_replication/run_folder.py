@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import time
@@ -9,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from composer_replication.folder_lock import lock_folder
 from composer_replication.json_files import (
     JsonLineWriter,
     read_json,
@@ -19,6 +22,7 @@ from composer_replication.json_files import (
 log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
+LOCK = "launch.lock"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -37,15 +41,20 @@ OUTER_STEP = "diloco/outer_step"
 def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
     """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
 
-    With ``autoresume`` a run that is in it goes on.
+    With ``autoresume`` a run that is in it goes on. Until this process ends no other one can run in
+    that folder.
 
     Raises:
-        ValueError: There is a run in it, or it is no folder.
+        ValueError: There is a run in it, another process runs in it, or it is no folder.
     """
-    default = Path("runs") / f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(config.get("run_dir") or default).absolute()
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
+    if config.get("run_dir"):
+        run_dir = Path(config["run_dir"]).absolute()
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ValueError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
+        run_dir.mkdir(parents=True, exist_ok=True)
+    else:
+        run_dir = _make_new_folder(Path("runs").absolute(), Path(config_path).stem)
+    lock_folder(run_dir, LOCK, "give another run_dir=...")
     written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
     goes_on = bool(config.get("autoresume"))
     if not goes_on and any(path for pattern in written for path in run_dir.glob(pattern)):
@@ -54,7 +63,6 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
             "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
             "remove that one"
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
     # What is left of a start that failed, or of the end of the run that goes on, is not the new
     # one's. Metrics and logs stay.
     for pattern in (SUMMARY, STOP, f"replica_*/{RESULT}"):
@@ -66,6 +74,17 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
         else:
             path.unlink()
     return run_dir
+
+
+def _make_new_folder(parent: Path, name: str) -> Path:
+    """Two runs that start in the same second get a folder each."""
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError("there is always a next number")
 
 
 def log_path(run_dir: Path, replica_id: str | int) -> Path:

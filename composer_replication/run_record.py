@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from composer_replication.config import read_value
 from composer_replication.json_files import JsonLineReader, read_json, replace_json
 from composer_replication.run_folder import (
     CONFIG,
@@ -124,11 +123,10 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _sync_every(run_dir: Path) -> int | None:
-    path = run_dir / CONFIG  # a training script of somebody's own leaves none
-    config = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
-    section = (config.get("callbacks") or {}).get("diloco") or {}
-    if "sync_every" in section:
-        return section["sync_every"]
+    # A training script of somebody's own leaves no config.
+    sync_every = read_value(run_dir / CONFIG, "callbacks.diloco.sync_every")
+    if sync_every is not None:
+        return sync_every
     statuses = [read_json(path) for path in run_dir.glob(f"replica_*/{STATUS}")]
     return next(filter(None, map(implied_sync_every, statuses)), None)
 

@@ -81,6 +81,9 @@ def test_groups_are_in_the_order_of_their_numbers(tmp_path):
 def test_the_length_of_a_round_is_known_without_a_config(tmp_path):
     write_run(tmp_path)
     assert read_run(tmp_path).sync_every == 10
+    text = "callbacks: {diloco: {sync_every: '${variables.h}'}}\nvariables: {h: 20}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    assert read_run(tmp_path).sync_every == 20
     (tmp_path / "config.yaml").unlink()
     assert read_run(tmp_path).sync_every is None
     assert write_report(tmp_path).exists()

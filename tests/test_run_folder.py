@@ -108,6 +108,51 @@ def test_the_run_folder_is_named_after_the_config_unless_told(tmp_path, monkeypa
     assert make_run_folder({"run_dir": "here"}, "tiny.yaml") == tmp_path / "here"
 
 
+def test_two_runs_that_start_in_the_same_second_have_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = {make_run_folder({}, "tiny.yaml") for _ in range(5)}
+    assert len(folders) == 5 and all(folder.is_dir() for folder in folders)
+
+
+HOLD = """
+import sys
+from composer_replication.run_folder import make_run_folder
+try:
+    make_run_folder({"run_dir": sys.argv[1], "autoresume": True}, "tiny.yaml")
+    print("started", flush=True)
+    sys.stdin.read()
+except ValueError as error:
+    print(error)
+"""
+
+
+def hold(folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=-1, stdout=-1, stderr=-1, text=True
+    )
+
+
+def test_a_folder_in_which_another_process_runs_is_refused_before_anything_changes(tmp_path):
+    (tmp_path / "replica_0").mkdir()
+    with hold(tmp_path) as first:
+        assert first.stdout.readline() == "started\n"
+        (tmp_path / "STOP").touch()
+        said, _ = hold(tmp_path).communicate()
+        assert f"{tmp_path} is in use by process {first.pid}: wait for its end, end it, or" in said
+        assert (tmp_path / "STOP").exists()
+        with pytest.raises(ValueError, match=r"or give another run_dir=\.\.\."):
+            make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
+        first.kill()
+    with hold(tmp_path) as third:
+        assert third.stdout.readline() == "started\n"
+        third.stdin.close()
+
+
+def test_a_process_may_run_twice_in_its_folder(tmp_path):
+    for _ in range(2):
+        assert make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml") == tmp_path
+
+
 @pytest.mark.parametrize("name", ["summary.json", "replica_0/metrics.jsonl"])
 def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
     (tmp_path / "replica_0").mkdir()
