@@ -320,7 +320,7 @@ class DiLoCoCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         # A collective under FSDP, and every rank is asked.
         if self.diloco is not None:
-            return self._packed(self._diloco_state(copies=False))  # Composer writes it at once
+            return self._packed(self._diloco_state())  # Composer writes it at once
         return self._resume.state_dict() if self._ended is None else self._packed(self._ended)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -337,11 +337,12 @@ class DiLoCoCallback(Callback):
             "final_loss": self._progress.final_loss,
             "eval": {},
         }
-        self._folder.write_result(self.result)
         if self._data is not None:
             self._data.end(self.diloco)
-        self._ended = self._diloco_state()
+        self._ended = self._diloco_state()  # no copies: there is no next inner step
         self._leave()
+        # Last, since it fails on a full disk: the others and the coordinator know all by then.
+        self._folder.write_result(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:  # after an exception, since fit_end has not come
@@ -414,9 +415,10 @@ class DiLoCoCallback(Callback):
         if self._run is not None:
             self._run.offer_settings(self.diloco)
 
-    def _diloco_state(self, *, copies: bool = True) -> dict[str, Any]:
+    def _diloco_state(self) -> dict[str, Any]:
+        """DiLoCo's state, with its own tensors: good until the next inner step."""
         assert self.diloco is not None, "while there is one"
-        diloco_state = self.diloco.state_dict(copies=copies)
+        diloco_state = self.diloco.state_dict(copies=False)
         if self._data is not None:
             diloco_state["reading"] |= self._data.place_state()
         return diloco_state

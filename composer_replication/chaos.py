@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication.config import ConfigError
+from composer_replication.json_files import read_json
 from composer_replication.launch import launch
 from composer_replication.run_folder import STATUS, STOP, log_path, make_run_folder
 from composer_replication.run_record import Run, read_run
@@ -90,7 +91,7 @@ class Saboteur:
         if record.status is not None or record.due is not None or replica_id in self._stopped:
             return False
         path = log_path(supervisor.run_dir, replica_id).with_name(STATUS)
-        return path.exists() and json.loads(path.read_text()).get("phase") == "training"
+        return read_json(path).get("phase") == "training"
 
     def _strike(self, supervisor: Supervisor, replica_id: int, now: float) -> None:
         strike = Strike(now, self._random.choice(KINDS), replica_id)

@@ -21,6 +21,7 @@ from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.known_errors import INTERRUPTED, report_error
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.lossy_output import lose_what_cannot_be_printed
 from composer_replication.preflight import check_reachable
 from composer_replication.supervision import MAX_RESTARTS
 
@@ -86,6 +87,7 @@ def root(
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train one replica group; also under `composer -n N` or torchrun."""
+    lose_what_cannot_be_printed()
     checked = load_config(config, overrides or [])
     check_reachable(checked)
     # Here: importing Composer takes seconds, and what is wrong should be said before.

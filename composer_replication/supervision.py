@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from composer_replication.json_files import read_json, replace_json
 from composer_replication.known_errors import BAD_INPUT
 from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
 from composer_replication.run_folder import METRICS, STATUS, log_path
+
+log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
@@ -154,9 +157,11 @@ class Supervisor:
 
     def _phase(self, replica_id: int) -> str:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        return json.loads(path.read_text())["phase"] if path.exists() else ""
+        return read_json(path).get("phase", "")
 
     def _say_phase(self, replica_id: int, phase: str) -> None:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        status = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(status | {"phase": phase}))
+        try:
+            replace_json(path, read_json(path) | {"phase": phase})
+        except OSError as error:  # a full disk must not end the groups that train
+            log.warning("Cannot write %s (%s): group %d is %s", path, error, replica_id, phase)
