@@ -105,6 +105,7 @@ class Supervisor:
             if record.due is not None:
                 self._start_again_if_due(replica_id, record)
             elif status == 0:
+                self.groups.end(replica_id)
                 record.status = 0
             elif status is not None:
                 self._has_died(replica_id, record, status)
