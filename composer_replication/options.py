@@ -143,22 +143,29 @@ class ReplicaEnv:
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
-    | ``COMPOSER_REPLICATION_TOKEN`` | a secret that all groups of a run share, for their heals |
+    | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
+      replaced two, the new one first, with a comma between them |
+
+    ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
     """
 
     replica_id: str | None
     num_replicas: int | None
     lighthouse_addr: str | None
     run_dir: str | None
-    token: str | None = field(default=None, repr=False)
+    tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
+
+    @property
+    def token(self) -> str | None:
+        return self.tokens[0] if self.tokens else None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
         """Read it.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer.
+            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, or a token is malformed.
         """
         environ = os.environ if environ is None else environ
         count = environ.get("NUM_REPLICA_GROUPS")
@@ -169,9 +176,43 @@ class ReplicaEnv:
             num_replicas=None if count is None else int(count),
             lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
-            token=environ.get(TOKEN) or None,
+            tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
         )
+
+
+def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
+    """The run's accepted tokens; whoever signs uses the first.
+
+    There are two while a token is being replaced: first every process accepts both, then the old
+    one is removed.
+
+    Args:
+        text: One token, or two with a comma or a line break between them. Surrounding whitespace
+            is dropped, since files and secret stores append a line break.
+        source: What the text was read from, for the error.
+
+    Returns:
+        None, one or two tokens.
+
+    Raises:
+        ValueError: A token is not printable ASCII, which an HTTP header needs, or there are more
+            than two. The message does not contain the token.
+    """
+    tokens = tuple(filter(None, (part.strip() for part in text.replace("\n", ",").split(","))))
+    for token in tokens:
+        for place, character in enumerate(token, start=1):
+            if not "!" <= character <= "~":
+                raise ValueError(
+                    f"{source}: character {place} of the token is U+{ord(character):04X}, which is "
+                    "not printable ASCII: make one with `openssl rand -hex 16`"
+                )
+    if len(tokens) > 2:
+        raise ValueError(
+            f"{source} has {len(tokens)} tokens, separated by commas or line breaks: use one, or "
+            "the new and the old one while it is being replaced"
+        )
+    return tokens
 
 
 def _check_count(name: str, value: object, least: int) -> None:
