@@ -13,6 +13,9 @@ from composer_replication.known_errors import BAD_INPUT
 from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
 from composer_replication.run_folder import METRICS, STATUS, ReplicaFolder, log_path
 
+HANG_TIMEOUT_S = 600.0
+"""After how long without any progress a group ends itself, in seconds."""
+
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
@@ -32,6 +35,7 @@ class GroupRecord:
         due: When to start it again; None while it runs or has ended for good.
         status: The exit status it ended with for good; None before.
         is_given_up: Whether it died when there was no one left to join.
+        deaths: The exit statuses of its lives that ended too early.
     """
 
     restarts: int = 0
@@ -40,6 +44,7 @@ class GroupRecord:
     due: float | None = None
     status: int | None = None
     is_given_up: bool = False
+    deaths: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -97,6 +102,12 @@ class Supervisor:
         """How often each group was started again, by its name."""
         return {str(replica_id): record.restarts for replica_id, record in self.records.items()}
 
+    def trains(self, replica_id: int) -> bool:
+        """Whether a group is in training now."""
+        record = self.records[replica_id]
+        is_there = record.status is None and record.due is None
+        return is_there and self._phase(replica_id) == "training"
+
     def _look(self) -> None:
         for replica_id, status in self.groups.exit_statuses().items():
             record = self.records[replica_id]
@@ -113,6 +124,7 @@ class Supervisor:
                 self._give_up(replica_id, record)
 
     def _has_died(self, replica_id: int, record: GroupRecord, status: int) -> None:
+        record.deaths.append(status)
         self.groups.end(replica_id)  # ranks and loader workers that have outlived their parent
         if self._metrics_size(replica_id) > record.committed:
             record.in_a_row = 0
