@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ from composer_replication.options import ReplicaOptions
 from composer_replication.progress import Progress, max_batches
 from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
-from composer_replication.stopping import expect_end, watch_for_stops
+from composer_replication.stopping import end_if_stuck_in_close
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -239,7 +240,6 @@ class DiLoCoCallback(Callback):
             return
         check_parallelism(state)
         resumed = self._resume.read(state)
-        watch_for_stops()
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -345,8 +345,11 @@ class DiLoCoCallback(Callback):
         self._folder.write_result(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
-        if self.diloco is not None:  # after an exception, since fit_end has not come
-            expect_end(status=1)  # Composer's barrier comes next, and the other ranks may not
+        error = sys.exc_info()[1]
+        if (
+            self.diloco is not None or error is not None
+        ):  # fit_end has not come, or later code fails
+            end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
         self._leave()
         if self._weights is not None:
             self._weights.remove()
