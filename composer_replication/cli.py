@@ -269,6 +269,35 @@ def plan(
 
 
 @app.command()
+def certificates(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write them: a group's tls_dir.")
+    ],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address for which a browser accepts it; several times."),
+    ] = None,
+    authority: Annotated[
+        Path | None,
+        typer.Option(help="The run's authority, made if it is not there. Else: DIR-authority."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1)] = 365,
+) -> None:
+    """Make a certificate for TLS within a run, and the run's authority if there is none."""
+    from composer_replication.certificates import CA_KEY, make_certificates
+
+    folder = folder.absolute()
+    authority = authority or folder.with_name(f"{folder.name}-authority")
+    until, is_new = make_certificates(folder, host or [], authority, days)
+    print(f"{folder}: certificate valid until {until:%Y-%m-%d}")
+    print(f"Set COMPOSER_REPLICATION_TLS_DIR={folder} for a group, launch and the coordinator.")
+    print(
+        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: it makes members of this "
+        "run, so keep it on one machine."
+    )
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
 ) -> None:
