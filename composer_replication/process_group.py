@@ -7,6 +7,7 @@ import os
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
+from threading import Thread
 from urllib.parse import urlsplit
 
 import psutil
@@ -68,9 +69,10 @@ class GlooOnTorch27(Gloo):
         super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
 
     def abort(self, errored: bool = True) -> None:
-        backend = self._backend()
+        backends = [self._backend()]
         super().abort(errored=errored)
-        del backend
+        # Its end waits for what is under way in it, which may take until its timeout.
+        Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
 
     def shutdown(self) -> None:
         backend = self._backend()

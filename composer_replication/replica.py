@@ -11,7 +11,7 @@ import torch
 
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse
-from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.prefetch import prefetch
 from composer_replication.process_group import check_hostname, host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
@@ -85,7 +85,8 @@ def make_manager(
     process_group = make_process_group(backend, timeout, hostname)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
-    token = token or ReplicaEnv.from_env().token
+    tokens = read_tokens(token) if token else ReplicaEnv.from_env().tokens
+    token = tokens[0] if tokens else None
     if token is None:
         log.warning(
             "%s is not set: whoever reaches the lighthouse can take this run's state, and give it "
@@ -132,7 +133,7 @@ def make_manager(
         quorum_retries=quorum_retries,
     )
     manager.store = store
-    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s)
+    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens)
 
 
 class _OneLine(logging.Filter):

@@ -46,6 +46,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_quorum_future",
         "_quorum_id",
         "_reconfigure_pg",
+        "_store",
         "_timeout",
     ),
     "torchft.manager._ManagedWork": ("_work", "wait"),
@@ -86,3 +87,11 @@ class DiLoCoManager(Protocol):
     ) -> None: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+
+def is_anothers_fault(manager: Any) -> bool:
+    """Whether the failure of the last sync is no fault of this group, as far as can be known.
+
+    The quorum after it says so. torchft's own Manager, and the simulated one, never know.
+    """
+    return getattr(manager, "is_anothers_fault", False)
