@@ -47,7 +47,7 @@ def coordinate(
         state_dir=state_dir,
         bind=bind,
         hostname=hostname,
-        token=token,
+        tokens=[token] if token else [],
         model_section=config.get("model"),
     )
     console = Console(highlight=False)

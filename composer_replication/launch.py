@@ -98,7 +98,7 @@ def launch(
         min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
-        token=token,
+        tokens=[token],
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
         all_start=True,

@@ -1,21 +1,31 @@
-"""The coordinator's HTTP interface. ``/docs`` describes it, ``/`` is a page for people."""
+"""The coordinator's HTTP interface. ``/openapi.json`` describes it, ``/`` is a page for people."""
 
 from __future__ import annotations
 
-import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, Field
+from fastapi.security import HTTPBearer
+from pydantic import Field
 
 from composer_replication import __version__
-from composer_replication.coordinator.api_types import Count, Name, Number, Refusal, Strict
+from composer_replication.coordinator.admission import Admission
+from composer_replication.coordinator.api_types import (
+    Changes,
+    GroupName,
+    Info,
+    Name,
+    Progress,
+    Pulse,
+    Refusal,
+    Registration,
+)
 from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.journal import Journal
@@ -45,87 +55,14 @@ STATUS_OF = {
 """What each of our errors is in HTTP; the text is theirs."""
 
 
-_BEARER = HTTPBearer(auto_error=False)
-
-
-class Info(BaseModel):
-    """What a replica group has to know before it starts."""
-
-    version: str
-    torchft: str
-    settings_authority: bool = True
-    settings: dict[str, Any]
-    settings_version: int
-    settings_source: str
-    num_replicas: int
-    min_replicas: int
-    lighthouse_addr: str
-    heartbeat_timeout_s: float
-    outer_step: int
-    model_fingerprint: str | None
-    model_section: dict[str, Any] | None
-
-
-class ModelTensor(Strict):
-    """A tensor that is synchronised."""
-
-    name: Name
-    shape: list[Count]
-    dtype: Name
-
-
-class Registration(Strict):
-    """A replica group that wants to take part."""
-
-    replica_id: Name
-    session: Name
-    host: Name
-    world_size: Annotated[int, Field(ge=1, lt=2**31)]
-    composer_replication: Name
-    torchft: Name
-    model: Annotated[list[ModelTensor], Field(min_length=1)]
-
-
-class Progress(Strict):
-    """Where a replica group stands."""
-
-    session: Name
-    phase: Name | None = None
-    batch: Count | None = None
-    max_batches: Count | None = None
-    inner_steps: Count | None = None
-    outer_step: Count | None = None
-    round: Number = None
-    loss: Number = None
-    contribution: Number = None
-    num_participants: Count | None = None
-    sync_seconds: Number = None
-    seconds_since_sync: Number = None
-    steps_per_second: Number = None
-    settings_version: Count | None = None
-
-
-class Pulse(BaseModel):
-    """The answer to a heartbeat."""
-
-    settings_version: int
-
-
-class Changes(Strict):
-    """Settings to change while the run goes on."""
-
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    sync_every: int | None = None
-
-
 def create_app(
     settings: RunSettings,
     registry: Registry,
     streams: Streams,
     journal: Journal,
     *,
-    token: str | None,
+    tokens: Collection[str],
+    hosts: Collection[str] | None = None,
     lighthouse_addr: str,
     num_replicas: int,
     min_replicas: int,
@@ -138,31 +75,27 @@ def create_app(
         registry: Of its replica groups.
         streams: Of their samples.
         journal: Of what has happened.
-        token: What every request but those for the page has to bear; None for no such check.
+        tokens: One of them every request but those for the page has to bear; none for no check.
+        hosts: Names in the ``Host`` header that are accepted; None for any.
         lighthouse_addr: ``http://host:port``, as groups reach it.
         num_replicas: How many groups a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
         model_section: The config's ``model``, if it has one.
     """
-
-    def check_token(
-        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
-    ) -> None:
-        found = given.credentials if given is not None else ""
-        if token is not None and not hmac.compare_digest(found.encode(), token.encode()):
-            raise HTTPException(
-                401,
-                "wrong token: set COMPOSER_REPLICATION_TOKEN to this run's secret",
-                {"WWW-Authenticate": "Bearer"},
-            )
-
     refusals: dict[int | str, dict[str, Any]] = {
-        code: {"model": Refusal} for code in (401, 409, 410, 507)
+        code: {"model": Refusal} for code in (401, 409, 410, 413, 422, 507)
     }
-    app = FastAPI(title="composer-replication coordinator", version=__version__)
+    # No /docs: its script comes from a CDN, into a page where people type the token.
+    app = FastAPI(
+        title="composer-replication coordinator", version=__version__, docs_url=None, redoc_url=None
+    )
+    app.add_middleware(Admission, tokens=tokens, hosts=hosts)
+    app.add_exception_handler(RequestValidationError, _explain_invalid)
     for kind, code in STATUS_OF.items():
         app.add_exception_handler(kind, _answer_with(code))
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_token)], responses=refusals)
+    # For the description alone: the token is checked by Admission, before the body is read.
+    described = [Depends(HTTPBearer(auto_error=False))]
+    v1 = APIRouter(prefix="/v1", dependencies=described, responses=refusals)
 
     @v1.get("/info")
     def info() -> Info:
@@ -206,7 +139,7 @@ def create_app(
         return Pulse(settings_version=settings.newest()[0])
 
     @v1.post("/replicas/{replica_id}/heartbeat")
-    def heartbeat(replica_id: Name, progress: Progress) -> Pulse:
+    def heartbeat(replica_id: GroupName, progress: Progress) -> Pulse:
         """Say that a group is alive, and where it stands."""
         told = progress.model_dump(exclude={"session"}, exclude_none=True)
         registry.heartbeat(replica_id, progress.session, told)
@@ -214,7 +147,7 @@ def create_app(
         return Pulse(settings_version=settings.newest()[0])
 
     @v1.delete("/replicas/{replica_id}")
-    def leave(replica_id: Name, session: Name) -> Pulse:
+    def leave(replica_id: GroupName, session: Name) -> Pulse:
         """End taking part."""
         registry.leave(replica_id, session)
         return Pulse(settings_version=settings.newest()[0])
@@ -251,3 +184,12 @@ def _answer_with(status: int) -> Any:
         return JSONResponse({"detail": str(error)}, status)
 
     return answer
+
+
+async def _explain_invalid(request: Request, error: Exception) -> JSONResponse:
+    """Say what is wrong without the input: FastAPI's own answer repeats it, and fails on NaN."""
+    del request
+    assert isinstance(error, RequestValidationError), "it is registered for that"
+    told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+    # The name of an unknown field comes from the request.
+    return JSONResponse({"detail": told.encode("ascii", "backslashreplace").decode()[:500]}, 422)

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import AfterValidator, BaseModel, Field
 
-from composer_replication.coordinator.api_types import Count, Name, Refusal, Strict
+from composer_replication.coordinator.api_types import Count, GroupName, Name, Refusal, Strict
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.unit_leases import Lease
 from composer_replication.coordinator.unit_progress import DatasetProgress
@@ -43,7 +43,7 @@ class NewStream(Strict):
 
     name: Name
     dataset_id: Name
-    replica_id: Name
+    replica_id: GroupName
     session: Name
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
 from composer_replication import __version__
 from composer_replication.coordinator.api import create_app
 from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_settings import RunSettings
@@ -44,7 +41,7 @@ class Coordinator:
         bind: Where the service listens, ``address:port``, and on the next port the lighthouse; port
             0 is a free one for each.
         hostname: How groups reach this machine. None: its host name.
-        token: What every request has to bear; None for no such check.
+        tokens: Every request has to bear one of them; none for no such check.
         heartbeat_timeout_s: After how long a silent group is dead.
         straggler_timeout_s: How long a quorum waits for a group that is alive and not there yet.
         lighthouse_heartbeat_ms: After how long without a heartbeat the lighthouse drops a group.
@@ -68,14 +65,14 @@ class Coordinator:
         min_replicas: int = 1,
         bind: str = "[::]:0",
         hostname: str | None = None,
-        token: str | None = None,
+        tokens: Sequence[str] = (),
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
         lighthouse_heartbeat_ms: int = 5_000,
         all_start: bool = False,
         model_section: Mapping[str, Any] | None = None,
     ) -> None:
-        self._socket = _listen(bind)
+        self._http = HttpService(bind)
         state_dir.mkdir(parents=True, exist_ok=True)
         self._database = Database(state_dir / STATE)
         try:
@@ -89,41 +86,36 @@ class Coordinator:
             )
         except BaseException:
             self._database.close()
-            self._socket.close()
+            self._http.close()
             raise
         self._registry = registry
         address = bind.rpartition(":")[0]
         lighthouse_port = self._lighthouse.address().rpartition(":")[2]
         host = hostname or _reachable_as(address)
         self.lighthouse_addr = f"http://{host}:{lighthouse_port}"
-        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
+        self.address = f"http://{host}:{self._http.port}"
         app = create_app(
             run_settings,
             registry,
             streams,
             journal,
-            token=token,
+            tokens=tokens,
+            hosts=None if tokens else _loopback_names(bind, hostname),
             lighthouse_addr=self.lighthouse_addr,
             num_replicas=num_replicas,
             min_replicas=min_replicas,
             model_section=model_section,
         )
-        # Its own log lines, one for every request, would bury ours.
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="coordinator", daemon=True
-        )
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.01)
-        if not self._server.started:
+        try:
+            self._http.start(app)
+        except BaseException:
             self.shutdown()
-            raise OSError("the coordinator's HTTP service has not started: the log says why")
+            raise
 
     @property
     def is_serving(self) -> bool:
         """Whether the service answers."""
-        return self._thread.is_alive()
+        return self._http.is_serving
 
     def group_has_ended(self, replica_id: int | str) -> None:
         """A group's processes are gone: it may be started again without a wait."""
@@ -131,28 +123,9 @@ class Coordinator:
 
     def shutdown(self) -> None:
         """End the service and the lighthouse; all that was answered is on the disk."""
-        self._server.should_exit = True
-        self._thread.join(5.0)
+        self._http.close()
         self._database.close()
         self._lighthouse.shutdown()
-
-
-def _listen(bind: str) -> socket.socket:
-    address, _, port = bind.rpartition(":")
-    if not port.isdecimal() or not address:
-        raise ValueError(f"--bind {bind!r}: write address:port, e.g. 0.0.0.0:29512 or [::]:0")
-    host = address.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server(
-            (host, int(port)), family=family, dualstack_ipv6=host == "::", reuse_port=False
-        )
-        # Accepted ones inherit it. asyncio does not set it on sockets that are not its own, and
-        # without it the second packet of an answer waits 40 ms for the client to say it has one.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listening
-    except OSError as error:
-        raise OSError(f"cannot listen at --bind {bind}: {error}. Choose another port") from error
 
 
 def _start_lighthouse_beside(
@@ -179,3 +152,18 @@ def _reachable_as(address: str) -> str:
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
+
+
+def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
+    """The names of a service that only this machine reaches; None if others do."""
+    return (
+        ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
+        if is_loopback(bind)
+        else None
+    )
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this machine reaches what listens at ``address:port``."""
+    host = bind.rpartition(":")[0].strip("[]")
+    return host == "localhost" or host == "::1" or host.startswith("127.")

@@ -52,7 +52,7 @@ def make(tmp_path, clock, *, settings=SETTINGS, token="secret", **arguments):
         registry,
         Streams(database, registry, journal),
         journal,
-        token=token,
+        tokens=[token] if token else [],
         lighthouse_addr="http://head:1",
         num_replicas=2,
         min_replicas=1,
