@@ -40,7 +40,25 @@ class AdvertisedHost(ProcessGroup):
 
 
 class Gloo(AdvertisedHost, ProcessGroupGloo):
-    """torchft's gloo group."""
+    """torchft's gloo group, over TLS if it has a tunnel."""
+
+    tunnel: TlsTunnel | None = None
+    _relays: Sequence[str] = ()
+
+    def get_reconfigure_handle(self) -> str:
+        handle = super().get_reconfigure_handle()
+        if self.tunnel is None:
+            return handle
+        return json.dumps(json.loads(handle) | {"tls": self.tunnel.address})
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        self._relays = [json.loads(handle).get("tls") for handle in opts.handles]
+        return super().reconfigure(opts)
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
+        if self.tunnel is None:
+            return super()._create_pg(store, rank, world_size)
+        return make_gloo(store, self.tunnel, rank, self._relays, self._timeout)
 
 
 class GlooOnTorch27(Gloo):

@@ -7,8 +7,9 @@ kernel's buffers hold, both wait for ever, and no timeout ends it: on a network 
 bytes an allreduce of 4 MB. It would also apply to every gloo group of the process, or to none, and
 it loads a ``libssl.so`` that only development packages install.
 
-So gloo's connections go through ``tls_relay``. gloo tells its peers where it listens through the
-rendezvous store; here that is rewritten on its way.
+So gloo's connections go through ``tls_relay``. The members of a quorum report the addresses of
+their relays in the handles that the run's token signs. Where gloo itself listens, it tells its
+peers through the rendezvous store; ``TunnelStore`` replaces that by where the relay listens.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed import Store
 
-from composer_replication.tls import HANDSHAKE_TIMEOUT_S, check_tls_dir
-from composer_replication.tls_relay import OWN
+from composer_replication.tls import check_tls_dir, client_context
+from composer_replication.tls_relay import OWN, PING
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ assert LOWER < OWN < HIGHER
 
 
 class TlsTunnel:
-    """A process's relay.
+    """A process's relay, which is started when it is needed.
 
     Args:
         tls_dir: The folder of certificates.
@@ -54,32 +55,47 @@ class TlsTunnel:
 
     def __init__(self, tls_dir: str, host: str, bind: str) -> None:
         check_tls_dir(tls_dir)
+        self._context = client_context(tls_dir)
         self._command = [sys.executable, "-m", "composer_replication.tls_relay", tls_dir, bind]
         self._host = f"[{host}]" if ":" in host else host
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self.address = ""
+        self._port = 0
+
+    @property
+    def address(self) -> str:
         """``host:port``, where peers reach the relay."""
+        with self._lock:
+            self._start()
+            return f"{self._host}:{self._port}"
 
     def serve(self, gloo_port: int) -> None:
         """Let peers reach gloo at a port, and no longer where it listened before."""
         with self._lock:
-            self._start()
             self._ask({"serve": gloo_port})
 
     def reach(self, address: str, gloo_port: int, listen: str) -> int:
         """The port at a loopback address that leads to a peer's gloo."""
-        host, _, port = address.rpartition(":")
+        command = {"reach": [*_host_and_port(address), gloo_port], "listen": listen}
         with self._lock:
-            command = {"reach": [host.strip("[]"), int(port), gloo_port], "listen": listen}
             return self._ask(command)["port"]
 
-    def close(self) -> None:
-        """Let the relay end once it has sent everything; gloo's connections have to be closed."""
-        with self._lock:
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()
-                self._process = None
+    def answers(self, address: object, timeout: float) -> bool:
+        """Whether a relay is there and accepts this process's certificate, as this one does its."""
+        try:
+            if not isinstance(address, str):
+                raise ConnectionError("it offers no TLS: all groups need a tls_dir, or none")
+            with (
+                socket.create_connection(_host_and_port(address), timeout) as connection,
+                self._context.wrap_socket(connection) as tls,
+            ):
+                tls.sendall(PING.to_bytes(2))
+                if not tls.recv(1):
+                    raise ConnectionError("it closed the connection")
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            log.warning("No TLS connection to the replica group at %s: %s", address, error)
+            return False
+        return True
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -89,22 +105,22 @@ class TlsTunnel:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.address = f"{self._host}:{self._answer()['port']}"
+        self._port = self._answer()["port"]
 
     def _ask(self, command: dict[str, Any]) -> Any:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None, "see address"
         try:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the answer says so
+            pass  # there is no answer then
         return self._answer()
 
     def _answer(self) -> Any:
         assert self._process is not None and self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise ConnectionError("the TLS relay of this process has ended, its log says why")
+            raise RuntimeError("the TLS relay of this process has ended; its log says why")
         return json.loads(line)
 
 
@@ -115,33 +131,28 @@ class TunnelStore(Store):
         store: What the groups share.
         tunnel: This process's.
         rank: Of this group in the quorum.
-        world_size: Groups in the quorum.
+        relays: Addresses of the members' relays, by rank.
     """
 
-    def __init__(self, store: Store, tunnel: TlsTunnel, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, tunnel: TlsTunnel, rank: int, relays: Sequence[str]) -> None:
         super().__init__()
         self._store = store
         self._tunnel = tunnel
         self._rank = rank
-        self._peers = {f"0/{peer}": peer for peer in range(world_size) if peer != rank}
+        self._relays = {f"0/{peer}": relay for peer, relay in enumerate(relays)}
 
     def set(self, key: str, value: bytes) -> None:
         if key == f"0/{self._rank}":
             self._tunnel.serve(_port(value)[1])
-            self._store.set(_relay(key), self._tunnel.address)
-            self._store.set(key, value)
-            self._wait_for_relays()
-        else:
-            self._store.set(key, value)
+        self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
         value = self._store.get(key)
-        if key not in self._peers:
+        if key not in self._relays or key == f"0/{self._rank}":
             return value
         at, gloo_port = _port(value)
-        listen = LOWER if self._peers[key] < self._rank else HIGHER
-        address = self._store.get(_relay(key)).decode()
-        port = self._tunnel.reach(address, gloo_port, listen)
+        listen = LOWER if int(key[2:]) < self._rank else HIGHER
+        port = self._tunnel.reach(self._relays[key], gloo_port, listen)
         return value[:at] + port.to_bytes(2) + socket.inet_aton(listen) + value[at + 6 :]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -156,26 +167,16 @@ class TunnelStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check(keys)
 
-    def _wait_for_relays(self) -> None:
-        """Before gloo waits for a member without TLS as long as for an allreduce."""
-        for key, peer in self._peers.items():
-            try:
-                self._store.wait([_relay(key)], timedelta(seconds=2 * HANDSHAKE_TIMEOUT_S))
-            except torch.distributed.DistError as error:
-                raise ConnectionError(
-                    f"member {peer} of the quorum offers no TLS: it is not of this run, or it has "
-                    "no tls_dir (COMPOSER_REPLICATION_TLS_DIR); all groups need one, or none"
-                ) from error
-
 
 def make_gloo(
-    store: Store, tunnel: TlsTunnel, rank: int, world_size: int, timeout: timedelta
+    store: Store, tunnel: TlsTunnel, rank: int, relays: Sequence[str], timeout: timedelta
 ) -> TorchProcessGroup:
-    """A gloo group whose connections go through the tunnel, for tensors in host memory."""
+    """A gloo group whose connections go through the tunnel; arguments as of ``TunnelStore``."""
+    world_size = len(relays)
     options = TorchGloo._Options()
     options._timeout = timeout
     options._devices = [TorchGloo.create_device(hostname=OWN)]
-    backend = TorchGloo(TunnelStore(store, tunnel, rank, world_size), rank, world_size, options)
+    backend = TorchGloo(TunnelStore(store, tunnel, rank, relays), rank, world_size, options)
     backend._set_sequence_number_for_group()
     group = TorchProcessGroup(store, rank, world_size)
     group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
@@ -187,8 +188,9 @@ def make_gloo(
     return group
 
 
-def _relay(key: str) -> str:
-    return f"tls/{key}"
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _port(value: bytes) -> tuple[int, int]:

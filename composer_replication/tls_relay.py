@@ -32,6 +32,9 @@ log = logging.getLogger("composer_replication.tls_relay")
 OWN = "127.0.0.2"
 """Where gloo listens."""
 
+PING = 0
+"""Asked for in the place of a port: whether the relay accepts the certificate."""
+
 CHUNK = 1 << 20
 """Most bytes that are read at a time, and that wait to be sent on a connection."""
 
@@ -90,6 +93,10 @@ class Relay:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 wanted = int.from_bytes(await reader.readexactly(2))
+                if wanted == PING:
+                    writer.write(b"!")
+                    writer.close()
+                    return
                 if wanted != self._gloo_port:
                     raise ConnectionError(f"port {wanted} is not this quorum's")
                 gloo = await asyncio.open_connection(OWN, wanted, limit=CHUNK)
