@@ -134,12 +134,16 @@ def coordinator(
     hostname: Annotated[
         str | None, typer.Option(help="How groups reach this machine; else its host name.")
     ] = None,
+    tls_dir: Annotated[
+        str | None,
+        typer.Option(help="The folder of its certificates, for TLS. Else: the environment's."),
+    ] = None,
 ) -> None:
     """Say to all replica groups what the settings are, and bring the lighthouse."""
     from composer_replication.coordinate import coordinate
 
     checked = load_config(config, overrides or [])
-    coordinate(checked, config, bind, state_dir, token_file, replicas, hostname)
+    coordinate(checked, config, bind, state_dir, token_file, replicas, hostname, tls_dir)
 
 
 @app.command()

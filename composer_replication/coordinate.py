@@ -25,6 +25,7 @@ def coordinate(
     token_file: Path | None,
     replicas: int | None,
     hostname: str | None,
+    tls_dir: str | None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
@@ -47,6 +48,7 @@ def coordinate(
         state_dir=state_dir,
         bind=bind,
         hostname=hostname,
+        tls_dir=tls_dir or tls_dir_of(config),
         tokens=[token] if token else [],
         model_section=config.get("model"),
     )
@@ -71,6 +73,12 @@ def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
     section = (config.get("callbacks") or {}).get("diloco") or {}
     names = {field.name for field in dataclasses.fields(DiLoCoSettings)}
     return DiLoCoSettings(**{name: value for name, value in section.items() if name in names})
+
+
+def tls_dir_of(config: Mapping[str, Any]) -> str | None:
+    """The folder of certificates that a config names, or else the environment."""
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    return section.get("tls_dir") or ReplicaEnv.from_env().tls_dir
 
 
 def read_token(token_file: Path | None) -> str | None:

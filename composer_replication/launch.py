@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.config import ConfigError, save_config
-from composer_replication.coordinate import settings_of
+from composer_replication.coordinate import settings_of, tls_dir_of
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.display import Display
 from composer_replication.known_errors import FAILED, INTERRUPTED
@@ -98,6 +98,7 @@ def launch(
         min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
+        tls_dir=tls_dir_of(config),
         tokens=[token],
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,

@@ -9,11 +9,12 @@ from datetime import timedelta
 
 import torch
 
+from composer_replication.addresses import bracketed, check_hostname
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.prefetch import prefetch
-from composer_replication.process_group import check_hostname, host_store, make_process_group
+from composer_replication.process_group import host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def make_manager(
     hostname: str | None = None,
     token: str | None = None,
     backend: str = "gloo",
+    tls_dir: str | None = None,
 ) -> ReplicaManager:
     """A torchft Manager that is ready for DiLoCo.
 
@@ -61,6 +63,8 @@ def make_manager(
         token: The run's secret, equal in all groups, without which no state is given or taken.
             None: ``COMPOSER_REPLICATION_TOKEN``.
         backend: ``gloo`` or ``nccl``, for the averages between groups.
+        tls_dir: The folder of certificates with which the averages and heals go over TLS, in all
+            groups or in none. None: ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Returns:
         The manager; call ``shutdown()`` at the end.
@@ -82,25 +86,24 @@ def make_manager(
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    process_group = make_process_group(backend, timeout, hostname)
+    tls_dir = tls_dir or ReplicaEnv.from_env().tls_dir
+    process_group = make_process_group(backend, timeout, hostname, tls_dir)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
-    tokens = read_tokens(token) if token else ReplicaEnv.from_env().tokens
-    token = tokens[0] if tokens else None
-    if token is None:
+    tokens = read_tokens(token, "token") if token else ReplicaEnv.from_env().tokens
+    if not tokens:
         log.warning(
             "%s is not set: whoever reaches the lighthouse can take this run's state, and give it "
             "another. Set it to the same secret in all groups",
             TOKEN,
         )
-    transport = HealTransport(token or "", hostname, timeout)
+    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id), tls_dir)
     try:
         own_name = hostname or socket.gethostname()
         check_hostname(own_name, transport.port, lighthouse_addr, connect_timeout)
         prefetch(
             transport,
             lighthouse_addr=lighthouse_addr,
-            token=token or "",
             rank=rank,
             timeout=timeout,
             connect_timeout=connect_timeout,
@@ -127,7 +130,7 @@ def make_manager(
         store_port=store_port,
         lighthouse_addr=lighthouse_addr,
         replica_id=str(replica_id),
-        hostname=hostname or socket.gethostname(),
+        hostname=bracketed(own_name),
         checkpoint_transport=transport,
         init_sync=False,  # the cold start is DiLoCo's, ADR-006
         quorum_retries=quorum_retries,

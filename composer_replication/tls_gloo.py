@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed import Store
 
+from composer_replication.addresses import bracketed
 from composer_replication.tls import check_tls_dir, client_context
 from composer_replication.tls_relay import OWN, PING
 
@@ -47,27 +48,36 @@ class TlsTunnel:
     Args:
         tls_dir: The folder of certificates.
         host: How peers reach this machine.
-        bind: The address at which the relay listens for them; empty for all.
+        listener: The socket at which they do. A relay that is started again takes it over.
 
     Raises:
         ValueError: The folder's certificates cannot be used.
     """
 
-    def __init__(self, tls_dir: str, host: str, bind: str) -> None:
+    def __init__(self, tls_dir: str, host: str, listener: socket.socket) -> None:
         check_tls_dir(tls_dir)
         self._context = client_context(tls_dir)
-        self._command = [sys.executable, "-m", "composer_replication.tls_relay", tls_dir, bind]
-        self._host = f"[{host}]" if ":" in host else host
+        self.address = f"{bracketed(host)}:{listener.getsockname()[1]}"
+        self._listener = listener
+        module = "composer_replication.tls_relay"
+        self._command = [sys.executable, "-m", module, tls_dir, str(listener.fileno())]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._port = 0
 
-    @property
-    def address(self) -> str:
-        """``host:port``, where peers reach the relay."""
+    def start(self) -> None:
+        """Start the relay, if it does not run."""
         with self._lock:
-            self._start()
-            return f"{self._host}:{self._port}"
+            if self._process is not None:
+                if self._process.poll() is None:
+                    return
+                log.warning("The TLS relay ended with %s: starting another", self._process.poll())
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[self._listener.fileno()],
+            )
 
     def serve(self, gloo_port: int) -> None:
         """Let peers reach gloo at a port, and no longer where it listened before."""
@@ -97,27 +107,14 @@ class TlsTunnel:
             return False
         return True
 
-    def _start(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        if self._process is not None:
-            log.warning("The TLS relay has ended with %s: starting another", self._process.poll())
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._port = self._answer()["port"]
-
     def _ask(self, command: dict[str, Any]) -> Any:
-        assert self._process is not None and self._process.stdin is not None, "see address"
+        assert self._process is not None, "see start"
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # there is no answer then
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process is not None and self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("the TLS relay of this process has ended; its log says why")
@@ -182,9 +179,7 @@ def make_gloo(
     group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     for device in devices:
-        group._register_backend(
-            torch.device(device), TorchProcessGroup.BackendType.GLOO, backend
-        )
+        group._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
     return group
 
 

@@ -56,20 +56,15 @@ class Relay:
         self._entries: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def listen(self, bind: str) -> int:
-        """Listen for peers at an address, or everywhere if it is empty; the port."""
-        family = socket.AF_INET6 if ":" in bind or not bind else socket.AF_INET
-        listening = socket.create_server(
-            (bind, 0), family=family, dualstack_ipv6=not bind, backlog=128
-        )
-        await asyncio.start_server(
+    async def listen(self, listener: socket.socket) -> asyncio.Server:
+        """Let peers in at a socket that listens already."""
+        return await asyncio.start_server(
             self._from_peer,
-            sock=listening,
+            sock=listener,
             limit=CHUNK,
             ssl=self._server_context,
             ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
         )
-        return listening.getsockname()[1]
 
     async def obey(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command; its answer."""
@@ -117,7 +112,10 @@ class Relay:
                 tls_writer.write(gloo_port.to_bytes(2))
         except OSError as error:  # a timeout and an SSLError are OSErrors
             log.warning(
-                "No TLS connection to the replica group at %s:%d: %s", host, port, error or "timeout"
+                "No TLS connection to the replica group at %s:%d: %s",
+                host,
+                port,
+                error or "timeout",
             )
             writer.transport.abort()
             return
@@ -154,15 +152,16 @@ def _peer(writer: StreamWriter) -> str:
     return str((writer.get_extra_info("peername") or ["?"])[0])
 
 
-async def run(tls_dir: str, bind: str) -> None:
+async def run(tls_dir: str, listener: socket.socket) -> None:
     """Relay until stdin ends."""
     relay = Relay(tls_dir)
+    server = await relay.listen(listener)
     commands = StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    print(json.dumps({"port": await relay.listen(bind)}), flush=True)
     while line := await commands.readline():
         print(json.dumps(await relay.obey(json.loads(line))), flush=True)
+    server.close()
     await relay.drain()
 
 
@@ -175,5 +174,5 @@ if __name__ == "__main__":
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a stranger's handshake, with traceback
-    asyncio.run(run(*sys.argv[1:]))
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tracebacks of strangers' handshakes
+    asyncio.run(run(sys.argv[1], socket.socket(fileno=int(sys.argv[2]))))

@@ -6,13 +6,17 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from composer_replication.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY, check_tls_dir
 
 MAX_CONNECTIONS = 500
 RECEIVE_TIMEOUT_S = 10.0
@@ -67,18 +71,42 @@ class BoundedProtocol(H11Protocol):
         self._timer = self.loop.call_later(seconds, self.transport.abort)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """uvicorn has no setting for how long a client may take to begin TLS; asyncio's limit is 60 s,
+    and ``BoundedProtocol`` sees a connection only after that."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
+        if kwargs.get("ssl") is not None:
+            kwargs["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
+        return await super().create_server(*args, **kwargs)
+
+
+def _tls_arguments(tls_dir: Path) -> dict[str, Any]:
+    # A browser that shows the page has no certificate of the run; the token is required of all.
+    return {
+        "ssl_certfile": tls_dir / CERT,
+        "ssl_keyfile": tls_dir / KEY,
+        "ssl_ca_certs": str(tls_dir / CA),
+        "ssl_cert_reqs": ssl.CERT_OPTIONAL,
+    }
+
+
 class HttpService:
     """An application that is served by a thread of its own.
 
     Args:
         bind: Where it listens, ``address:port``; port 0 is a free one.
+        tls_dir: The folder of certificates for TLS. None: no TLS.
 
     Raises:
-        ValueError: ``bind`` is no address.
+        ValueError: ``bind`` is no address, or the certificates cannot be used.
         OSError: Nothing can listen there.
     """
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, tls_dir: str | None = None) -> None:
+        if tls_dir is not None:
+            check_tls_dir(tls_dir)
+        self._tls_dir = tls_dir
         _raise_file_limit()
         self._socket = _listen(bind)
         self.port: int = self._socket.getsockname()[1]
@@ -100,16 +128,20 @@ class HttpService:
             # A line for every request, or for every malformed one, would bury ours.
             log_level="error",
             access_log=False,
+            **({} if self._tls_dir is None else _tls_arguments(Path(self._tls_dir))),
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="coordinator", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
         if not self._server.started:
             raise OSError("the coordinator's HTTP service has not started: the log says why")
+
+    def _run(self) -> None:
+        assert self._server is not None
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(self._server.serve([self._socket]))
 
     @property
     def is_serving(self) -> bool:

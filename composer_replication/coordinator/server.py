@@ -42,6 +42,7 @@ class Coordinator:
             0 is a free one for each.
         hostname: How groups reach this machine. None: its host name.
         tokens: Every request has to bear one of them; none for no such check.
+        tls_dir: The folder of certificates with which the service speaks TLS. None: it does not.
         heartbeat_timeout_s: After how long a silent group is dead.
         straggler_timeout_s: How long a quorum waits for a group that is alive and not there yet.
         lighthouse_heartbeat_ms: After how long without a heartbeat the lighthouse drops a group.
@@ -66,13 +67,14 @@ class Coordinator:
         bind: str = "[::]:0",
         hostname: str | None = None,
         tokens: Sequence[str] = (),
+        tls_dir: str | None = None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
         lighthouse_heartbeat_ms: int = 5_000,
         all_start: bool = False,
         model_section: Mapping[str, Any] | None = None,
     ) -> None:
-        self._http = HttpService(bind)
+        self._http = HttpService(bind, tls_dir)
         state_dir.mkdir(parents=True, exist_ok=True)
         self._database = Database(state_dir / STATE)
         try:
@@ -93,7 +95,8 @@ class Coordinator:
         lighthouse_port = self._lighthouse.address().rpartition(":")[2]
         host = hostname or _reachable_as(address)
         self.lighthouse_addr = f"http://{host}:{lighthouse_port}"
-        self.address = f"http://{host}:{self._http.port}"
+        scheme = "http" if tls_dir is None else "https"
+        self.address = f"{scheme}://{host}:{self._http.port}"
         app = create_app(
             run_settings,
             registry,
