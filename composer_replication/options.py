@@ -52,6 +52,11 @@ class ReplicaOptions:
             over ``quorum_timeout``: by default once a second.
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
             that is an error, in seconds. None: for ever; what is missing is logged.
+        hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
+            group is taken for hung and ends, with a traceback of every thread in its log, in
+            seconds. A process that is busy all the while gets five times as long, and waiting for
+            other groups does not count. ``.inf`` for never. None:
+            ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
         hostname: How peers reach this machine. None: its host name.
         backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
             ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
@@ -91,6 +96,7 @@ class ReplicaOptions:
     connect_timeout: float = 5.0
     quorum_retries: int = 3600
     give_up_after_s: float | None = None
+    hang_timeout_s: float | None = None
     hostname: str | None = None
     backend: str | None = None
     backup_device: str | None = None
@@ -111,6 +117,10 @@ class ReplicaOptions:
         if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
             raise ValueError(
                 f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null"
+            )
+        if self.hang_timeout_s is not None and not self.hang_timeout_s > 0:
+            raise ValueError(
+                f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
             )
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
@@ -148,6 +158,7 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
     | ``COMPOSER_REPLICATION_TLS_DIR`` | the folder of this process's certificates, for TLS |
+    | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, the new one first, with a comma between them |
 
@@ -161,6 +172,7 @@ class ReplicaEnv:
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
     tls_dir: str | None = None
+    hang_timeout_s: float | None = None
 
     @property
     def token(self) -> str | None:
@@ -171,7 +183,8 @@ class ReplicaEnv:
         """Read it.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, or a token is malformed.
+            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, a token is malformed, or
+                the time until a hang is no number.
         """
         environ = os.environ if environ is None else environ
         count = environ.get("NUM_REPLICA_GROUPS")
@@ -185,7 +198,18 @@ class ReplicaEnv:
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
             tls_dir=environ.get("COMPOSER_REPLICATION_TLS_DIR") or None,
+            hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
         )
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r}: use a number of seconds, or inf") from None
 
 
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
