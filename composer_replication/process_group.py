@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
-from torch.distributed import (
-    Store,
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
-from composer_replication.addresses import bracketed, interface_of, listen
-from composer_replication.tls_gloo import TlsTunnel, make_gloo
+from composer_replication.addresses import bracketed, interface_of, listen, own_address
+from composer_replication.tls_gloo import TlsTunnel, TunnelStore
+from composer_replication.tls_relay import OWN
 
 
 class AdvertisedHost(ProcessGroup):
@@ -44,10 +42,18 @@ class AdvertisedHost(ProcessGroup):
 
 
 class Gloo(AdvertisedHost, ProcessGroupGloo):
-    """torchft's gloo group, over TLS if it has a tunnel."""
+    """torchft's gloo group, on the address of the host it was given if that is this machine's.
+
+    By itself gloo listens where the machine's own name points, often to 127.0.1.1. The variable
+    that changes this, ``GLOO_SOCKET_IFNAME``, holds for every gloo group of the process, also for
+    those of the training job; where it is set, it is followed.
+
+    With a tunnel it listens on a loopback address, and its connections go over TLS.
+    """
 
     tunnel: TlsTunnel | None = None
     _relays: Sequence[str] = ()
+    _rendezvous: TunnelStore | None = None
 
     def get_reconfigure_handle(self) -> str:
         handle = super().get_reconfigure_handle()
@@ -76,9 +82,17 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
         return super().reconfigure(opts)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
-        if self.tunnel is None:
+        address = own_address(self.advertised_host)
+        if self.tunnel is not None:
+            # Kept: torch holds its C++ half alone, which calls the Python half.
+            self._rendezvous = store = TunnelStore(store, self.tunnel, rank, self._relays)
+            address = OWN
+        elif address is None or "GLOO_SOCKET_IFNAME" in os.environ:
             return super()._create_pg(store, rank, world_size)
-        return make_gloo(store, self.tunnel, rank, self._relays, self._timeout)
+        options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = self._timeout
+        options._devices = [TorchGloo.create_device(hostname=address)]
+        return make_gloo(store, rank, world_size, options)
 
 
 class GlooOnTorch27(Gloo):
@@ -154,11 +168,21 @@ def make_process_group(
     if tls_dir is not None:
         assert isinstance(group, Gloo)
         group.tunnel = TlsTunnel(tls_dir, hostname or socket.gethostname(), listen(hostname))
-    interface = interface_of(hostname)
-    if interface is not None:
-        # Else both listen where the machine's own name points, often to 127.0.1.1.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    interface = interface_of(hostname)  # also an error if hostname leads nowhere
+    if backend == "nccl" and interface is not None:
+        # NCCL reads it once, for all of the process: it has no option for one group.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return group
+
+
+def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchProcessGroup:
+    """A gloo group with options of our own, for which torchft's has no place."""
+    backend = TorchGloo(store, rank, world_size, options)
+    backend._set_sequence_number_for_group()
+    group = TorchProcessGroup(store, rank, world_size)
+    group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        group._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
     return group
 
 

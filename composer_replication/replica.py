@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
+import torchft.manager
+from torchft._torchft import ManagerServer
 
-from composer_replication.addresses import bracketed, check_hostname
+from composer_replication.addresses import bracketed, check_hostname, own_address
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
@@ -58,8 +64,9 @@ def make_manager(
         world_size: Processes in the group.
         store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
         store_port: Its port.
-        hostname: How peers reach this machine: its store, manager, process group and heal server.
-            None: its host name.
+        hostname: How peers reach this machine: its store, manager, process group and heal server,
+            which listen on that address if it is one of this machine's. None: its host name, and
+            every interface.
         token: The run's secret, equal in all groups, without which no state is given or taken.
             None: ``COMPOSER_REPLICATION_TOKEN``.
         backend: ``gloo`` or ``nccl``, for the averages between groups.
@@ -115,28 +122,52 @@ def make_manager(
     if store_addr is None:
         store = host_store(hostname)
         store_addr, store_port = store.host, store.port
-    manager = ReplicaManager(
-        pg=process_group,
-        load_state_dict=None,  # DiLoCo and the callback register theirs
-        state_dict=None,
-        min_replica_size=min_replica_size,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=timeout),
-        quorum_timeout=timedelta(seconds=quorum_timeout),
-        connect_timeout=timedelta(seconds=connect_timeout),
-        rank=rank,
-        world_size=world_size,
-        store_addr=store_addr,
-        store_port=store_port,
-        lighthouse_addr=lighthouse_addr,
-        replica_id=str(replica_id),
-        hostname=bracketed(own_name),
-        checkpoint_transport=transport,
-        init_sync=False,  # the cold start is DiLoCo's, ADR-006
-        quorum_retries=quorum_retries,
-    )
+    with _manager_server_at(own_address(hostname)) if rank == 0 else nullcontext():
+        manager = ReplicaManager(
+            pg=process_group,
+            load_state_dict=None,  # DiLoCo and the callback register theirs
+            state_dict=None,
+            min_replica_size=min_replica_size,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=timeout),
+            quorum_timeout=timedelta(seconds=quorum_timeout),
+            connect_timeout=timedelta(seconds=connect_timeout),
+            rank=rank,
+            world_size=world_size,
+            store_addr=store_addr,
+            store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            replica_id=str(replica_id),
+            hostname=bracketed(own_name),
+            checkpoint_transport=transport,
+            init_sync=False,  # the cold start is DiLoCo's, ADR-006
+            quorum_retries=quorum_retries,
+        )
     manager.store = store
     return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens)
+
+
+_binding = threading.Lock()
+
+
+@contextmanager
+def _manager_server_at(address: str | None) -> Iterator[None]:
+    """Have torchft's manager server listen on one address; None: on every interface.
+
+    torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where whoever reaches it may
+    vote, or end this process. Remove this when ``Manager`` takes the address.
+    """
+
+    def bound(*, bind: str, **arguments: Any) -> ManagerServer:
+        port = bind.rpartition(":")[2]
+        return ManagerServer(bind=f"{bracketed(address or '::')}:{port}", **arguments)
+
+    with _binding:  # two managers of one process may be built at the same time
+        torchft.manager.ManagerServer = bound  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            torchft.manager.ManagerServer = ManagerServer
 
 
 class _OneLine(logging.Filter):

@@ -25,9 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup as TorchProcessGroup
-from torch.distributed import ProcessGroupGloo as TorchGloo
-from torch.distributed import Store
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from composer_replication.addresses import bracketed
 from composer_replication.tls import check_tls_dir, client_context
@@ -138,7 +136,9 @@ class TunnelStore(Store):
         self._rank = rank
         self._relays = {f"0/{peer}": relay for peer, relay in enumerate(relays)}
 
-    def set(self, key: str, value: bytes) -> None:
+    # torch's stubs declare strings and lists where its C++ hands over bytes and vectors.
+
+    def set(self, key: str, value: Any) -> None:
         if key == f"0/{self._rank}":
             self._tunnel.serve(_port(value)[1])
         self._store.set(key, value)
@@ -152,7 +152,7 @@ class TunnelStore(Store):
         port = self._tunnel.reach(self._relays[key], gloo_port, listen)
         return value[:at] + port.to_bytes(2) + socket.inet_aton(listen) + value[at + 6 :]
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         if timeout is None:
             self._store.wait(keys)
         else:
@@ -161,26 +161,8 @@ class TunnelStore(Store):
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
 
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(keys)
-
-
-def make_gloo(
-    store: Store, tunnel: TlsTunnel, rank: int, relays: Sequence[str], timeout: timedelta
-) -> TorchProcessGroup:
-    """A gloo group whose connections go through the tunnel; arguments as of ``TunnelStore``."""
-    world_size = len(relays)
-    options = TorchGloo._Options()
-    options._timeout = timeout
-    options._devices = [TorchGloo.create_device(hostname=OWN)]
-    backend = TorchGloo(TunnelStore(store, tunnel, rank, relays), rank, world_size, options)
-    backend._set_sequence_number_for_group()
-    group = TorchProcessGroup(store, rank, world_size)
-    group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
-    devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    for device in devices:
-        group._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
-    return group
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -8,10 +8,12 @@ import os
 import socket
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 from torchft.process_group import ProcessGroupNCCL
 
+from composer_replication import addresses
 from composer_replication.addresses import interface_of
 from composer_replication.process_group import (
     Gloo,
@@ -67,10 +69,34 @@ def test_without_a_host_it_is_the_machine_s_name():
     assert handle["store"].startswith(f"{socket.gethostname()}:")
 
 
-def test_gloo_listens_on_the_interface_that_has_the_address(monkeypatch):
+def listening_addresses():
+    found = psutil.Process().net_connections()
+    return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
 
-    make_process_group("gloo", 10.0, "127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"
+
+@pytest.mark.parametrize("hostname", ["127.0.0.2", "::1"])
+def test_gloo_listens_on_the_address_and_the_job_s_own_groups_where_they_did(hostname, monkeypatch):
+    monkeypatch.setattr(
+        addresses, "_own_addresses", lambda: {"127.0.0.2": "lo", "::1": "lo", "127.0.0.1": "lo"}
+    )
+    group = make_process_group("gloo", 10.0, hostname)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ and "NCCL_SOCKET_IFNAME" not in os.environ
+    before = listening_addresses()
+    created = group._create_pg(torch.distributed.HashStore(), 0, 1)
+    assert {each[0] for each in listening_addresses() - before} == {hostname}
+    del created
+
+
+def test_gloo_follows_the_variable_of_the_user(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    group = make_process_group("gloo", 10.0, "127.0.0.1")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        group._create_pg(torch.distributed.HashStore(), 0, 1)
+
+
+def test_nccl_s_interface_is_that_of_the_address():
+    make_process_group("nccl", 10.0, "127.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"
 
 
 def test_a_host_name_that_does_not_resolve_is_refused_with_the_fix():

@@ -33,7 +33,12 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_merge_parameters",
         "_outer_optimizer",
     ),
-    "torchft.process_group.ProcessGroupGloo": ("_pg", "_rendezvous_store"),
+    "torchft.process_group.ProcessGroupGloo": (
+        "_pg",
+        "_rendezvous_store",
+        "_create_pg",
+        "_timeout",
+    ),
     "torchft.manager.Manager": (
         "_use_async_quorum",
         "_min_replica_size",
@@ -49,6 +54,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_store",
         "_timeout",
     ),
+    "torchft.manager.ManagerServer": ("address", "shutdown"),  # ours is put in its place
     "torchft.manager._ManagedWork": ("_work", "wait"),
     "torchft.work._DummyWork": ("wait",),
     "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
