@@ -54,11 +54,12 @@ class RunInfo:
         Raises:
             SettingsMismatch: One is another; the message lists both of each.
         """
-        run = dataclasses.asdict(self.settings)
+        options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
+        run = dataclasses.asdict(self.settings) | options
         differing = [
             f"  {name}: {value!r} here, {run[name]!r} there"
             for name, value in given.items()
-            if name in run and value != run[name]
+            if name in run and value != run[name] and not (name in options and value is None)
         ]
         if differing:
             raise SettingsMismatch(

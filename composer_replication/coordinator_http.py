@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -57,13 +58,13 @@ class CoordinatorHttp:
         self._address = address
         self._patience_s = patience_s
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # trust_env=False: a proxy named in the environment is not on the way to the coordinator.
+        # trust_env would take proxies from the environment, too: groups talk to it directly.
         self._client = httpx.Client(
             base_url=address,
             headers=headers,
             timeout=5.0,
             trust_env=False,
-            verify=ssl.create_default_context() if tls_dir is None else client_context(tls_dir),
+            verify=_trusted() if tls_dir is None else client_context(tls_dir),
         )
 
     def ask(
@@ -125,6 +126,12 @@ class CoordinatorHttp:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+
+
+def _trusted() -> ssl.SSLContext | bool:
+    """Who may have signed the certificate of an https address."""
+    # OpenSSL reads this variable; httpx alone would ask certifi's list and nobody else.
+    return ssl.create_default_context() if "SSL_CERT_FILE" in os.environ else True
 
 
 def _has_fields(found: Mapping[str, Any], fields: Fields) -> bool:

@@ -7,8 +7,11 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from fastapi import HTTPException
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
+
+from composer_replication.coordinator.audit import Audit
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,10 +37,14 @@ class Admission:
         hosts: Accepted host names in the ``Host`` header; None for any. A web page can point a
             name of its own at this machine and then reads answers as its own (DNS rebinding);
             without a token only the name tells.
+        audit: Of requests with a wrong token.
     """
 
-    def __init__(self, app: App, tokens: Collection[str], hosts: Collection[str] | None) -> None:
+    def __init__(
+        self, app: App, tokens: Collection[str], hosts: Collection[str] | None, audit: Audit
+    ) -> None:
         self._app = app
+        self._audit = audit
         self._tokens = [token.encode() for token in tokens]
         self._hosts = hosts
 
@@ -48,6 +55,8 @@ class Admission:
         refusal = self._refusal(scope["path"], Headers(scope=scope))
         if refusal is not None:
             await refusal(scope, receive, send)
+            if refusal.status_code == 401 and self._audit.count_wrong_token():
+                await run_in_threadpool(self._audit.note_wrong_tokens, address_of(scope))
             return
         size = 0
 
@@ -80,6 +89,12 @@ class Admission:
         # All are compared, in constant time: how long it takes tells nothing of either.
         matches = [hmac.compare_digest(given.encode(), token) for token in self._tokens]
         return not matches or (scheme.lower() == "bearer" and any(matches))
+
+
+def address_of(scope: MutableMapping[str, Any]) -> str | None:
+    """Where a request comes from: the address of the client, or of the proxy before it."""
+    client = scope.get("client")
+    return client[0] if client else None
 
 
 _TOO_LARGE = f"the body is larger than {MAX_BODY // 2**20} MiB"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from pydantic import Field
 
 from composer_replication import __version__
-from composer_replication.coordinator.admission import Admission
+from composer_replication.coordinator.admission import Admission, address_of
 from composer_replication.coordinator.api_types import (
     Changes,
     GroupName,
@@ -26,6 +27,7 @@ from composer_replication.coordinator.api_types import (
     Refusal,
     Registration,
 )
+from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.journal import Journal
@@ -36,12 +38,15 @@ from composer_replication.coordinator.registry import (
     Versions,
 )
 from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.unit_rows import (
     DatasetMismatch,
     StreamClosed,
     UnknownStream,
 )
+
+log = logging.getLogger(__name__)
 
 STATUS_OF = {
     RefusedError: 422,
@@ -61,6 +66,8 @@ def create_app(
     streams: Streams,
     journal: Journal,
     *,
+    audit: Audit,
+    strangers: Strangers,
     tokens: Collection[str],
     hosts: Collection[str] | None = None,
     lighthouse_addr: str,
@@ -75,6 +82,8 @@ def create_app(
         registry: Of its replica groups.
         streams: Of their samples.
         journal: Of what has happened.
+        audit: Of who changed it.
+        strangers: Of the lighthouse's members that are no groups of the run.
         tokens: One of them every request but those for the page has to bear; none for no check.
         hosts: Names in the ``Host`` header that are accepted; None for any.
         lighthouse_addr: ``http://host:port``, as groups reach it.
@@ -89,7 +98,7 @@ def create_app(
     app = FastAPI(
         title="composer-replication coordinator", version=__version__, docs_url=None, redoc_url=None
     )
-    app.add_middleware(Admission, tokens=tokens, hosts=hosts)
+    app.add_middleware(Admission, tokens=tokens, hosts=hosts, audit=audit)
     app.add_exception_handler(RequestValidationError, _explain_invalid)
     for kind, code in STATUS_OF.items():
         app.add_exception_handler(kind, _answer_with(code))
@@ -122,35 +131,49 @@ def create_app(
         return asdict(settings.of(version))
 
     @v1.patch("/settings")
-    def change(changes: Changes) -> Pulse:
+    def change(request: Request, changes: Changes) -> Pulse:
         """Change settings for all groups, at one and the same outer step."""
         given = changes.model_dump(exclude_unset=True)
-        if not given or None in given.values():
-            raise RefusedError("name the settings to change, each with a value")
-        return Pulse(settings_version=settings.change(given))
+        with audit.action("settings", None, address_of(request.scope), changes=given):
+            if not given or None in given.values():
+                raise RefusedError("name the settings to change, each with a value")
+            return Pulse(settings_version=settings.change(given))
 
     @v1.post("/replicas", status_code=201)
-    def register(registration: Registration) -> Pulse:
+    def register(request: Request, registration: Registration) -> Pulse:
         """Take part. Asked again with the same session, it is answered again."""
         about = {"host": registration.host, "world_size": registration.world_size}
         versions = Versions(registration.composer_replication, registration.torchft)
         model = [(t.name, tuple(t.shape), t.dtype) for t in registration.model]
-        registry.register(registration.replica_id, registration.session, about, versions, model)
-        return Pulse(settings_version=settings.newest()[0])
+        who = registration.replica_id
+        with audit.action("registration", who, address_of(request.scope), **about):
+            registry.register(who, registration.session, about, versions, model)
+        return Pulse(settings_version=settings.newest_version)
 
     @v1.post("/replicas/{replica_id}/heartbeat")
-    def heartbeat(replica_id: GroupName, progress: Progress) -> Pulse:
+    async def heartbeat(
+        replica_id: GroupName, progress: Progress, afterwards: BackgroundTasks
+    ) -> Pulse:
         """Say that a group is alive, and where it stands."""
+        # On the event loop, and without the database: the threads for other requests may all be
+        # waiting for the disk.
         told = progress.model_dump(exclude={"session"}, exclude_none=True)
         registry.heartbeat(replica_id, progress.session, told)
-        streams.note_outer_step(progress.outer_step or 0)
-        return Pulse(settings_version=settings.newest()[0])
+        if streams.hear_outer_step(progress.outer_step or 0):
+            afterwards.add_task(note_outer_step, progress.outer_step or 0)
+        return Pulse(settings_version=settings.newest_version)
+
+    def note_outer_step(outer_step: int) -> None:
+        try:
+            streams.note_outer_step(outer_step)
+        except StorageError as error:
+            log.warning("Outer step %d is not stored: %s", outer_step, error)
 
     @v1.delete("/replicas/{replica_id}")
     def leave(replica_id: GroupName, session: Name) -> Pulse:
         """End taking part."""
         registry.leave(replica_id, session)
-        return Pulse(settings_version=settings.newest()[0])
+        return Pulse(settings_version=settings.newest_version)
 
     @v1.get("/status")
     def status() -> dict[str, Any]:
@@ -163,6 +186,7 @@ def create_app(
             "replicas": replicas,
             "losses": registry.losses(),
             "datasets": [asdict(dataset) for dataset in streams.units.datasets()],
+            "strangers": strangers.names,
             "events": journal.events(),
         }
 
@@ -173,7 +197,7 @@ def create_app(
     page_text = (
         resources.files("composer_replication.coordinator").joinpath("page.html").read_text("utf-8")
     )
-    v1.include_router(data_router(streams))
+    v1.include_router(data_router(streams, audit))
     app.include_router(v1)
     return app
 

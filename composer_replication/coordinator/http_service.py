@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,54 @@ class _Loop(asyncio.SelectorEventLoop):
         return await super().create_server(*args, **kwargs)
 
 
-def _tls_arguments(tls_dir: Path) -> dict[str, Any]:
-    # A browser that shows the page has no certificate of the run; the token is required of all.
-    return {
-        "ssl_certfile": tls_dir / CERT,
-        "ssl_keyfile": tls_dir / KEY,
-        "ssl_ca_certs": str(tls_dir / CA),
-        "ssl_cert_reqs": ssl.CERT_OPTIONAL,
-    }
+@dataclass(frozen=True)
+class TlsFiles:
+    """The certificate that the service shows, as PEM files.
+
+    Args:
+        certfile: The certificate, with those that lead to its CA.
+        keyfile: Its private key.
+        ca_certs: The CA of the clients' certificates. None: clients need none, and the token says
+            who they are.
+        needs_client_certificate: Whether a client without a certificate is refused.
+    """
+
+    certfile: Path
+    keyfile: Path
+    ca_certs: Path | None = None
+    needs_client_certificate: bool = True
+
+    @classmethod
+    def of_folder(cls, tls_dir: str | None) -> TlsFiles | None:
+        """Those of the folder of a member of the run; None without a folder.
+
+        A browser that shows the page has no certificate of the run, and the token is required of
+        everybody. Who does show a certificate needs one of the run's authority.
+
+        Raises:
+            ValueError: They cannot be used.
+        """
+        if tls_dir is None:
+            return None
+        check_tls_dir(tls_dir)
+        folder = Path(tls_dir)
+        return cls(folder / CERT, folder / KEY, folder / CA, needs_client_certificate=False)
+
+    @classmethod
+    def of(
+        cls, certfile: Path | None, keyfile: Path | None, ca_certs: Path | None
+    ) -> TlsFiles | None:
+        """Those of the command's options; None if there are none.
+
+        Raises:
+            ValueError: One is missing.
+        """
+        if certfile is None and keyfile is None and ca_certs is None:
+            return None
+        if certfile is None or keyfile is None:
+            missing = "--ssl-keyfile" if certfile is not None else "--ssl-certfile"
+            raise ValueError(f"{missing} is missing: HTTPS needs a certificate and its key")
+        return cls(certfile, keyfile, ca_certs)
 
 
 class HttpService:
@@ -96,17 +137,15 @@ class HttpService:
 
     Args:
         bind: Where it listens, ``address:port``; port 0 is a free one.
-        tls_dir: The folder of certificates for TLS. None: no TLS.
+        tls: The certificate; None for plain HTTP.
 
     Raises:
         ValueError: ``bind`` is no address, or the certificates cannot be used.
         OSError: Nothing can listen there.
     """
 
-    def __init__(self, bind: str, tls_dir: str | None = None) -> None:
-        if tls_dir is not None:
-            check_tls_dir(tls_dir)
-        self._tls_dir = tls_dir
+    def __init__(self, bind: str, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
         _raise_file_limit()
         self._socket = _listen(bind)
         self.port: int = self._socket.getsockname()[1]
@@ -117,6 +156,7 @@ class HttpService:
         """Serve an ASGI application.
 
         Raises:
+            ValueError: The certificate cannot be used.
             OSError: The server has not started.
         """
         logging.getLogger("asyncio").addFilter(_FILES_RUN_OUT)
@@ -128,8 +168,12 @@ class HttpService:
             # A line for every request, or for every malformed one, would bury ours.
             log_level="error",
             access_log=False,
-            **({} if self._tls_dir is None else _tls_arguments(Path(self._tls_dir))),
+            **_tls_settings(self._tls),
         )
+        try:
+            config.load()
+        except OSError as error:  # of ssl, too
+            raise ValueError(f"the certificate cannot be used ({error}): {self._tls}") from error
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
@@ -154,6 +198,21 @@ class HttpService:
             self._server.should_exit = True
             self._thread.join(5.0)
         self._socket.close()
+
+
+def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
+    """What uvicorn is told of a certificate."""
+    if tls is None:
+        return {}
+    needed = ssl.CERT_NONE
+    if tls.ca_certs is not None:
+        needed = ssl.CERT_REQUIRED if tls.needs_client_certificate else ssl.CERT_OPTIONAL
+    return {
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_ca_certs": None if tls.ca_certs is None else str(tls.ca_certs),
+        "ssl_cert_reqs": needed,
+    }
 
 
 class _OncePerMinute(logging.Filter):

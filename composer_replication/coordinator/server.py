@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
+from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import create_app
+from composer_replication.coordinator.audit import AUDIT, Audit
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.http_service import HttpService, TlsFiles
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_settings import RunSettings
+from composer_replication.coordinator.state_lock import lock_state
+from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
-
-HEARTBEAT_TIMEOUT_S = 3.0
-"""After how long a silent replica group is dead to the coordinator."""
 
 STATE = "coordinator.sqlite"
 """The database in the state folder."""
@@ -42,16 +44,17 @@ class Coordinator:
             0 is a free one for each.
         hostname: How groups reach this machine. None: its host name.
         tokens: Every request has to bear one of them; none for no such check.
-        tls_dir: The folder of certificates with which the service speaks TLS. None: it does not.
         heartbeat_timeout_s: After how long a silent group is dead.
         straggler_timeout_s: How long a quorum waits for a group that is alive and not there yet.
         lighthouse_heartbeat_ms: After how long without a heartbeat the lighthouse drops a group.
         all_start: Whether all groups start together with it, see ``RunSettings``.
         model_section: The config's ``model``, which groups compare with their own before they build
             it.
+        tls: The certificate of the service; None for plain HTTP.
 
     Raises:
-        ValueError: ``bind`` is no address, or the state is of a run with other settings.
+        ValueError: ``bind`` is no address, the certificate cannot be used, another process serves
+            the state folder, or the state is of a run with other settings.
         OSError: Nothing can listen there.
         StorageError: The state cannot be read or written.
     """
@@ -67,53 +70,50 @@ class Coordinator:
         bind: str = "[::]:0",
         hostname: str | None = None,
         tokens: Sequence[str] = (),
-        tls_dir: str | None = None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
         lighthouse_heartbeat_ms: int = 5_000,
         all_start: bool = False,
         model_section: Mapping[str, Any] | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
-        self._http = HttpService(bind, tls_dir)
         state_dir.mkdir(parents=True, exist_ok=True)
-        self._database = Database(state_dir / STATE)
-        try:
-            journal = Journal(self._database)
-            run_settings = RunSettings(self._database, journal, settings, source, all_start)
+        with ExitStack() as opened:  # an error here closes what has been opened
+            opened.enter_context(lock_state(state_dir))
+            database = opened.enter_context(closing(Database(state_dir / STATE)))
+            journal = Journal(database)
+            run_settings = RunSettings(database, journal, settings, source, all_start)
             versions = Versions(__version__, version("torchft-nightly"))
-            registry = Registry(self._database, journal, versions, heartbeat_timeout_s)
-            streams = Streams(self._database, registry, journal)
-            self._lighthouse = _start_lighthouse_beside(
+            registry = Registry(database, journal, versions, heartbeat_timeout_s)
+            self._http = opened.enter_context(closing(HttpService(bind, tls)))
+            lighthouse = _start_lighthouse_beside(
                 bind, straggler_timeout_s, lighthouse_heartbeat_ms
             )
-        except BaseException:
-            self._database.close()
-            self._http.close()
-            raise
-        self._registry = registry
-        address = bind.rpartition(":")[0]
-        lighthouse_port = self._lighthouse.address().rpartition(":")[2]
-        host = hostname or _reachable_as(address)
-        self.lighthouse_addr = f"http://{host}:{lighthouse_port}"
-        scheme = "http" if tls_dir is None else "https"
-        self.address = f"{scheme}://{host}:{self._http.port}"
-        app = create_app(
-            run_settings,
-            registry,
-            streams,
-            journal,
-            tokens=tokens,
-            hosts=None if tokens else _loopback_names(bind, hostname),
-            lighthouse_addr=self.lighthouse_addr,
-            num_replicas=num_replicas,
-            min_replicas=min_replicas,
-            model_section=model_section,
-        )
-        try:
+            opened.callback(lighthouse.shutdown)
+            host = _in_url(hostname) if hostname else _reachable_as(bind.rpartition(":")[0])
+            port = lighthouse.address().rpartition(":")[2]
+            self.lighthouse_addr = f"http://{host}:{port}"
+            self.address = f"{'https' if tls else 'http'}://{host}:{self._http.port}"
+            own_addr = f"http://{_own_address(bind)}:{port}"
+            strangers = opened.enter_context(closing(Strangers(own_addr, registry, journal)))
+            app = create_app(
+                run_settings,
+                registry,
+                Streams(database, registry, journal),
+                journal,
+                audit=Audit(state_dir / AUDIT),
+                strangers=strangers,
+                tokens=tokens,
+                hosts=None if tokens else _loopback_names(bind, hostname),
+                lighthouse_addr=self.lighthouse_addr,
+                num_replicas=num_replicas,
+                min_replicas=min_replicas,
+                model_section=model_section,
+            )
+            strangers.start()
             self._http.start(app)
-        except BaseException:
-            self.shutdown()
-            raise
+            self._open = opened.pop_all()
+        self._registry = registry
 
     @property
     def is_serving(self) -> bool:
@@ -126,9 +126,7 @@ class Coordinator:
 
     def shutdown(self) -> None:
         """End the service and the lighthouse; all that was answered is on the disk."""
-        self._http.close()
-        self._database.close()
-        self._lighthouse.shutdown()
+        self._open.close()
 
 
 def _start_lighthouse_beside(
@@ -154,7 +152,17 @@ def _reachable_as(address: str) -> str:
     host = address.strip("[]")
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
+    return _in_url(host)
+
+
+def _own_address(bind: str) -> str:
+    """How this process reaches what listens there."""
+    host = bind.rpartition(":")[0].strip("[]")
+    return "127.0.0.1" if host in ("::", "0.0.0.0") else _in_url(host)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
