@@ -14,8 +14,8 @@ from typing import Any
 
 from composer_replication.coordinator.server import STATE
 from composer_replication.fault_injection import ORDERED, obeyed_at
+from composer_replication.json_files import JsonLineReader
 from composer_replication.run_folder import METRICS, log_path
-from composer_replication.run_record import read_lines
 from composer_replication.supervision import Supervisor
 
 CHAOS = "chaos.json"
@@ -82,7 +82,10 @@ class History:
         self.commits = {replica_id: 0 for replica_id in range(replicas)}
         self.digests: dict[int, tuple[str, int]] = {}
         self.began: float | None = None
-        self._offsets = dict.fromkeys(self.commits, 0)
+        self._readers = {
+            replica_id: JsonLineReader(log_path(run_dir, replica_id).with_name(METRICS))
+            for replica_id in self.commits
+        }
         self._last_step = dict.fromkeys(self.commits, 0)
         self._deaths = dict.fromkeys(self.commits, 0)
         self._samples_twice = 0
@@ -116,9 +119,7 @@ class History:
     def look(self, supervisor: Supervisor) -> None:
         """Read what is new, and check it."""
         for replica_id, record in supervisor.records.items():
-            path = log_path(self.run_dir, replica_id).with_name(METRICS)
-            lines, self._offsets[replica_id] = read_lines(path, self._offsets[replica_id])
-            for line in lines:
+            for line in self._readers[replica_id].read():
                 self._commit(replica_id, line)
             for status in record.deaths[self._deaths[replica_id] :]:
                 self._die(replica_id, status)

@@ -234,7 +234,7 @@ class ReplicaManager(Manager):
             self._alarm = SyncAlarm(addresses[0], unique, self._connect_timeout)
         self._watch.connected(communicator_id, unique)
 
-    def _check_reachable(self, handles: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
         """Check that every member's address answers, and note for the others which do not.
 
         Raises:
