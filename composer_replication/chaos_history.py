@@ -136,13 +136,14 @@ class History:
             self._break(f"group {replica_id}, not struck, lost {lost} inner steps before {step}")
         self._last_step[replica_id] = step
         self.commits[replica_id] += 1
+        for strike in self.strikes:
+            if replica_id not in strike.victims:
+                strike.next_commit_s.setdefault(replica_id, self.now() - strike.at)
         for strike in self.open_strikes():
             self._recover(strike, replica_id)
 
     def _recover(self, strike: Strike, replica_id: int) -> None:
         now = self.now()
-        if replica_id not in strike.victims:
-            strike.next_commit_s.setdefault(replica_id, now - strike.at)
         is_new_life = self._deaths[replica_id] > strike.lives.get(replica_id, -1)
         if now < self._end_of(strike) or (strike.needs_new_life and not is_new_life):
             return

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -44,23 +44,13 @@ from composer_replication.run_record import (
     read_run,
     write_summary,
 )
-from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Supervisor
+from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Saboteur, Supervisor
 
 _LOCAL = "127.0.0.1"
 """Where the coordinator listens: the groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """After how long a silent group is gone: short, since on one machine no network loses packets."""
-
-
-class Saboteur(Protocol):
-    """Does harm to a run on purpose."""
-
-    def __call__(self, supervisor: Supervisor) -> None:
-        """Called all the while."""
-
-    def seconds_left(self) -> float | None:
-        """Until it ends training; None if that is not known yet."""
 
 
 def launch(

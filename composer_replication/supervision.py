@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from composer_replication.known_errors import BAD_INPUT
 from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
@@ -190,3 +190,13 @@ class Supervisor:
     def _status(self, replica_id: int) -> dict[str, Any]:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         return json.loads(path.read_text()) if path.exists() else {}
+
+
+class Saboteur(Protocol):
+    """Does harm to a run on purpose."""
+
+    def __call__(self, supervisor: Supervisor) -> None:
+        """Called all the while."""
+
+    def seconds_left(self) -> float | None:
+        """Until it ends training; None if that is not known yet."""
