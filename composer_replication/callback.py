@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from composer import Callback, Logger, State
+from composer import Callback, Event, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
@@ -136,6 +136,7 @@ class DiLoCoCallback(Callback):
         coordinator_addr: str | None = None,
         heartbeat_interval_s: float = ReplicaOptions.heartbeat_interval_s,
         give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
+        hang_timeout_s: float | None = ReplicaOptions.hang_timeout_s,
         hostname: str | None = None,
         backend: str | None = None,
         backup_device: str | None = None,
@@ -178,6 +179,7 @@ class DiLoCoCallback(Callback):
             coordinator_addr=coordinator_addr,
             heartbeat_interval_s=heartbeat_interval_s,
             give_up_after_s=give_up_after_s,
+            hang_timeout_s=hang_timeout_s,
             hostname=hostname,
             backend=backend,
             backup_device=backup_device,
@@ -213,6 +215,11 @@ class DiLoCoCallback(Callback):
         self._progress = Progress(self._folder, sync_every)
 
     # ---- Composer's events, in the order in which they come ---------------------------------
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if self.diloco is not None:
+            self.diloco.note_progress()
+        super().run_event(event, state, logger)
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.options.coordinator_addr is not None:
@@ -313,7 +320,7 @@ class DiLoCoCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         # A collective under FSDP, and every rank is asked.
         if self.diloco is not None:
-            return self._packed(self._diloco_state(copies=False))  # Composer writes it at once
+            return self._packed(self._diloco_state())  # Composer writes it at once
         return self._resume.state_dict() if self._ended is None else self._packed(self._ended)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -330,11 +337,12 @@ class DiLoCoCallback(Callback):
             "final_loss": self._progress.final_loss,
             "eval": {},
         }
-        self._folder.write_result(self.result)
         if self._data is not None:
             self._data.end(self.diloco)
-        self._ended = self._diloco_state()
+        self._ended = self._diloco_state()  # no copies: there is no next inner step
         self._leave()
+        # Last, since it fails on a full disk: the others and the coordinator know all by then.
+        self._folder.write_result(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
         error = sys.exc_info()[1]
@@ -410,9 +418,10 @@ class DiLoCoCallback(Callback):
         if self._run is not None:
             self._run.offer_settings(self.diloco)
 
-    def _diloco_state(self, *, copies: bool = True) -> dict[str, Any]:
+    def _diloco_state(self) -> dict[str, Any]:
+        """DiLoCo's state, with its own tensors: good until the next inner step."""
         assert self.diloco is not None, "while there is one"
-        diloco_state = self.diloco.state_dict(copies=copies)
+        diloco_state = self.diloco.state_dict(copies=False)
         if self._data is not None:
             diloco_state["reading"] |= self._data.place_state()
         return diloco_state

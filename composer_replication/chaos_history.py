@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import statistics
 import time
@@ -14,8 +13,8 @@ from typing import Any
 
 from composer_replication.coordinator.server import STATE
 from composer_replication.fault_injection import ORDERED, obeyed_at
+from composer_replication.json_files import JsonLineReader, replace_json
 from composer_replication.run_folder import METRICS, log_path
-from composer_replication.run_record import read_lines
 from composer_replication.supervision import Supervisor
 
 CHAOS = "chaos.json"
@@ -82,7 +81,10 @@ class History:
         self.commits = {replica_id: 0 for replica_id in range(replicas)}
         self.digests: dict[int, tuple[str, int]] = {}
         self.began: float | None = None
-        self._offsets = dict.fromkeys(self.commits, 0)
+        self._metrics = {
+            replica_id: JsonLineReader(log_path(run_dir, replica_id).with_name(METRICS))
+            for replica_id in self.commits
+        }
         self._last_step = dict.fromkeys(self.commits, 0)
         self._deaths = dict.fromkeys(self.commits, 0)
         self._samples_twice = 0
@@ -116,9 +118,7 @@ class History:
     def look(self, supervisor: Supervisor) -> None:
         """Read what is new, and check it."""
         for replica_id, record in supervisor.records.items():
-            path = log_path(self.run_dir, replica_id).with_name(METRICS)
-            lines, self._offsets[replica_id] = read_lines(path, self._offsets[replica_id])
-            for line in lines:
+            for line in self._metrics[replica_id].read():
                 self._commit(replica_id, line)
             for status in record.deaths[self._deaths[replica_id] :]:
                 self._die(replica_id, status)
@@ -213,9 +213,7 @@ class History:
         """Write ``chaos.json``: strikes, events and violations in the order of their coming."""
         strikes = [asdict(strike) | {"waiting": sorted(strike.waiting)} for strike in self.strikes]
         told = {"strikes": strikes, "events": self.events, "violations": self.violations}
-        draft = self.run_dir / f".{CHAOS}"
-        draft.write_text(json.dumps({**self._about, **verdict, **told}, indent=2) + "\n")
-        draft.replace(self.run_dir / CHAOS)
+        replace_json(self.run_dir / CHAOS, {**self._about, **verdict, **told}, indent=2)
 
 
 def samples_trained_twice(database: Path) -> int:

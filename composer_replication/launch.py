@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ from composer_replication.launched_group import (
     train_command,
 )
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.options import TOKEN, ReplicaOptions
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.processes import Interrupts, ReplicaGroups
 from composer_replication.report import write_report
 from composer_replication.run_folder import (
@@ -44,6 +44,7 @@ from composer_replication.run_record import (
     read_run,
     write_summary,
 )
+from composer_replication.run_token import TOKEN_FILE, write_token_file
 from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Saboteur, Supervisor
 
 _LOCAL = "127.0.0.1"
@@ -97,7 +98,8 @@ def launch(
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     began = time.monotonic()
-    token = os.environ.get(TOKEN) or secrets.token_hex(16)
+    given = ReplicaEnv.from_env().tokens
+    tokens = given or (secrets.token_hex(16),)
     coordinator = make_coordinator(
         settings_of(config),
         str(config_path),
@@ -105,7 +107,7 @@ def launch(
         min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
-        token=token,
+        tokens=tokens,
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
         all_start=True,
@@ -113,7 +115,9 @@ def launch(
     )
     # The display tells people; the coordinator's own words would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
-    console.print(f"Page: {coordinator.address}/#token={token}", markup=False, soft_wrap=True)
+    logging.getLogger("composer_replication.audit").setLevel(logging.WARNING)
+    page = f"Page: {coordinator.address}/" + _token_hint(tokens[0], bool(given), run_dir)
+    console.print(page, markup=False, soft_wrap=True)
     with Interrupts() as interrupts:
         try:
             with ReplicaGroups(run_dir, interrupts) as groups:
@@ -121,7 +125,7 @@ def launch(
                 def start(replica_id: int) -> None:
                     coordinator.group_has_ended(replica_id)  # if there was one before
                     place = environment(replica_id, replicas, nproc, coordinator, run_dir)
-                    place |= {TOKEN: token, HANG_TIMEOUT: f"{hang_timeout_s:g}"}
+                    place |= {TOKEN: ",".join(tokens), HANG_TIMEOUT: f"{hang_timeout_s:g}"}
                     groups.start(replica_id, command(replica_id), place)
 
                 supervisor = Supervisor(groups, run_dir, start, replicas, max_restarts, interrupts)
@@ -171,6 +175,16 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
             f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
             f"{replicas}: no sync could ever commit. Use at most {replicas}"
         )
+
+
+def _token_hint(token: str, is_given: bool, run_dir: Path) -> str:
+    """How people tell the page the token; one that would stay in a log is not printed."""
+    if is_given:
+        return f"  (it asks for {TOKEN})"
+    if sys.stdout.isatty():
+        return f"#token={token}"
+    write_token_file(run_dir / TOKEN_FILE, token)
+    return f"  (it asks for what is in {run_dir / TOKEN_FILE})"
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:

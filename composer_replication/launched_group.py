@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from composer_replication.coordinator.server import Coordinator
+from composer_replication.options import HOSTNAME
 from composer_replication.run_folder import CONFIG, log_path
 
 Command = Callable[[int], list[str]]
@@ -57,6 +58,7 @@ def environment(
         "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
         "PYTHONUNBUFFERED": "1",
     }
+    environ.setdefault(HOSTNAME, "127.0.0.1")  # all groups are here: let nobody else reach them
     processes = replicas * nproc
     if processes > 1:
         # Torch takes every core in each process, and they slow each other down several times.

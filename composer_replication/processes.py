@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
 from composer_replication.run_folder import log_path
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long processes may take to end after SIGTERM before they are killed, in seconds."""
@@ -91,8 +94,7 @@ class ReplicaGroups:
     def start(self, replica_id: int, command: list[str], environ: dict[str, str]) -> None:
         """Start a replica group."""
         path = log_path(self._run_dir, replica_id)
-        path.parent.mkdir(exist_ok=True)
-        with path.open("ab") as output:  # a group that is started again goes on in it
+        with _open_log(path) as output:  # a group that is started again goes on in it
             process = subprocess.Popen(
                 command,
                 env=environ,
@@ -159,6 +161,15 @@ class ReplicaGroups:
     def _any_alive(self, members: set[psutil.Process]) -> bool:
         self.exit_statuses()  # reaps our children, which would stay as zombies
         return any(_is_alive(process) for process in members)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("ab")
+    except OSError as error:  # a full disk must not end the groups that train
+        log.warning("Cannot open %s (%s): what the group says is lost", path, error)
+        return open(os.devnull, "ab")
 
 
 def _send(members: set[psutil.Process], send: Callable[[psutil.Process], None]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from composer_replication.group_layout import GroupLayout
 from composer_replication.quorum_reports import Report, among, at_fault, read_handle, write_handle
 
 log = logging.getLogger(__name__)
@@ -82,14 +83,15 @@ class QuorumWatch:
         self._timeout = timeout
         self._tokens = tuple(tokens) or ("",)
         self.should_commit = client.should_commit
+        self.layout = GroupLayout(world_size)
         self.members: tuple[str, ...] = ()
         self.max_step = 0
         self.awaits: frozenset[str] = frozenset()
         self.unreachable: tuple[str, ...] = ()
         self.has_failed = False
-        self.is_anothers_fault = False
-        """Whether the failure of the last sync is no fault of this group: another one is to blame,
-        or a member has come or gone since."""
+        self.fault: str | None = None
+        """Where the reason lies why the last sync failed, if it did: in ``this`` group, in
+        ``another`` one (also if one has come or gone since), or None if nobody can be named."""
         self._last: list[Any] | None = None  # a list, as JSON gives it back
         self._connection: list[Any] | None = None
         self._blamed_since: float | None = None
@@ -107,6 +109,7 @@ class QuorumWatch:
             QuorumFailed: There is none.
             QuorumDeclined: There is one that its members do not use.
             AtFaultError: Syncs have been failing because of this group, for too long.
+            SettingsMismatch: This group has other ranks or shards than the run.
             TimeoutError: Another rank of this group has not voted on it.
         """
         report = Report(
@@ -117,6 +120,8 @@ class QuorumWatch:
             connection=self._connection,
             unreachable=self.unreachable,
             has_failed=self.has_failed,
+            num_ranks=self.layout.num_ranks,
+            num_shards=self.layout.num_shards,
         )
         handle = write_handle(request["reconfigure_handle"], report, self._name, self._tokens[0])
         request["reconfigure_handle"] = handle
@@ -128,9 +133,11 @@ class QuorumWatch:
         quorum, reports = self._without_strangers(quorum, request["group_rank"])
         before = self.members
         is_used = self._is_usable(quorum, quorum_as_given, reports)
+        is_used = self.layout.fits(dict(zip(self.members, reports, strict=True))) and is_used
         if self._world_size > 1:
             is_used = self._do_all_vote_for_it(request["group_rank"], request["step"], is_used)
         if not is_used:
+            self.layout.check()
             raise QuorumDeclined
         self._judge(dict(zip(quorum.replica_ids, reports, strict=True)), before)
         self._connect_if_needed(quorum.quorum_id, reports)
@@ -147,7 +154,13 @@ class QuorumWatch:
                 f"somebody else asks the lighthouse in the name of this group, {self._name!r}"
             )
         reports = [report for report in read if report is not None]
-        strangers = frozenset(quorum.replica_ids) - {quorum.replica_ids[place] for place in kept}
+        strangers = frozenset(
+            name
+            for name, handle, report in zip(
+                quorum.replica_ids, quorum.reconfigure_handles, read, strict=True
+            )
+            if report is None and not self.layout.is_missing_rank(handle)
+        )
         for name in sorted(strangers - self._strangers):
             log.warning(
                 "Left %r out of the quorum: it does not prove that it knows this run's token. It "
@@ -155,7 +168,9 @@ class QuorumWatch:
                 name,
             )
         self._strangers = strangers
-        return (among(quorum, kept, reports, group_rank) if strangers else quorum), reports
+        if len(kept) < len(read):
+            quorum = among(quorum, kept, reports, group_rank)
+        return quorum, reports
 
     def _do_all_vote_for_it(self, group_rank: int, step: int, vote: bool) -> bool:
         try:
@@ -190,11 +205,12 @@ class QuorumWatch:
             AtFaultError: It is this group, and has been for ``LEAVES_AFTER_S``.
         """
         culprit = at_fault(reports)
-        is_own = culprit == self._name
-        self.is_anothers_fault = not is_own and (culprit is not None or before != self.members)
+        self.fault = "another" if culprit is not None or before != self.members else None
+        if culprit == self._name:
+            self.fault = "this"
         self.unreachable, self.has_failed = (), False
         now = time.monotonic()
-        if not is_own:
+        if self.fault != "this":
             self._blamed_since = None
         elif self._blamed_since is None:
             self._blamed_since = now

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from composer_replication.json_files import read_json, replace_json
 from composer_replication.known_errors import BAD_INPUT
 from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
-from composer_replication.run_folder import METRICS, STATUS, ReplicaFolder, log_path
+from composer_replication.run_folder import METRICS, STATUS, log_path
 
 HANG_TIMEOUT_S = 600.0
 """After how long without any progress a group ends itself, in seconds."""
+
+log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
@@ -181,15 +184,15 @@ class Supervisor:
         return path.stat().st_size if path.exists() else 0
 
     def _phase(self, replica_id: int) -> str:
-        return self._status(replica_id).get("phase", "")
+        path = log_path(self.run_dir, replica_id).with_name(STATUS)
+        return read_json(path).get("phase", "")
 
     def _say_phase(self, replica_id: int, phase: str) -> None:
-        status = self._status(replica_id) | {"phase": phase}
-        ReplicaFolder(self.run_dir, replica_id).write_status(**status)
-
-    def _status(self, replica_id: int) -> dict[str, Any]:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        return json.loads(path.read_text()) if path.exists() else {}
+        try:
+            replace_json(path, read_json(path) | {"phase": phase})
+        except OSError as error:  # a full disk must not end the groups that train
+            log.warning("Cannot write %s (%s): group %d is %s", path, error, replica_id, phase)
 
 
 class Saboteur(Protocol):

@@ -6,6 +6,7 @@ Stood in for: the processes, by exit statuses; the clock's pauses, by shorter on
 import json
 
 import pytest
+from test_json_files import no_file_above
 
 from composer_replication import supervision
 from composer_replication.processes import Interrupts
@@ -182,3 +183,20 @@ def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_
     )
     assert failed == {}
     assert supervisor.records[1].is_given_up and supervisor.records[2].is_given_up
+
+
+@pytest.mark.parametrize("status", [b"", b'{"phase": "tr', bytes(40), b"[]"])
+def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplog, status):
+    write(tmp_path, 0), write(tmp_path, 1)
+    (tmp_path / "replica_1" / "status.json").write_bytes(status)
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    with no_file_above(0):
+        failed, supervisor, _ = supervise(
+            tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back
+        )
+    assert failed == {} and supervisor.restarts == {"0": 0, "1": 1}
+    assert "status.json (" in caplog.text and "group 1 is restarting" in caplog.text
