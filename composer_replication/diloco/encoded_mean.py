@@ -33,7 +33,8 @@ def check_can_encode(manager: object, wire_format: str) -> None:
     if wire_format != WIRE_FORMATS[0] and not hasattr(manager, "all_to_all"):
         raise ValueError(
             f"wire_format={wire_format!r} needs all_to_all and all_gather, which "
-            f"{type(manager).__name__} has not: build it with composer_replication.make_manager, "
+            f"{type(manager).__name__} has not: build it with "
+            "composer_replication.replica.make_manager, "
             "or use wire_format='float32'"
         )
 
