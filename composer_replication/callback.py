@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from composer import Callback, Logger, State
+from composer import Callback, Event, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
@@ -135,6 +135,7 @@ class DiLoCoCallback(Callback):
         coordinator_addr: str | None = None,
         heartbeat_interval_s: float = ReplicaOptions.heartbeat_interval_s,
         give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
+        hang_timeout_s: float | None = ReplicaOptions.hang_timeout_s,
         hostname: str | None = None,
         backend: str | None = None,
         backup_device: str | None = None,
@@ -177,6 +178,7 @@ class DiLoCoCallback(Callback):
             coordinator_addr=coordinator_addr,
             heartbeat_interval_s=heartbeat_interval_s,
             give_up_after_s=give_up_after_s,
+            hang_timeout_s=hang_timeout_s,
             hostname=hostname,
             backend=backend,
             backup_device=backup_device,
@@ -212,6 +214,11 @@ class DiLoCoCallback(Callback):
         self._progress = Progress(self._folder, sync_every)
 
     # ---- Composer's events, in the order in which they come ---------------------------------
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if self.diloco is not None:
+            self.diloco.note_progress()
+        super().run_event(event, state, logger)
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.options.coordinator_addr is not None:

@@ -18,6 +18,7 @@ from torchft.manager import Manager
 
 from composer_replication.checkpoint_files import newest_whole
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
@@ -149,6 +150,7 @@ def build_diloco(
         digest_every=options.digest_every,
         ranks=torch.distributed.group.WORLD if state.is_model_ddp else None,
         message_device="cpu" if _backend(options, state) == "gloo" else None,
+        hang_timeout_s=options.hang_timeout_s or HANG_TIMEOUT_S,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
+NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
 _SECONDS = (
@@ -56,6 +57,12 @@ class ReplicaOptions:
         hostname: How peers reach this machine; what they reach listens on that address, if it is
             one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
             every interface.
+        hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
+            group is taken for hung and ends, with a traceback of every thread in its log, in
+            seconds. A process that is busy all the while gets five times as long, and waiting for
+            other groups does not count. ``.inf`` for never. None:
+            ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
+        hostname: How peers reach this machine. None: its host name.
         backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
             ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
         backup_device: Where global parameters and outer state live. None: in host memory.
@@ -91,6 +98,7 @@ class ReplicaOptions:
     connect_timeout: float = 5.0
     quorum_retries: int = 3600
     give_up_after_s: float | None = None
+    hang_timeout_s: float | None = None
     hostname: str | None = None
     backend: str | None = None
     backup_device: str | None = None
@@ -110,6 +118,10 @@ class ReplicaOptions:
         if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
             raise ValueError(
                 f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null"
+            )
+        if self.hang_timeout_s is not None and not self.hang_timeout_s > 0:
+            raise ValueError(
+                f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
             )
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
@@ -147,8 +159,10 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
+    | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, the new one first, with a comma between them |
+    | ``COMPOSER_REPLICATION_NO_TOKEN`` | ``1`` allows a run without a token beyond this machine |
 
     ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
     """
@@ -160,6 +174,8 @@ class ReplicaEnv:
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
     hostname: str | None = None
+    hang_timeout_s: float | None = None
+    no_token: bool = False
 
     @property
     def token(self) -> str | None:
@@ -170,7 +186,8 @@ class ReplicaEnv:
         """Read it.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, or a token is malformed.
+            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, a token is malformed, or
+                the time until a hang is no number.
         """
         environ = os.environ if environ is None else environ
         count = environ.get("NUM_REPLICA_GROUPS")
@@ -184,14 +201,27 @@ class ReplicaEnv:
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
             hostname=environ.get(HOSTNAME) or None,
+            no_token=environ.get(NO_TOKEN) == "1",
+            hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
         )
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r}: use a number of seconds, or inf") from None
 
 
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     """The run's accepted tokens; whoever signs uses the first.
 
-    There are two while a token is being replaced: first every process accepts both, then the old
-    one is removed.
+    There are two while a token is being replaced, for which every process is started again three
+    times: with ``old,new``, with ``new,old``, and with ``new``. Neighbours in this order
+    understand each other.
 
     Args:
         text: One token, or two with a comma or a line break between them. Surrounding whitespace

@@ -87,9 +87,9 @@ class QuorumWatch:
         self.awaits: frozenset[str] = frozenset()
         self.unreachable: tuple[str, ...] = ()
         self.has_failed = False
-        self.is_anothers_fault = False
-        """Whether the failure of the last sync is no fault of this group: another one is to blame,
-        or a member has come or gone since."""
+        self.fault: str | None = None
+        """Where the reason lies why the last sync failed, if it did: in ``this`` group, in
+        ``another`` one (also if one has come or gone since), or None if nobody can be named."""
         self._last: list[Any] | None = None  # a list, as JSON gives it back
         self._connection: list[Any] | None = None
         self._blamed_since: float | None = None
@@ -190,11 +190,12 @@ class QuorumWatch:
             AtFaultError: It is this group, and has been for ``LEAVES_AFTER_S``.
         """
         culprit = at_fault(reports)
-        is_own = culprit == self._name
-        self.is_anothers_fault = not is_own and (culprit is not None or before != self.members)
+        self.fault = "another" if culprit is not None or before != self.members else None
+        if culprit == self._name:
+            self.fault = "this"
         self.unreachable, self.has_failed = (), False
         now = time.monotonic()
-        if not is_own:
+        if self.fault != "this":
             self._blamed_since = None
         elif self._blamed_since is None:
             self._blamed_since = now

@@ -83,9 +83,9 @@ class ReplicaManager(Manager):
         return self
 
     @property
-    def is_anothers_fault(self) -> bool:
-        """Whether the failure of the last sync is no fault of this group; see ``QuorumWatch``."""
-        return self._watch.is_anothers_fault
+    def fault(self) -> str | None:
+        """Where the reason lies why the last sync failed: ``this`` group, ``another``, or None."""
+        return self._watch.fault
 
     def _forget_quorum(self) -> None:
         """Have torchft connect anew, which it does when the quorum's id is new to it."""

@@ -77,6 +77,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "start_timeout_s": 7.0,
         "on_start_timeout": "start",
         "give_up_after_s": 14.0,
+        "hang_timeout_s": 15.0,
         "timeout": 8.0,
         "quorum_timeout": 9.0,
         "connect_timeout": 10.0,

@@ -22,7 +22,7 @@ from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.reports import SyncClock, SyncReport
 from composer_replication.diloco.roll_call import RollCall
 from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
-from composer_replication.diloco.torchft_boundary import DiLoCoManager, is_anothers_fault
+from composer_replication.diloco.torchft_boundary import DiLoCoManager, fault_of_last_sync
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +124,11 @@ class OuterLoop:
         Local and global parameters are untouched until the vote, so that the retry forms the same
         pseudo-gradient again. (torchft resets the model and drops the round.)
 
+        An attempt counts against ``max_sync_retries`` if nobody can be blamed for its failure. (A
+        group in training that is to blame leaves after a time, see ``QuorumWatch``.)
+
         Raises:
-            SyncError: Too many attempts in a row have failed, for no reason that lies in another
-                group.
+            SyncError: Too many such attempts in a row have failed.
         """
         attempts = unexplained = 0
         patience = Patience(self._manager, self._give_up_after_s)
@@ -148,7 +150,8 @@ class OuterLoop:
                 time.sleep(pause_s)
             self._manager.start_quorum()
             # Only this quorum says who is to blame for the failure before it.
-            if is_anothers_fault(self._manager):
+            counts = None if not self._fragments[self.turn].is_joining else "this"
+            if fault_of_last_sync(self._manager) not in (None, counts):
                 unexplained = 0
             elif not has_too_few:
                 unexplained += 1
@@ -275,7 +278,7 @@ class OuterLoop:
         device = self._fragments[0].device
         while True:
             self._manager.start_quorum()
-            barrier.check_failures(is_anothers_fault(self._manager))
+            barrier.check_failures(fault_of_last_sync(self._manager) == "another")
             if self._manager.current_step() == 0:
                 starts = barrier.hears_start(device)
                 if self._start() if starts else self._manager.should_commit():

@@ -95,9 +95,10 @@ class DiLoCoManager(Protocol):
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
 
 
-def is_anothers_fault(manager: Any) -> bool:
-    """Whether the failure of the last sync is no fault of this group, as far as can be known.
+def fault_of_last_sync(manager: Any) -> str | None:
+    """Where the reason lies why the last sync failed: in ``this`` group, or in ``another`` one.
 
-    The quorum after it says so. torchft's own Manager, and the simulated one, never know.
+    The quorum after it says so, where members report to each other (``ReplicaManager``). None if
+    nobody can be named; torchft's own Manager, and the simulated one, can name nobody.
     """
-    return getattr(manager, "is_anothers_fault", False)
+    return getattr(manager, "fault", None)
