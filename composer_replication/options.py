@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,8 @@ from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
+
+_REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _SECONDS = (
     "start_timeout_s",
@@ -36,7 +39,8 @@ class ReplicaOptions:
     """One replica group's own options; the defaults of ``DiLoCoCallback`` and ``make_manager``.
 
     Args:
-        replica_id: Name of this replica group, different in each. None: ``REPLICA_GROUP_ID``.
+        replica_id: Name of this replica group, different in each (``check_replica_id``). None:
+            ``REPLICA_GROUP_ID``.
         num_replicas: Groups that a cold start waits for. None: ``NUM_REPLICA_GROUPS``, else 1.
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
             the coordinator knows.
@@ -123,6 +127,8 @@ class ReplicaOptions:
             raise ValueError(
                 f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
             )
+        if self.replica_id is not None:
+            check_replica_id(self.replica_id)
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
         for name, choices in _CHOICES.items():
@@ -214,6 +220,22 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
         return float(text)
     except ValueError:
         raise ValueError(f"{name}={text!r}: use a number of seconds, or inf") from None
+
+
+def check_replica_id(replica_id: str | int) -> None:
+    """Check the name of a replica group.
+
+    It becomes part of URLs, of a folder's name and of what torchft makes of it (``name:uuid``).
+
+    Raises:
+        ValueError: It has a character that would be misread there, or is too long.
+    """
+    is_name = not isinstance(replica_id, bool) and _REPLICA_ID.fullmatch(str(replica_id))
+    if not is_name:
+        raise ValueError(
+            f"replica_id={replica_id!r}: give each replica group a name of its own, of at most 64 "
+            "letters, digits, '.', '_' and '-', with a letter or a digit in front"
+        )
 
 
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:

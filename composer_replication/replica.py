@@ -24,7 +24,14 @@ from composer_replication.addresses import (
 )
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse
-from composer_replication.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
+from composer_replication.options import (
+    NO_TOKEN,
+    TOKEN,
+    ReplicaEnv,
+    ReplicaOptions,
+    check_replica_id,
+    read_tokens,
+)
 from composer_replication.prefetch import prefetch
 from composer_replication.process_group import host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
@@ -55,7 +62,7 @@ def make_manager(
     """A torchft Manager that is ready for DiLoCo.
 
     Args:
-        replica_id: Name of the replica group, different in each.
+        replica_id: Name of the replica group, different in each (``check_replica_id``).
         lighthouse_addr: ``http://host:port`` of the lighthouse.
         min_replica_size: Fewest groups in a quorum that may commit.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
@@ -86,8 +93,7 @@ def make_manager(
         ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
             had (``HealError``). This group has not been seen by the others then.
     """
-    if isinstance(replica_id, bool) or str(replica_id).strip() == "":
-        raise ValueError(f"replica_id={replica_id!r}: give each replica group a name of its own")
+    check_replica_id(replica_id)
     if (store_addr is None) != (store_port is None):
         raise ValueError(f"store_addr={store_addr!r} and store_port={store_port!r}: give both")
     if world_size > 1 and store_addr is None:
