@@ -14,12 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.coordinator_client import (
-    CoordinatorAwayError,
-    CoordinatorClient,
-    RefusedByCoordinatorError,
-    RunInfo,
-)
+from composer_replication.coordinator_client import CoordinatorClient, RunInfo
+from composer_replication.coordinator_http import CoordinatorAwayError, RefusedByCoordinatorError
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaEnv, ReplicaOptions
 

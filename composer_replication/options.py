@@ -47,7 +47,7 @@ class ReplicaOptions:
         coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
             None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
         heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
         on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
@@ -58,15 +58,14 @@ class ReplicaOptions:
             over ``quorum_timeout``: by default once a second.
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
             that is an error, in seconds. None: for ever; what is missing is logged.
-        hostname: How peers reach this machine; what they reach listens on that address, if it is
-            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
-            every interface.
         hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
             group is taken for hung and ends, with a traceback of every thread in its log, in
             seconds. A process that is busy all the while gets five times as long, and waiting for
             other groups does not count. ``.inf`` for never. None:
             ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
-        hostname: How peers reach this machine. None: its host name.
+        hostname: How peers reach this machine; what they reach listens on that address, if it is
+            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
+            every interface.
         backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
             ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
         backup_device: Where global parameters and outer state live. None: in host memory.
@@ -179,8 +178,8 @@ class ReplicaEnv:
     run_dir: str | None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
-    hostname: str | None = None
     hang_timeout_s: float | None = None
+    hostname: str | None = None
     no_token: bool = False
 
     @property
@@ -206,9 +205,9 @@ class ReplicaEnv:
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
+            hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
             hostname=environ.get(HOSTNAME) or None,
             no_token=environ.get(NO_TOKEN) == "1",
-            hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
         )
 
 

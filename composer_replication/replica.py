@@ -22,8 +22,9 @@ from composer_replication.addresses import (
     is_loopback,
     own_address,
 )
+from composer_replication.group_layout import check_ranks
 from composer_replication.heal_transport import HealTransport
-from composer_replication.lighthouse import check_lighthouse
+from composer_replication.lighthouse import check_lighthouse, read_status
 from composer_replication.options import (
     NO_TOKEN,
     TOKEN,
@@ -64,7 +65,7 @@ def make_manager(
     Args:
         replica_id: Name of the replica group, different in each (``check_replica_id``).
         lighthouse_addr: ``http://host:port`` of the lighthouse.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
             which groups differ between two syncs.
@@ -90,6 +91,7 @@ def make_manager(
     Raises:
         ValueError: An argument is missing or out of range, ``hostname`` leads nowhere, or the
             token is missing.
+        SettingsMismatch: The groups in training have another number of ranks.
         ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
             had (``HealError``). This group has not been seen by the others then.
     """
@@ -108,6 +110,7 @@ def make_manager(
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
     tokens = _tokens(token, lighthouse_addr)
+    check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
     transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id))
     try:
         own_name = hostname or socket.gethostname()
