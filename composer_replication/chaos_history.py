@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import statistics
 import time
@@ -14,8 +13,8 @@ from typing import Any
 
 from composer_replication.coordinator.server import STATE
 from composer_replication.fault_injection import ORDERED, obeyed_at
+from composer_replication.json_files import JsonLineReader, replace_json
 from composer_replication.run_folder import METRICS, log_path
-from composer_replication.run_record import read_lines
 from composer_replication.supervision import Supervisor
 
 CHAOS = "chaos.json"
@@ -82,7 +81,10 @@ class History:
         self.commits = {replica_id: 0 for replica_id in range(replicas)}
         self.digests: dict[int, tuple[str, int]] = {}
         self.began: float | None = None
-        self._offsets = dict.fromkeys(self.commits, 0)
+        self._metrics = {
+            replica_id: JsonLineReader(log_path(run_dir, replica_id).with_name(METRICS))
+            for replica_id in self.commits
+        }
         self._last_step = dict.fromkeys(self.commits, 0)
         self._deaths = dict.fromkeys(self.commits, 0)
         self._samples_twice = 0
@@ -116,9 +118,7 @@ class History:
     def look(self, supervisor: Supervisor) -> None:
         """Read what is new, and check it."""
         for replica_id, record in supervisor.records.items():
-            path = log_path(self.run_dir, replica_id).with_name(METRICS)
-            lines, self._offsets[replica_id] = read_lines(path, self._offsets[replica_id])
-            for line in lines:
+            for line in self._metrics[replica_id].read():
                 self._commit(replica_id, line)
             for status in record.deaths[self._deaths[replica_id] :]:
                 self._die(replica_id, status)
@@ -136,13 +136,14 @@ class History:
             self._break(f"group {replica_id}, not struck, lost {lost} inner steps before {step}")
         self._last_step[replica_id] = step
         self.commits[replica_id] += 1
+        for strike in self.strikes:
+            if replica_id not in strike.victims:
+                strike.next_commit_s.setdefault(replica_id, self.now() - strike.at)
         for strike in self.open_strikes():
             self._recover(strike, replica_id)
 
     def _recover(self, strike: Strike, replica_id: int) -> None:
         now = self.now()
-        if replica_id not in strike.victims:
-            strike.next_commit_s.setdefault(replica_id, now - strike.at)
         is_new_life = self._deaths[replica_id] > strike.lives.get(replica_id, -1)
         if now < self._end_of(strike) or (strike.needs_new_life and not is_new_life):
             return
@@ -212,9 +213,7 @@ class History:
         """Write ``chaos.json``: strikes, events and violations in the order of their coming."""
         strikes = [asdict(strike) | {"waiting": sorted(strike.waiting)} for strike in self.strikes]
         told = {"strikes": strikes, "events": self.events, "violations": self.violations}
-        draft = self.run_dir / f".{CHAOS}"
-        draft.write_text(json.dumps({**self._about, **verdict, **told}, indent=2) + "\n")
-        draft.replace(self.run_dir / CHAOS)
+        replace_json(self.run_dir / CHAOS, {**self._about, **verdict, **told}, indent=2)
 
 
 def samples_trained_twice(database: Path) -> int:

@@ -57,7 +57,7 @@ class Service:
     def kill(self) -> None:
         """Kill it."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
 
 
 class KillableCoordinator:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_replication.json_files import read_json, replace_json
+
 ORDER = "order.json"
 OBEYED = "obeyed.json"
 ORDERED = ("hang", "unreachable", "one_way")
@@ -47,13 +49,12 @@ class Order:
 
 def give_order(folder: Path, order: Order) -> None:
     """Order the group of this folder to fail."""
-    _replace(folder / ORDER, asdict(order))
+    replace_json(folder / ORDER, asdict(order))
 
 
 def obeyed_at(folder: Path, number: int) -> float | None:
     """When the group began to obey an order, by ``time.monotonic``; None before."""
-    path = folder / OBEYED
-    obeyed = json.loads(path.read_text()) if path.exists() else {}
+    obeyed = read_json(folder / OBEYED)
     return obeyed["at"] if obeyed.get("number") == number else None
 
 
@@ -108,11 +109,13 @@ class Faults:
     def _begin(self) -> None:
         assert self._order is not None, "there is one to obey"
         self._began = time.monotonic()
-        _replace(self._folder / OBEYED, {"number": self._order.number, "at": self._began})
+        if os.environ.get("RANK", "0") == "0":  # one of the group's processes tells
+            told = {"number": self._order.number, "at": self._began}
+            replace_json(self._folder / OBEYED, told)
 
     def _read(self) -> Order | None:
-        path = self._folder / ORDER
-        return Order(**json.loads(path.read_text())) if path.exists() else None
+        order = read_json(self._folder / ORDER)
+        return Order(**order) if order else None
 
 
 def install(faults: Faults) -> None:
@@ -125,14 +128,19 @@ def install(faults: Faults) -> None:
                 self._close_connections()
             super().start_quorum(*arguments, **named)
 
-        def _check_reachable(self, addresses: Mapping[str, str]) -> None:
+        def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
             order = faults.current("one_way")
             target = None if order is None else order.target
-            told = {n: NOWHERE if _group(n) == target else a for n, a in addresses.items()}
-            super()._check_reachable(told)
+            super()._check_reachable(
+                {
+                    name: handle | ({"store": NOWHERE} if _group(name) == target else {})
+                    for name, handle in handles.items()
+                }
+            )
 
         def take_over(self, *arguments: Any, **named: Any) -> ReplicaManager:
-            own_handle = self._pg.get_reconfigure_handle
+            pg: Any = self._pg
+            own_handle = pg.get_reconfigure_handle
 
             def handle() -> str:
                 told = json.loads(own_handle())
@@ -140,7 +148,7 @@ def install(faults: Faults) -> None:
                     told | ({"store": NOWHERE} if faults.current("unreachable") else {})
                 )
 
-            self._pg.get_reconfigure_handle = handle
+            pg.get_reconfigure_handle = handle
             return super().take_over(*arguments, **named)
 
     from composer_replication import replica
@@ -151,12 +159,6 @@ def install(faults: Faults) -> None:
 def _group(member: str) -> str:
     """The replica id in the lighthouse's name of a member."""
     return member.partition(":")[0]
-
-
-def _replace(path: Path, content: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content))
-    os.replace(draft, path)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -45,23 +45,13 @@ from composer_replication.run_record import (
     write_summary,
 )
 from composer_replication.run_token import TOKEN_FILE, write_token_file
-from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Supervisor
+from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Saboteur, Supervisor
 
 _LOCAL = "127.0.0.1"
 """Where the coordinator listens: the groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """After how long a silent group is gone: short, since on one machine no network loses packets."""
-
-
-class Saboteur(Protocol):
-    """Does harm to a run on purpose."""
-
-    def __call__(self, supervisor: Supervisor) -> None:
-        """Called all the while."""
-
-    def seconds_left(self) -> float | None:
-        """Until it ends training; None if that is not known yet."""
 
 
 def launch(
@@ -75,7 +65,7 @@ def launch(
     hang_timeout_s: float = HANG_TIMEOUT_S,
     saboteur: Saboteur | None = None,
     command: Command | None = None,
-    make_coordinator: Callable[..., Coordinator] = Coordinator,
+    make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:
     """Train a config in several replica groups on this machine, and say what came of it.
 

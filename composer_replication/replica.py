@@ -59,6 +59,7 @@ def make_manager(
     hostname: str | None = None,
     token: str | None = None,
     backend: str = "gloo",
+    tls_dir: str | None = None,
 ) -> ReplicaManager:
     """A torchft Manager that is ready for DiLoCo.
 
@@ -84,6 +85,8 @@ def make_manager(
             None: ``COMPOSER_REPLICATION_TOKEN``. It is needed unless the lighthouse is on a
             loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
         backend: ``gloo`` or ``nccl``, for the averages between groups.
+        tls_dir: The folder of certificates with which the averages and heals go over TLS, in all
+            groups or in none. None: ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Returns:
         The manager; call ``shutdown()`` at the end.
@@ -106,12 +109,13 @@ def make_manager(
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    process_group = make_process_group(backend, timeout, hostname)
+    tls_dir = tls_dir or ReplicaEnv.from_env().tls_dir
+    process_group = make_process_group(backend, timeout, hostname, tls_dir)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
     tokens = _tokens(token, lighthouse_addr)
     check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
-    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id))
+    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id), tls_dir)
     try:
         own_name = hostname or socket.gethostname()
         check_hostname(own_name, transport.port, lighthouse_addr, connect_timeout)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from composer_replication.json_files import read_json, replace_json
 from composer_replication.known_errors import BAD_INPUT
@@ -184,15 +184,22 @@ class Supervisor:
         return path.stat().st_size if path.exists() else 0
 
     def _phase(self, replica_id: int) -> str:
-        return self._status(replica_id).get("phase", "")
+        path = log_path(self.run_dir, replica_id).with_name(STATUS)
+        return read_json(path).get("phase", "")
 
     def _say_phase(self, replica_id: int, phase: str) -> None:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         try:
-            replace_json(path, self._status(replica_id) | {"phase": phase})
+            replace_json(path, read_json(path) | {"phase": phase})
         except OSError as error:  # a full disk must not end the groups that train
             log.warning("Cannot write %s (%s): group %d is %s", path, error, replica_id, phase)
 
-    def _status(self, replica_id: int) -> dict[str, Any]:
-        path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        return read_json(path)
+
+class Saboteur(Protocol):
+    """Does harm to a run on purpose."""
+
+    def __call__(self, supervisor: Supervisor) -> None:
+        """Called all the while."""
+
+    def seconds_left(self) -> float | None:
+        """Until it ends training; None if that is not known yet."""
