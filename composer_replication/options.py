@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
+HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
 _SECONDS = (
     "start_timeout_s",
@@ -41,7 +42,7 @@ class ReplicaOptions:
         coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
             None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
         heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
         on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
@@ -57,7 +58,9 @@ class ReplicaOptions:
             seconds. A process that is busy all the while gets five times as long, and waiting for
             other groups does not count. ``.inf`` for never. None:
             ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
-        hostname: How peers reach this machine. None: its host name.
+        hostname: How peers reach this machine; what they reach listens on that address, if it is
+            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
+            every interface.
         backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
             ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
         backup_device: Where global parameters and outer state live. None: in host memory.
@@ -75,6 +78,9 @@ class ReplicaOptions:
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+        tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
+            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
+            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -104,6 +110,7 @@ class ReplicaOptions:
     on_bad_state: str = "error"
     digest_every: int = 0
     run_dir: str | None = None
+    tls_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in _SECONDS:
@@ -152,7 +159,9 @@ class ReplicaEnv:
     | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
+    | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
+    | ``COMPOSER_REPLICATION_TLS_DIR`` | the folder of this process's certificates, for TLS |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, the new one first, with a comma between them |
@@ -166,7 +175,9 @@ class ReplicaEnv:
     run_dir: str | None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
+    tls_dir: str | None = None
     hang_timeout_s: float | None = None
+    hostname: str | None = None
 
     @property
     def token(self) -> str | None:
@@ -191,7 +202,9 @@ class ReplicaEnv:
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
+            tls_dir=environ.get("COMPOSER_REPLICATION_TLS_DIR") or None,
             hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
+            hostname=environ.get(HOSTNAME) or None,
         )
 
 
@@ -226,7 +239,7 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     tokens = tuple(filter(None, (part.strip() for part in text.replace("\n", ",").split(","))))
     for token in tokens:
         for place, character in enumerate(token, start=1):
-            if not "!" <= character <= "~":
+            if not " " <= character <= "~":
                 raise ValueError(
                     f"{source}: character {place} of the token is U+{ord(character):04X}, which is "
                     "not printable ASCII: make one with `openssl rand -hex 16`"

@@ -18,16 +18,18 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
 from torchft.work import _DummyWork
 
+from composer_replication.group_layout import GroupLayout
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
+from composer_replication.process_group import Gloo
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
 from composer_replication.sync_alarm import SyncAlarm
 from composer_replication.waiting import DaemonExecutor, InterruptibleWork
 
 log = logging.getLogger(__name__)
 
-_left: list[object] = []
-"""Process groups of managers that have left, kept until the process ends."""
+_left: list[ReplicaManager] = []
+"""Managers that have left. Their connections stay until the next one of this process commits."""
 
 
 class ReplicaManager(Manager):
@@ -57,6 +59,7 @@ class ReplicaManager(Manager):
     _lighthouse_addr = ""
     _is_shut_down = False
     _watch: QuorumWatch
+    layout: GroupLayout
     _alarm: SyncAlarm | None = None
 
     def take_over(
@@ -80,6 +83,8 @@ class ReplicaManager(Manager):
             self._timeout,
             tokens,
         )
+        self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
+        self._watch.layout = self.layout
         return self
 
     @property
@@ -217,10 +222,11 @@ class ReplicaManager(Manager):
         """
         self._watch.disconnected()
         if self._alarm is not None:
-            self._alarm.raise_for_all()  # of the connection before: nobody listens to it any more
+            self._alarm.close()
             self._alarm = None
-        addresses = [json.loads(handle)["store"] for handle in handles]
-        self._check_reachable(dict(zip(self._watch.members, addresses, strict=True)))
+        found = [json.loads(handle) for handle in handles]
+        addresses = [each["store"] for each in found]
+        self._check_reachable(dict(zip(self._watch.members, found, strict=True)))
         identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         super()._reconfigure_pg(unique, handles)
@@ -228,26 +234,30 @@ class ReplicaManager(Manager):
             self._alarm = SyncAlarm(addresses[0], unique, self._connect_timeout)
         self._watch.connected(communicator_id, unique)
 
-    def _check_reachable(self, addresses: Mapping[str, str]) -> None:
+    def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
         """Check that every member's address answers, and note for the others which do not.
 
         Raises:
             ConnectionError: One of them does not.
         """
-        with futures.ThreadPoolExecutor(min(16, len(addresses))) as pool:
-            answers = dict(zip(addresses, pool.map(self._answers, addresses.values()), strict=True))
+        with futures.ThreadPoolExecutor(min(16, len(handles))) as pool:
+            answers = dict(zip(handles, pool.map(self._answers, handles.values()), strict=True))
         self._watch.unreachable = tuple(name for name, answer in answers.items() if not answer)
         if self._watch.unreachable:
             name = self._watch.unreachable[0]
             raise ConnectionError(
-                f"replica group {name.partition(':')[0]} says it is at {addresses[name]}, which "
-                "does not answer here: it has died, or set hostname (callbacks.diloco.hostname) in "
-                "that group to a name or address of its machine that this one can reach"
+                f"replica group {name.partition(':')[0]} says it is at {handles[name]['store']}, "
+                "which does not answer here: it has died, or set hostname (callbacks.diloco."
+                "hostname) in that group to a name or address of its machine that this one can "
+                "reach"
             )
 
-    def _answers(self, address: str) -> bool:
-        host, _, port = address.rpartition(":")
-        return can_connect(host.strip("[]"), int(port), self._connect_timeout.total_seconds())
+    def _answers(self, handle: Mapping[str, Any]) -> bool:
+        host, _, port = handle["store"].rpartition(":")
+        limit = self._connect_timeout.total_seconds()
+        if not can_connect(host.strip("[]"), int(port), limit):
+            return False
+        return not isinstance(self._pg, Gloo) or self._pg.is_secured(handle, limit)
 
     def allreduce(
         self,
@@ -289,20 +299,38 @@ class ReplicaManager(Manager):
         It waits for the other ranks of the group, one of which may have died.
         """
         if torch.accelerator.is_available():  # it synchronises the device of the calling thread
-            return super().should_commit(timeout)
-        return self._executor.submit(super().should_commit, timeout).result()
+            commits = super().should_commit(timeout)
+        else:
+            commits = self._executor.submit(super().should_commit, timeout).result()
+        while commits and _left:
+            _left.pop().release()
+        return commits
 
     def shutdown(self, wait: bool = False) -> None:
         """Leave: heartbeats stop, so that the peers go on without this group.
 
-        Connections stay until the process ends: a peer may still be receiving this group's part
-        of the last allreduce, and would fail there.
+        Connections stay for now: a peer may still be receiving this group's part of the last
+        allreduce, and would fail there.
         """
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
-            _left.append(self._pg)
+            _left.append(self)
             self.store = None
+
+    def release(self) -> None:
+        """Close what ``shutdown`` has left open: sockets, threads and ports.
+
+        The group has taken part in a sync since, so its peers are through with the one before.
+        """
+        if self._alarm is not None:
+            self._alarm.close()
+        self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+        # Each of these ends with its last reference. A cycle has this object live on for a while.
+        for name in ("_pg", "_store", "_client", "_watch", "_manager", "_checkpoint_transport"):
+            setattr(self, name, None)
+        self._load_state_dict_fns.clear()
+        self._user_state_dicts.clear()
 
 
 def _is_own_failure(error: Exception) -> bool:

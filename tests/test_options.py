@@ -71,6 +71,7 @@ def test_the_docstring_s_table_lists_what_is_read():
         ("new,old", ("new", "old")),
         ("new\r\nold\r\n", ("new", "old")),
         ("new,\n old ,", ("new", "old")),
+        ("of the run", ("of the run",)),
     ],
 )
 def test_a_token_is_read_without_what_surrounds_it_and_there_may_be_an_old_one(text, tokens):
@@ -79,7 +80,7 @@ def test_a_token_is_read_without_what_surrounds_it_and_there_may_be_an_old_one(t
     assert env.token == (tokens[0] if tokens else None)
 
 
-@pytest.mark.parametrize(("text", "place"), [("schl\u00fcssel", 5), ("a b", 2), ("ok,a\tb", 2)])
+@pytest.mark.parametrize(("text", "place"), [("schl\u00fcssel", 5), ("ok,a\tb", 2)])
 def test_a_token_that_no_http_header_can_hold_is_refused_without_showing_it(text, place):
     with pytest.raises(ValueError, match=f"TOKEN: character {place} ") as error:
         ReplicaEnv.from_env({"COMPOSER_REPLICATION_TOKEN": text})
