@@ -230,7 +230,7 @@ def test_a_second_coordinator_on_the_state_folder_is_an_error_of_one_line(run):
     process = command("coordinator", run.config, *options)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and said.count("\n") == 1, said
-    assert f"is served by pid {run.coordinator.pid} on " in said
+    assert f"is in use by process {run.coordinator.pid}: " in said
     assert run.ask("GET", "/v1/info").status_code == 200
 
 
