@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from composer import Callback, Logger, State
+from composer import Callback, Event, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
@@ -38,7 +39,7 @@ from composer_replication.options import ReplicaOptions
 from composer_replication.progress import Progress, max_batches
 from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
-from composer_replication.stopping import expect_end, watch_for_stops
+from composer_replication.stopping import end_if_stuck_in_close
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -135,6 +136,7 @@ class DiLoCoCallback(Callback):
         coordinator_addr: str | None = None,
         heartbeat_interval_s: float = ReplicaOptions.heartbeat_interval_s,
         give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
+        hang_timeout_s: float | None = ReplicaOptions.hang_timeout_s,
         hostname: str | None = None,
         backend: str | None = None,
         backup_device: str | None = None,
@@ -145,6 +147,7 @@ class DiLoCoCallback(Callback):
         on_bad_state: str = ReplicaOptions.on_bad_state,
         digest_every: int = ReplicaOptions.digest_every,
         run_dir: str | None = None,
+        tls_dir: str | None = None,
         manager: Any = None,
     ) -> None:
         self.settings = DiLoCoSettings(
@@ -177,6 +180,7 @@ class DiLoCoCallback(Callback):
             coordinator_addr=coordinator_addr,
             heartbeat_interval_s=heartbeat_interval_s,
             give_up_after_s=give_up_after_s,
+            hang_timeout_s=hang_timeout_s,
             hostname=hostname,
             backend=backend,
             backup_device=backup_device,
@@ -187,6 +191,7 @@ class DiLoCoCallback(Callback):
             on_bad_state=on_bad_state,
             digest_every=digest_every,
             run_dir=run_dir,
+            tls_dir=tls_dir,
         ).with_environment()
         name_the_node()
         if package_log.level == logging.NOTSET:
@@ -213,6 +218,11 @@ class DiLoCoCallback(Callback):
 
     # ---- Composer's events, in the order in which they come ---------------------------------
 
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if self.diloco is not None:
+            self.diloco.note_progress()
+        super().run_event(event, state, logger)
+
     def before_load(self, state: State, logger: Logger) -> None:
         if self.options.coordinator_addr is not None:
             self._run = CoordinatedRun(self.options, self._given)
@@ -232,7 +242,6 @@ class DiLoCoCallback(Callback):
             return
         check_parallelism(state)
         resumed = self._resume.read(state)
-        watch_for_stops()
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -338,8 +347,11 @@ class DiLoCoCallback(Callback):
         self._folder.write_result(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
-        if self.diloco is not None:  # after an exception, since fit_end has not come
-            expect_end(status=1)  # Composer's barrier comes next, and the other ranks may not
+        error = sys.exc_info()[1]
+        if (
+            self.diloco is not None or error is not None
+        ):  # fit_end has not come, or later code fails
+            end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
         self._leave()
         if self._weights is not None:
             self._weights.remove()

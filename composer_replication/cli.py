@@ -17,12 +17,13 @@ from rich.console import Console
 
 from composer_replication import __version__
 from composer_replication.config import ConfigError, load_config, save_config
+from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.known_errors import INTERRUPTED, report_error
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.lossy_output import lose_what_cannot_be_printed
 from composer_replication.preflight import check_reachable
-from composer_replication.supervision import MAX_RESTARTS
+from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer: several replica groups train one model.",
@@ -50,6 +51,10 @@ MaxRestarts = Annotated[
 StragglerTimeout = Annotated[
     float,
     typer.Option(help="Seconds that a sync waits for a group that is alive.", min=0.1),
+]
+HangTimeout = Annotated[
+    float,
+    typer.Option(help="Seconds without any progress after which a group ends itself.", min=1.0),
 ]
 
 
@@ -103,6 +108,7 @@ def launch(
     nproc: Nproc = 1,
     max_restarts: MaxRestarts = MAX_RESTARTS,
     straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S,
+    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
     """Train in several replica groups on this machine, with a lighthouse of its own."""
     from composer_replication.launch import launch as run
@@ -115,6 +121,7 @@ def launch(
         nproc=nproc,
         max_restarts=max_restarts,
         straggler_timeout_s=straggler_timeout_s,
+        hang_timeout_s=hang_timeout_s,
     )
     raise typer.Exit(status)
 
@@ -128,20 +135,56 @@ def coordinator(
     ] = "[::]:29512",
     state_dir: Annotated[Path, typer.Option(help="Where the state is kept.")] = Path("coordinator"),
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with the run's secret. Else: the environment's.")
+        Path | None,
+        typer.Option(
+            help="A file with the run's secret; two lines while it is replaced. Else: the "
+            "environment's, else one is made in the state folder."
+        ),
     ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Make none: whoever reaches it can change the run.")
+    ] = False,
     replicas: Annotated[
         int | None, typer.Option(help="Replica groups that a cold start waits for.", min=1)
     ] = None,
     hostname: Annotated[
         str | None, typer.Option(help="How groups reach this machine; else its host name.")
     ] = None,
+    tls_dir: Annotated[
+        str | None,
+        typer.Option(help="The folder of its certificates, for TLS. Else: the environment's."),
+    ] = None,
+    heartbeat_timeout_s: Annotated[
+        float, typer.Option(help="Seconds of silence after which a group is dead.", min=0.1)
+    ] = HEARTBEAT_TIMEOUT_S,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="A certificate (PEM): serve HTTPS.", show_default=False)
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(help="Its private key.", show_default=False)
+    ] = None,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(help="Refuse clients without a certificate of this CA.", show_default=False),
+    ] = None,
 ) -> None:
     """Say to all replica groups what the settings are, and bring the lighthouse."""
-    from composer_replication.coordinate import coordinate
+    from composer_replication.coordinate import choose_tokens, coordinate, tls_dir_of
+    from composer_replication.coordinator.http_service import TlsFiles
 
     checked = load_config(config, overrides or [])
-    coordinate(checked, config, bind, state_dir, token_file, replicas, hostname)
+    coordinate(
+        checked,
+        config,
+        bind=bind,
+        state_dir=state_dir,
+        tokens=choose_tokens(token_file, no_token, bind, state_dir),
+        replicas=replicas,
+        hostname=hostname,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        tls=TlsFiles.of(ssl_certfile, ssl_keyfile, ssl_ca_certs)
+        or TlsFiles.of_folder(tls_dir or tls_dir_of(checked)),
+    )
 
 
 @app.command()
@@ -153,8 +196,12 @@ def chaos(
     faults_per_minute: Annotated[float, typer.Option(help="How often.", min=0.1)] = 2.0,
     duration: Annotated[float, typer.Option(help="Seconds of training.", min=10.0)] = 600.0,
     seed: Annotated[int, typer.Option(help="Of what strikes whom, and when.")] = 0,
+    kinds: Annotated[
+        str | None,
+        typer.Option(help="Which faults, e.g. kill,hang; docs/chaos.md lists them. None: all."),
+    ] = None,
 ) -> None:
-    """Train as launch does, kill, stop and end groups at random, and tell what it cost."""
+    """Train as launch does under faults of all kinds, check it meanwhile, and tell the cost."""
     from composer_replication.chaos import chaos as run
 
     checked = load_config(config, overrides or [])
@@ -166,6 +213,7 @@ def chaos(
         faults_per_minute=faults_per_minute,
         duration_s=duration,
         seed=seed,
+        kinds=None if kinds is None else kinds.split(","),
     )
     raise typer.Exit(status)
 
@@ -268,6 +316,35 @@ def plan(
     planned.print(Console())
     if json_out is not None:
         json_out.write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+
+
+@app.command()
+def certificates(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write them: a group's tls_dir.")
+    ],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address for which a browser accepts it; several times."),
+    ] = None,
+    authority: Annotated[
+        Path | None,
+        typer.Option(help="The run's authority, made if it is not there. Else: DIR-authority."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1)] = 365,
+) -> None:
+    """Make a certificate for TLS within a run, and the run's authority if there is none."""
+    from composer_replication.certificates import CA_KEY, make_certificates
+
+    folder = folder.absolute()
+    authority = authority or folder.with_name(f"{folder.name}-authority")
+    until, is_new = make_certificates(folder, host or [], authority, days)
+    print(f"{folder}: certificate valid until {until:%Y-%m-%d}")
+    print(f"Set COMPOSER_REPLICATION_TLS_DIR={folder} for a group, launch and the coordinator.")
+    print(
+        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: it makes members of this "
+        "run, so keep it on one machine."
+    )
 
 
 @app.command()

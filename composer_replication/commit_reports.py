@@ -8,11 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer_replication.coordinator_client import (
-    CoordinatorAwayError,
-    CoordinatorClient,
-    RefusedByCoordinatorError,
-)
+from composer_replication.coordinator_client import CoordinatorClient
+from composer_replication.coordinator_http import CoordinatorAwayError, RefusedByCoordinatorError
 
 log = logging.getLogger(__name__)
 

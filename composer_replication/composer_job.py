@@ -18,6 +18,7 @@ from torchft.manager import Manager
 
 from composer_replication.checkpoint_files import newest_whole
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
@@ -104,6 +105,7 @@ def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
         store_port=port,
         hostname=options.hostname,
         backend=_backend(options, state),
+        tls_dir=options.tls_dir,
     )
     manager.store = store
     return manager
@@ -147,8 +149,9 @@ def build_diloco(
         must_not_start=must_not_start,
         give_up_after_s=options.give_up_after_s,
         digest_every=options.digest_every,
-        ranks=torch.distributed.group.WORLD if state.is_model_ddp else None,
+        ranks=torch.distributed.group.WORLD if dist.get_world_size() > 1 else None,
         message_device="cpu" if _backend(options, state) == "gloo" else None,
+        hang_timeout_s=options.hang_timeout_s or HANG_TIMEOUT_S,
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from composer.utils import dist
 from torch import Tensor
 
-from composer_replication.composer_job import ask_on_rank_0, broadcast, replica_id_of
+from composer_replication.composer_job import ask_on_rank_0, replica_id_of
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.membership import Membership, ask_for_run
 from composer_replication.options import ReplicaOptions
 
@@ -86,23 +87,28 @@ class CoordinatedRun:
     def offer_settings(self, diloco: DiLoCo) -> None:
         """Tell the other groups which versions of the settings this one knows.
 
-        Right after a sync, so that all ranks come to know them at the same time.
+        Right after a sync, so that all ranks come to know them at the same time, and an error, too:
+        one that rank 0 raised alone would leave the others waiting for it in a collective.
+
+        Raises:
+            RefusedByCoordinatorError: Another group is in this one's place, or the coordinator
+                does not know a version that it has announced.
         """
-        found = self._membership.new_settings(self._offered) if self._membership else {}
-        found = broadcast(found)
+        found = ask_on_rank_0(self._new_settings)
         self._offered = max([self._offered, *found])
         diloco.offer_settings(found)
 
-    def report(self, progress: Mapping[str, Any]) -> None:
-        """Where the group stands.
+    def _new_settings(self) -> dict[int, DiLoCoSettings]:
+        if self._membership is None:
+            return {}
+        if self._membership.refusal is not None:
+            raise self._membership.refusal
+        return self._membership.new_settings(self._offered)
 
-        Raises:
-            RefusedByCoordinatorError: Another group is in this one's place.
-        """
+    def report(self, progress: Mapping[str, Any]) -> None:
+        """Where the group stands, for its next heartbeat."""
         if self._membership is not None:
             self._membership.report(progress)
-            if self._membership.refusal is not None:
-                raise self._membership.refusal
 
     def leave(self) -> None:
         """End taking part."""

@@ -10,24 +10,25 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
-
 from composer_replication import __version__
+from composer_replication.coordinator_http import CoordinatorHttp, RefusedByCoordinatorError
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
 from composer_replication.sample_stream import DatasetSpec, Lease
 
-
-class CoordinatorAwayError(ConnectionError):
-    """The coordinator does not answer."""
-
-
-class RefusedByCoordinatorError(ValueError):
-    """The coordinator has said no, and why."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
+_INFO: dict[str, type] = {
+    "settings": dict,
+    "settings_version": int,
+    "settings_source": str,
+    "num_replicas": int,
+    "min_replicas": int,
+    "lighthouse_addr": str,
+    "heartbeat_timeout_s": float,
+    "version": str,
+    "torchft": str,
+    "outer_step": int,
+}
+_VERSION: dict[str, type] = {"settings_version": int}
+_LEASE: dict[str, type] = dict.fromkeys((field.name for field in dataclasses.fields(Lease)), int)
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ class RunInfo:
         Raises:
             SettingsMismatch: One is another; the message lists both of each.
         """
-        run = dataclasses.asdict(self.settings)
+        options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
+        run = dataclasses.asdict(self.settings) | options
         differing = [
             f"  {name}: {value!r} here, {run[name]!r} there"
             for name, value in given.items()
-            if name in run and value != run[name]
+            if name in run and value != run[name] and not (name in options and value is None)
         ]
         if differing:
             raise SettingsMismatch(
@@ -107,13 +109,18 @@ class CoordinatorClient:
         address: ``http://host:port``.
         token: The run's secret, if it has one.
         patience_s: How long a request is tried again while nobody answers, in seconds.
+        tls_dir: The folder of certificates, see ``CoordinatorHttp``.
     """
 
-    def __init__(self, address: str, token: str | None, patience_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        patience_s: float = 5.0,
+        tls_dir: str | None = None,
+    ) -> None:
         self.address = address
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._http = httpx.Client(base_url=address, headers=headers, timeout=5.0, trust_env=False)
-        self._patience_s = patience_s
+        self._http = CoordinatorHttp(address, token, patience_s, tls_dir)
 
     def info(self) -> RunInfo:
         """What a group has to know before it starts.
@@ -123,23 +130,14 @@ class CoordinatorClient:
             RefusedByCoordinatorError: The token is wrong.
             SettingsMismatch: It lacks a setting that this version has, or has others.
         """
-        told = self._ask("GET", "/v1/info")
-        settings = _settings_of(told["settings"], self.address)
-        fields = (
-            "settings_version",
-            "num_replicas",
-            "min_replicas",
-            "lighthouse_addr",
-            "version",
-            "torchft",
-            "model_section",
-            "outer_step",
-        )
+        told = self._http.ask("GET", "/v1/info", fields=_INFO)
+        taken = {name: told[name] for name in _INFO}
+        source, settings = taken.pop("settings_source"), taken.pop("settings")
         return RunInfo(
-            settings=settings,
-            source=told["settings_source"],
-            heartbeat_timeout_s=told["heartbeat_timeout_s"],
-            **{field: told[field] for field in fields},
+            settings=_settings_of(settings, self.address),
+            source=source,
+            model_section=told.get("model_section"),
+            **taken,
         )
 
     def check_name_is_free(self, replica_id: str, heartbeat_timeout_s: float) -> None:
@@ -154,7 +152,7 @@ class CoordinatorClient:
         began = time.monotonic()
         # No group's heartbeats are further apart, see ``ask_for_run``.
         while (elapsed := time.monotonic() - began) < heartbeat_timeout_s / 2 + 0.2:
-            replicas = self._ask("GET", "/v1/status")["replicas"]
+            replicas = self._http.ask("GET", "/v1/status", fields={"replicas": list})["replicas"]
             found = next((r for r in replicas if r["replica_id"] == replica_id), None)
             if found is None or not found["is_alive"]:
                 return
@@ -168,7 +166,8 @@ class CoordinatorClient:
 
     def settings(self, number: int) -> DiLoCoSettings:
         """One version of the settings. Raises what ``info`` does."""
-        return _settings_of(self._ask("GET", f"/v1/settings/{number}"), self.address)
+        path = f"/v1/settings/{number}"
+        return _settings_of(self._http.ask("GET", path, fields={"sync_every": int}), self.address)
 
     def register(self, registration: Mapping[str, Any]) -> int:
         """Take part; the newest version of the settings.
@@ -177,49 +176,52 @@ class CoordinatorClient:
             CoordinatorAwayError: Nobody answers.
             RefusedByCoordinatorError: With the reason.
         """
-        return self._ask("POST", "/v1/replicas", registration)["settings_version"]
+        return self._http.ask("POST", "/v1/replicas", registration, _VERSION)["settings_version"]
 
     def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> int:
         """Say where the group stands; the newest version of the settings. Raises as ``register``.
 
         Asked once: the next heartbeat is the next try.
         """
-        path = f"/v1/replicas/{replica_id}/heartbeat"
-        return self._once("POST", path, progress)["settings_version"]
+        path = f"/v1/replicas/{quote(replica_id, safe='')}/heartbeat"
+        return self._http.once("POST", path, progress, _VERSION)["settings_version"]
 
     def leave(self, replica_id: str, session: str) -> None:
         """End taking part. Raises as ``register``."""
-        self._once("DELETE", f"/v1/replicas/{replica_id}?session={session}")
+        self._http.once("DELETE", f"/v1/replicas/{quote(replica_id, safe='')}?session={session}")
 
     # ---- work units ---------------------------------------------------------------------------
 
     def create_dataset(self, dataset: DatasetSpec) -> None:
         """Make a dataset known. Raises as ``register``; 409 if it is known as another."""
         told = {name: getattr(dataset, name) for name in ("dataset_id", "length", "seed")}
-        self._ask("POST", "/v1/datasets", told | {"unit_size": dataset.unit_size})
+        self._http.ask("POST", "/v1/datasets", told | {"unit_size": dataset.unit_size})
 
     def progress(self, dataset_id: str) -> list[dict[str, Any]]:
         """The epochs that have been begun: length, done, leased, available. Asked once."""
-        return self._once("GET", f"/v1/datasets/{quote(dataset_id)}")["epochs"]
+        path = f"/v1/datasets/{quote(dataset_id)}"
+        return self._http.once("GET", path, fields={"epochs": list})["epochs"]
 
     def open_stream(self, name: str, dataset_id: str, replica_id: str, session: str) -> int:
         """A stream for a group to read; the same one for the same name. Raises as ``register``."""
         told = {"name": name, "dataset_id": dataset_id, "replica_id": replica_id}
-        return self._ask("POST", "/v1/streams", told | {"session": session})["stream"]
+        told["session"] = session
+        return self._http.ask("POST", "/v1/streams", told, {"stream": int})["stream"]
 
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
         """The lease of a number in a stream. Raises as ``register``. Asked once."""
         told = {"number": number, "epoch": epoch}
-        return Lease(**self._once("POST", f"/v1/streams/{stream}/leases", told))
+        found = self._http.once("POST", f"/v1/streams/{stream}/leases", told, _LEASE)
+        return Lease(**{name: found[name] for name in _LEASE})
 
     def reopen_stream(self, stream: int, position: int, session: str) -> None:
         """Go on with a stream from a checkpoint. Raises as ``register``; 410 if others have it."""
         told = {"position": position, "session": session}
-        self._ask("POST", f"/v1/streams/{stream}/reopen", told)
+        self._http.ask("POST", f"/v1/streams/{stream}/reopen", told)
 
     def release_stream(self, stream: int, ledger: Sequence[Sequence[int]]) -> None:
         """Give back what a stream has and the model has not. Raises as ``register``."""
-        self._ask("POST", f"/v1/streams/{stream}/release", {"ledger": ledger})
+        self._http.ask("POST", f"/v1/streams/{stream}/release", {"ledger": ledger})
 
     def commit(
         self, outer_step: int, ledger: Sequence[Sequence[int]], present: Sequence[int], age_s: float
@@ -236,50 +238,15 @@ class CoordinatorClient:
             Streams in the ledger that the coordinator does not know.
         """
         told = {"outer_step": outer_step, "ledger": ledger, "present": present, "age_s": age_s}
-        return self._once("POST", "/v1/commits", told)["unknown"]
+        return self._http.once("POST", "/v1/commits", told, {"unknown": list})["unknown"]
 
     def rewind(self, outer_step: int, ledger: Sequence[Sequence[int]]) -> None:
         """Say that the run goes on from this model. Raises as ``register``."""
-        self._ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
+        self._http.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
-
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        retrying = Retrying(
-            retry=retry_if_exception_type(CoordinatorAwayError),
-            stop=stop_after_delay(self._patience_s),
-            wait=wait_exponential(0.1, max=1.0),
-            reraise=True,
-        )
-        return retrying(self._once, method, path, body)
-
-    def _once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        try:
-            answer = self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
-            raise CoordinatorAwayError(
-                f"no coordinator answers at {self.address} ({error}). Start one with "
-                "`composer-replication coordinator CONFIG`, or correct "
-                "COMPOSER_REPLICATION_COORDINATOR"
-            ) from error
-        if answer.status_code >= 500:
-            raise CoordinatorAwayError(
-                f"the coordinator at {self.address} cannot serve: {_detail(answer)}"
-            )
-        if answer.is_error:
-            raise RefusedByCoordinatorError(
-                f"the coordinator at {self.address} refuses: {_detail(answer)}", answer.status_code
-            )
-        return answer.json()
-
-
-def _detail(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.status_code} {answer.reason_phrase}"
 
 
 def _settings_of(told: Mapping[str, Any], address: str) -> DiLoCoSettings:

@@ -20,7 +20,8 @@ from tenacity.stop import StopBaseT
 
 from composer_replication.commit_reports import CommitReports
 from composer_replication.composer_job import ask_on_rank_0, replica_id_of
-from composer_replication.coordinator_client import CoordinatorAwayError, CoordinatorClient
+from composer_replication.coordinator_client import CoordinatorClient
+from composer_replication.coordinator_http import CoordinatorAwayError
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.membership import client_of
 from composer_replication.options import ReplicaOptions

@@ -112,7 +112,8 @@ class DataShare:
         """Where the stream pauses: stay with the others until there is more, or no more."""
         assert self._leases is not None, "it asks"
         while True:
-            found = self._leases.look(self._epoch, self._is_last_epoch)
+            with diloco.waiting_for_others():  # the coordinator may be away
+                found = self._leases.look(self._epoch, self._is_last_epoch)
             if found != "stand by":
                 return found == "more"
             outer_step, reader = diloco.outer_step, self._loader.reader

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,18 @@ class Display:
         console: Where to.
         run_dir: The run's folder.
         replicas: Number of groups.
+        seconds_left: Asked for the time left, where the groups do not know when they end.
     """
 
-    def __init__(self, console: Console, run_dir: Path, replicas: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        run_dir: Path,
+        replicas: int,
+        seconds_left: Callable[[], float | None] | None = None,
+    ) -> None:
         self._console = console
+        self._seconds_left = seconds_left
         # Drawn when we say, by this thread: nothing flickers, and nothing is drawn after the end.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._groups = [Progress(run_dir / f"replica_{i}") for i in range(replicas)]
@@ -130,6 +138,8 @@ class Display:
         try:
             for replica_id, group in enumerate(self._groups):
                 group.read(exit_statuses.get(replica_id))
+                if self._seconds_left is not None:
+                    group.status |= {"max_batches": None, "seconds_left": self._seconds_left()}
             self._show()
         except OSError as error:  # the disk of the run's folder or of stdout: the groups train on
             if not self._has_failed:

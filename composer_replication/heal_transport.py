@@ -8,83 +8,79 @@ needs nothing but that name when the quorum has formed.
 
 from __future__ import annotations
 
-import hmac
-import json
 import logging
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
-from composer_replication import heal_format
-from composer_replication.heal_client import (
-    MAC,
-    NONCE,
-    fetch,
-    fetch_state,
-    load,
-    sign,
-)
+from composer_replication import audit, heal_format
+from composer_replication.addresses import bracketed, listen
+from composer_replication.heal_client import HealClient, HealError, Offer, Part, load
+from composer_replication.heal_server import Body, HealServer
+from composer_replication.tls import client_context, server_context
 
 log = logging.getLogger(__name__)
 
 STATE = "diloco"
 """Key of the part of the heal state that is large, and that a joiner can fetch ahead."""
 
-Body = Sequence[memoryview]
-
-SILENT_S = 60
-"""How long a joiner may take nothing, in seconds."""
-
-PARTS_A_CALL = 1024
-"""What the kernel takes at a time (``IOV_MAX``)."""
-
 KEPT_S = 60.0
-"""How long a copy of the state is kept for the joiner who has asked for its name."""
+"""How long a copy of the state is kept for the joiner that has asked for its name."""
 
 
 class HealTransport(CheckpointTransport[dict[str, Any]]):
     """Serves this group's state to joiners, and fetches a donor's; one in each rank.
 
     Args:
-        token: Shared by the groups of a run. Both sides of a heal prove that they know it.
-        hostname: How peers reach this machine. None: its host name.
+        tokens: The run's accepted tokens, of which the first one signs. Both sides of a heal prove
+            that they know one.
+        hostname: How peers reach this machine; the server listens on that address. None: its host
+            name, and every interface.
         timeout: How long a peer may be silent, in seconds.
+        name: Of this replica group, for the audit log of its peers.
+        tls_dir: The folder of certificates for TLS. None: no TLS.
     """
 
-    def __init__(self, token: str, hostname: str | None, timeout: float) -> None:
-        self._token = token
-        self._timeout = timeout
+    def __init__(
+        self,
+        tokens: Sequence[str],
+        hostname: str | None,
+        timeout: float,
+        name: str = "",
+        tls_dir: str | None = None,
+    ) -> None:
+        context = None if tls_dir is None else client_context(tls_dir)
+        self.client = HealClient(tokens, name, timeout, context)
         self._lock = threading.Condition()
+        self._one_copy = threading.Lock()
         self._bodies: dict[str, tuple[float, Body]] = {}
-        self._current: Body | None = None  # while the donor waits in a quorum
-        self._current_step = -1
+        self._latest: Offer | None = None
+        self._current: Offer | None = None  # while the donor waits in a quorum
+        self._rest: Body = []
         self.source: tuple[Callable[[], int], Callable[[], Mapping[str, Any]]] | None = None
         """Gives the manager's step and the global state, at any time and from any thread."""
         self.fetched: dict[str, memoryview] = {}
-        self._server = _Server(self)
+        listener = listen(hostname)
+        self.port = listener.getsockname()[1]
+        scheme = "http" if tls_dir is None else "https"
+        address = f"{scheme}://{bracketed(hostname or socket.gethostname())}:{self.port}"
+        context = None if tls_dir is None else server_context(tls_dir)
+        self._server = HealServer(listener, address, tokens, self.answer, context)
         threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="heal", daemon=True
         ).start()
-        host = hostname or socket.gethostname()
-        host = f"[{host}]" if ":" in host else host
-        self.port = self._server.server_address[1]
-        self._address = f"http://{host}:{self.port}"
 
     # ---- the donor ---------------------------------------------------------------------------
 
     def metadata(self) -> str:
-        return self._address
+        return self._server.address
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
@@ -92,32 +88,33 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Offer the state of a manager step until ``disallow_checkpoint``."""
         del dst_ranks, timeout
         user = dict(state_dict["user"])
-        state = user.pop(STATE)
-        name, _ = self._keep(state)
+        state = self._keep(user.pop(STATE))
         # As bytes, now: with a delay the group trains on while a joiner is still to ask for it.
-        rest = heal_format.dump({"user": user, "torchft": state_dict["torchft"], "state": name})
-        rest = [memoryview(b"".join(rest))]
+        parts = heal_format.dump({"user": user, "torchft": state_dict["torchft"]})
+        body = [memoryview(b"".join(parts))]
+        rest = Part(heal_format.digest(body), len(body[0]))
         with self._lock:
-            self._current, self._current_step = rest, step
+            self._rest = body
+            self._current = Offer(step, {"state": state, "rest": rest})
             self._lock.notify_all()
 
     def disallow_checkpoint(self) -> None:
         """End the offer; torchft calls it at every vote. Copies that nobody fetched in time go."""
         with self._lock:
-            self._current = None
+            self._current, self._rest = None, []
             oldest = time.monotonic() - KEPT_S
             self._bodies = {n: kept for n, kept in self._bodies.items() if kept[0] > oldest}
 
-    def _keep(self, state: Mapping[str, Any]) -> tuple[str, int]:
-        """Offer a state, of copies already, under the name that is returned with its bytes."""
+    def _keep(self, state: Mapping[str, Any]) -> Part:
+        """Offer a state, of copies already."""
         body = heal_format.dump(state)
-        name = heal_format.digest(body)
+        part = Part(heal_format.digest(body), sum(map(len, body)))
         with self._lock:
             # A joiner may be about to fetch the one before; what is being sent stays alive anyway.
             while len(self._bodies) > 1:
                 del self._bodies[next(iter(self._bodies))]
-            self._bodies[name] = time.monotonic(), body
-        return name, sum(map(len, body))
+            self._bodies[part.name] = time.monotonic(), body
+        return part
 
     def answer(self, path: str) -> Body:
         """What a request gets.
@@ -128,26 +125,34 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         kind, _, which = path.strip("/").partition("/")
         if kind == "state":
             with self._lock:
+                if self._current is not None and which == self._current.parts["rest"].name:
+                    return self._rest
                 return self._bodies[which][1]
         if kind == "latest" and self.source is not None:
-            step, snapshot = self.source
-            latest: dict[str, Any] = {"step": step()}
-            if which == "offer":
-                latest["state"], latest["num_bytes"] = self._keep(snapshot())
-            return [memoryview(json.dumps(latest).encode())]
-        if kind == "rest":
+            offer = self._latest_offer() if which == "offer" else Offer(self.source[0]())
+            return [memoryview(offer.to_json())]
+        if kind == "offer":
             with self._lock:  # a joiner may be quicker to ask than this group is to offer
-                self._lock.wait_for(lambda: self._offers(which), self._timeout)
+                self._lock.wait_for(lambda: self._offers(which), self.client.timeout)
                 if self._current is not None and self._offers(which):
-                    return self._current
+                    return [memoryview(self._current.to_json())]
         raise KeyError(path)
 
-    def _offers(self, step: str) -> bool:
-        return self._current is not None and str(self._current_step) == step
+    def _latest_offer(self) -> Offer:
+        """An offer of the state as it is now. While the manager's step is the same all joiners get
+        the same copy: making one costs this group a copy of its state and the digest of that."""
+        assert self.source is not None
+        step, snapshot = self.source
+        with self._one_copy:
+            now, latest = step(), self._latest
+            with self._lock:
+                is_kept = latest is not None and latest.parts["state"].name in self._bodies
+            if latest is None or latest.step != now or not is_kept:
+                latest = self._latest = Offer(now, {"state": self._keep(snapshot())})
+            return latest
 
-    def sign(self, nonce: str, content: bytes) -> str:
-        """What proves the knowledge of the token, for this nonce and content."""
-        return sign(self._token, nonce, content)
+    def _offers(self, step: str) -> bool:
+        return self._current is not None and str(self._current.step) == step
 
     # ---- the joiner --------------------------------------------------------------------------
 
@@ -157,81 +162,28 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Fetch the donor's state of a manager step, or only its name if it is here already."""
         del src_rank
         deadline = time.monotonic() + timeout.total_seconds()
-        rest = load(fetch(metadata, f"/rest/{step}", self._token, self._timeout, deadline))
+        parts = self.client.ask(metadata, f"/offer/{step}", deadline).parts
+        if not {"state", "rest"} <= parts.keys():
+            raise HealError(f"{metadata} offers {sorted(parts)}, and not the state and the rest")
+        state = parts["state"]
+        rest = load(self.client.fetch(metadata, parts["rest"], deadline))
         # Whoever pickles a part of the memory for its ranks would pickle all of it.
         rest = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rest)
-        name = rest.pop("state")
-        body = self.fetched.pop(name, None)
+        body = self.fetched.pop(state.name, None)
         if body is None:
             into = next(iter(self.fetched.values()), None)  # it has been overtaken
-            body = fetch_state(metadata, name, self._token, self._timeout, deadline, into)
+            body = self.client.fetch(metadata, state, deadline, into)
         self.fetched.clear()
         rest["user"][STATE] = load(body)
+        audit.record(
+            self.client.name,
+            metadata,
+            f"heal taken, manager step {step}, {state.num_bytes} bytes, "
+            f"SHA-256 {state.name[:16]}...",
+        )
         return rest
 
     def shutdown(self, wait: bool = True) -> None:
         del wait
         self._server.shutdown()
         self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    address_family = socket.AF_INET6
-    request_queue_size = 1024
-
-    def __init__(self, transport: HealTransport) -> None:
-        self.transport = transport
-        super().__init__(("", 0), _Handler)
-
-    def server_bind(self) -> None:
-        self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A joiner that breaks off is the joiner's matter."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
-    timeout = SILENT_S
-
-    def do_GET(self) -> None:
-        transport, nonce = self.server.transport, self.headers.get(NONCE, "")
-        proof = transport.sign(nonce, self.path.encode())
-        if not hmac.compare_digest(proof, self.headers.get(MAC, "")):
-            log.warning("Refused the global state to %s: no valid token", self.client_address[0])
-            self.send_error(403)
-            return
-        try:
-            body = transport.answer(self.path)
-        except KeyError:
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(sum(map(len, body))))
-        is_small = not self.path.startswith("/state/")  # those are named by their hash
-        self.send_header(MAC, transport.sign(nonce, b"".join(body)) if is_small else "")
-        self.end_headers()
-        _send(self.connection, body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Not a line on stderr for every request."""
-
-
-def _send(connection: socket.socket, body: Body) -> None:
-    """Send all parts in as few calls as can be.
-
-    The limit is the kernel's: with Python's own every few MB are a call, after which this thread
-    waits for the interpreter that the group trains with.
-    """
-    connection.settimeout(None)
-    limit = struct.pack("ll", SILENT_S, 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    waiting = deque(filter(len, body))
-    while waiting:
-        sent = connection.sendmsg(islice(waiting, PARTS_A_CALL))
-        while waiting and sent >= len(waiting[0]):
-            sent -= len(waiting.popleft())
-        if sent:
-            waiting[0] = waiting[0][sent:]

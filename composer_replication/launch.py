@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,9 +19,14 @@ from composer_replication.coordinate import settings_of
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.display import Display
 from composer_replication.known_errors import FAILED, INTERRUPTED
-from composer_replication.launched_group import Command, environment, train_command
+from composer_replication.launched_group import (
+    HANG_TIMEOUT,
+    Command,
+    environment,
+    train_command,
+)
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.options import TOKEN, ReplicaOptions
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.processes import Interrupts, ReplicaGroups
 from composer_replication.report import write_report
 from composer_replication.run_folder import (
@@ -39,16 +44,14 @@ from composer_replication.run_record import (
     read_run,
     write_summary,
 )
-from composer_replication.supervision import MAX_RESTARTS, Supervisor
+from composer_replication.run_token import TOKEN_FILE, write_token_file
+from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Saboteur, Supervisor
 
 _LOCAL = "127.0.0.1"
 """Where the coordinator listens: the groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """After how long a silent group is gone: short, since on one machine no network loses packets."""
-
-Saboteur = Callable[[Supervisor], None]
-"""Does harm to the groups of a supervisor."""
 
 
 def launch(
@@ -59,8 +62,10 @@ def launch(
     nproc: int = 1,
     max_restarts: int = MAX_RESTARTS,
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
     saboteur: Saboteur | None = None,
     command: Command | None = None,
+    make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:
     """Train a config in several replica groups on this machine, and say what came of it.
 
@@ -72,8 +77,11 @@ def launch(
         max_restarts: How often in a row a group that dies is started again.
         straggler_timeout_s: How long a sync waits for a group that is alive and not there yet. It
             then goes on without it, and that group takes over the others' state, losing its steps.
-        saboteur: Called all the while with the supervisor, to do harm on purpose.
+        hang_timeout_s: After how long without any progress a group ends itself, to be started
+            again; unless the config names another ``hang_timeout_s``.
+        saboteur: Does harm on purpose.
         command: What a group runs, by its id. None: ``composer-replication train``.
+        make_coordinator: ``Coordinator``, or what stands in for it.
 
     Returns:
         An exit status: 0, 1 if the run failed, 130 if it was interrupted.
@@ -90,15 +98,16 @@ def launch(
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     began = time.monotonic()
-    token = os.environ.get(TOKEN) or secrets.token_hex(16)
-    coordinator = Coordinator(
+    given = ReplicaEnv.from_env().tokens
+    tokens = given or (secrets.token_hex(16),)
+    coordinator = make_coordinator(
         settings_of(config),
         str(config_path),
         num_replicas=replicas,
         min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
-        token=token,
+        tokens=tokens,
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
         all_start=True,
@@ -106,7 +115,9 @@ def launch(
     )
     # The display tells people; the coordinator's own words would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
-    console.print(f"Page: {coordinator.address}/#token={token}", markup=False, soft_wrap=True)
+    logging.getLogger("composer_replication.audit").setLevel(logging.WARNING)
+    page = f"Page: {coordinator.address}/" + _token_hint(tokens[0], bool(given), run_dir)
+    console.print(page, markup=False, soft_wrap=True)
     with Interrupts() as interrupts:
         try:
             with ReplicaGroups(run_dir, interrupts) as groups:
@@ -114,12 +125,15 @@ def launch(
                 def start(replica_id: int) -> None:
                     coordinator.group_has_ended(replica_id)  # if there was one before
                     place = environment(replica_id, replicas, nproc, coordinator, run_dir)
-                    groups.start(replica_id, command(replica_id), place | {TOKEN: token})
+                    place |= {TOKEN: ",".join(tokens), HANG_TIMEOUT: f"{hang_timeout_s:g}"}
+                    groups.start(replica_id, command(replica_id), place)
 
                 supervisor = Supervisor(groups, run_dir, start, replicas, max_restarts, interrupts)
                 for replica_id in range(replicas):
                     start(replica_id)
-                failed = watch(supervisor, Display(console, run_dir, replicas), saboteur)
+                seconds_left = None if saboteur is None else saboteur.seconds_left
+                display = Display(console, run_dir, replicas, seconds_left)
+                failed = watch(supervisor, display, saboteur)
                 for replica_id, status in failed.items():
                     _explain_failure(run_dir, replica_id, status)
                 if interrupts.count:
@@ -161,6 +175,16 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
             f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
             f"{replicas}: no sync could ever commit. Use at most {replicas}"
         )
+
+
+def _token_hint(token: str, is_given: bool, run_dir: Path) -> str:
+    """How people tell the page the token; one that would stay in a log is not printed."""
+    if is_given:
+        return f"  (it asks for {TOKEN})"
+    if sys.stdout.isatty():
+        return f"#token={token}"
+    write_token_file(run_dir / TOKEN_FILE, token)
+    return f"  (it asks for what is in {run_dir / TOKEN_FILE})"
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:

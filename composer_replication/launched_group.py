@@ -9,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from composer_replication.coordinator.server import Coordinator
+from composer_replication.options import HOSTNAME
 from composer_replication.run_folder import CONFIG, log_path
 
 Command = Callable[[int], list[str]]
 """The command line of a replica group, by its id."""
+
+HANG_TIMEOUT = "COMPOSER_REPLICATION_HANG_TIMEOUT_S"
+"""Names the environment variable with a group's ``hang_timeout_s``."""
 
 # What torchrun or Composer's launcher sets; a group must not take its place in theirs for its own.
 _PLACE_IN_A_JOB = (
@@ -20,9 +24,11 @@ _PLACE_IN_A_JOB = (
 ).split()
 
 
-def train_command(run_dir: Path, nproc: int, replica_id: int) -> list[str]:
+def train_command(
+    run_dir: Path, nproc: int, replica_id: int, module: str = "composer_replication"
+) -> list[str]:
     """The command of a replica group: of one process, or of several under Composer's launcher."""
-    train = ["composer_replication", "train", str(run_dir / CONFIG)]
+    train = [module, "train", str(run_dir / CONFIG)]
     if nproc == 1:
         return [sys.executable, "-m", *train]
     with socket.socket() as free:
@@ -52,6 +58,7 @@ def environment(
         "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
         "PYTHONUNBUFFERED": "1",
     }
+    environ.setdefault(HOSTNAME, "127.0.0.1")  # all groups are here: let nobody else reach them
     processes = replicas * nproc
     if processes > 1:
         # Torch takes every core in each process, and they slow each other down several times.

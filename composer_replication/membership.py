@@ -14,12 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.coordinator_client import (
-    CoordinatorAwayError,
-    CoordinatorClient,
-    RefusedByCoordinatorError,
-    RunInfo,
-)
+from composer_replication.coordinator_client import CoordinatorClient, RunInfo
+from composer_replication.coordinator_http import CoordinatorAwayError, RefusedByCoordinatorError
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.options import ReplicaEnv, ReplicaOptions
 
@@ -163,4 +159,5 @@ class Membership:
 
 def client_of(options: ReplicaOptions) -> CoordinatorClient:
     assert options.coordinator_addr is not None, "asked only where there is one"
-    return CoordinatorClient(options.coordinator_addr, ReplicaEnv.from_env(os.environ).token)
+    token = ReplicaEnv.from_env(os.environ).token
+    return CoordinatorClient(options.coordinator_addr, token, tls_dir=options.tls_dir)

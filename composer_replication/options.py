@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
+HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
 _SECONDS = (
     "start_timeout_s",
@@ -41,7 +42,7 @@ class ReplicaOptions:
         coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
             None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
         heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
         on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
@@ -52,7 +53,14 @@ class ReplicaOptions:
             over ``quorum_timeout``: by default once a second.
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
             that is an error, in seconds. None: for ever; what is missing is logged.
-        hostname: How peers reach this machine. None: its host name.
+        hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
+            group is taken for hung and ends, with a traceback of every thread in its log, in
+            seconds. A process that is busy all the while gets five times as long, and waiting for
+            other groups does not count. ``.inf`` for never. None:
+            ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
+        hostname: How peers reach this machine; what they reach listens on that address, if it is
+            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
+            every interface.
         backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
             ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
         backup_device: Where global parameters and outer state live. None: in host memory.
@@ -70,6 +78,9 @@ class ReplicaOptions:
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+        tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
+            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
+            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -88,6 +99,7 @@ class ReplicaOptions:
     connect_timeout: float = 5.0
     quorum_retries: int = 3600
     give_up_after_s: float | None = None
+    hang_timeout_s: float | None = None
     hostname: str | None = None
     backend: str | None = None
     backup_device: str | None = None
@@ -98,6 +110,7 @@ class ReplicaOptions:
     on_bad_state: str = "error"
     digest_every: int = 0
     run_dir: str | None = None
+    tls_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in _SECONDS:
@@ -107,6 +120,10 @@ class ReplicaOptions:
         if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
             raise ValueError(
                 f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null"
+            )
+        if self.hang_timeout_s is not None and not self.hang_timeout_s > 0:
+            raise ValueError(
+                f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
             )
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
@@ -142,23 +159,37 @@ class ReplicaEnv:
     | ``NUM_REPLICA_GROUPS`` | how many a cold start waits for (torchft's name) |
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
+    | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
-    | ``COMPOSER_REPLICATION_TOKEN`` | a secret that all groups of a run share, for their heals |
+    | ``COMPOSER_REPLICATION_TLS_DIR`` | the folder of this process's certificates, for TLS |
+    | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
+    | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
+      replaced two, the new one first, with a comma between them |
+
+    ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
     """
 
     replica_id: str | None
     num_replicas: int | None
     lighthouse_addr: str | None
     run_dir: str | None
-    token: str | None = field(default=None, repr=False)
+    tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
+    tls_dir: str | None = None
+    hang_timeout_s: float | None = None
+    hostname: str | None = None
+
+    @property
+    def token(self) -> str | None:
+        return self.tokens[0] if self.tokens else None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
         """Read it.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer.
+            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, a token is malformed, or
+                the time until a hang is no number.
         """
         environ = os.environ if environ is None else environ
         count = environ.get("NUM_REPLICA_GROUPS")
@@ -169,9 +200,56 @@ class ReplicaEnv:
             num_replicas=None if count is None else int(count),
             lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
-            token=environ.get(TOKEN) or None,
+            tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
+            tls_dir=environ.get("COMPOSER_REPLICATION_TLS_DIR") or None,
+            hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
+            hostname=environ.get(HOSTNAME) or None,
         )
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r}: use a number of seconds, or inf") from None
+
+
+def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
+    """The run's accepted tokens; whoever signs uses the first.
+
+    There are two while a token is being replaced: first every process accepts both, then the old
+    one is removed.
+
+    Args:
+        text: One token, or two with a comma or a line break between them. Surrounding whitespace
+            is dropped, since files and secret stores append a line break.
+        source: What the text was read from, for the error.
+
+    Returns:
+        None, one or two tokens.
+
+    Raises:
+        ValueError: A token is not printable ASCII, which an HTTP header needs, or there are more
+            than two. The message does not contain the token.
+    """
+    tokens = tuple(filter(None, (part.strip() for part in text.replace("\n", ",").split(","))))
+    for token in tokens:
+        for place, character in enumerate(token, start=1):
+            if not " " <= character <= "~":
+                raise ValueError(
+                    f"{source}: character {place} of the token is U+{ord(character):04X}, which is "
+                    "not printable ASCII: make one with `openssl rand -hex 16`"
+                )
+    if len(tokens) > 2:
+        raise ValueError(
+            f"{source} has {len(tokens)} tokens, separated by commas or line breaks: use one, or "
+            "the new and the old one while it is being replaced"
+        )
+    return tokens
 
 
 def _check_count(name: str, value: object, least: int) -> None:

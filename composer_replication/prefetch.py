@@ -6,21 +6,22 @@ most. So a joiner fetches first, and gives no sign of life to the lighthouse mea
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 from urllib.parse import urlsplit
 
 from torchft.coordination import ManagerClient
 
-from composer_replication.heal_client import SLOWEST_BYTES_PER_S, HealError, fetch, fetch_state
+from composer_replication.heal_client import HealClient, HealError, Offer
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import can_connect, read_status
 
 log = logging.getLogger(__name__)
+
+SLOWEST_BYTES_PER_S = 1_000_000
+"""What the time limit of a download ahead of the quorum allows for."""
 
 POLL_S = 0.2
 TRIES = 2
@@ -30,7 +31,6 @@ def prefetch(
     transport: HealTransport,
     *,
     lighthouse_addr: str,
-    token: str,
     rank: int,
     timeout: float,
     connect_timeout: float,
@@ -44,29 +44,45 @@ def prefetch(
     Args:
         transport: Of this rank.
         lighthouse_addr: ``http://host:port``.
-        token: The run's.
         rank: This process's rank in its group; it fetches from the same rank of a peer.
         timeout: How long peers wait for this group in a quorum, in seconds.
         connect_timeout: Limit of connecting to a peer, in seconds.
 
     Raises:
-        HealError: The state takes too long: this group would only hold up the others.
+        HealError: There are donors, and from none of them the state could be had, or not quickly
+            enough: this group would only hold up the others.
     """
-    donor = next(_donors(lighthouse_addr, rank, token, connect_timeout), None)
-    if donor is None:
-        return
+    reasons: list[str] = []
+    for donor in _donors(lighthouse_addr, rank, transport.client, connect_timeout):
+        try:
+            _fetch_from(donor, transport, timeout)
+            return
+        except HealError as error:
+            log.warning("No global state from %s: %s", donor, error)
+            reasons.append(str(error))
+    if reasons:
+        raise HealError(
+            f"{len(reasons)} replica groups have the global state, and it could be had from none. "
+            f"The last of them: {reasons[-1]}"
+        )
+
+
+def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
+    client = transport.client
     for attempt in range(TRIES):
         if attempt:  # from right after a commit there is most time until the next
-            _wait_for_commit(donor, token, timeout)
+            _wait_for_commit(donor, client, timeout)
         began = time.monotonic()
-        offer = _ask(donor, "/latest/offer", token, timeout)
-        size = offer["num_bytes"]
+        offer = _ask(donor, "/latest/offer", client, timeout)
+        state = offer.parts.get("state")
+        if state is None:
+            raise HealError(f"{donor} offers {sorted(offer.parts)}, and no state")
+        size = state.num_bytes
         log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
         deadline = began + timeout + size / SLOWEST_BYTES_PER_S
-        body = fetch_state(donor, offer["state"], token, timeout, deadline)
-        transport.fetched = {offer["state"]: body}
+        transport.fetched = {state.name: client.fetch(donor, state, deadline)}
         seconds = time.monotonic() - began
-        is_current = _ask(donor, "/latest", token, timeout)["step"] == offer["step"]
+        is_current = _ask(donor, "/latest", client, timeout).step == offer.step
         if is_current or seconds < timeout / 4:
             return
     raise HealError(
@@ -77,32 +93,37 @@ def prefetch(
     )
 
 
-def _donors(lighthouse_addr: str, rank: int, token: str, connect_timeout: float) -> Iterator[str]:
+def _donors(
+    lighthouse_addr: str, rank: int, client: HealClient, connect_timeout: float
+) -> Iterator[str]:
     """The heal servers of the groups in the last quorum, the most advanced first."""
     members = read_status(lighthouse_addr, connect_timeout).members
     limit = timedelta(seconds=connect_timeout)
     for member in sorted(members, key=lambda member: -member.step):
-        server = urlsplit(member.manager_addr)
-        if not can_connect(server.hostname or "", server.port or 0, connect_timeout):
-            continue  # it has died, which torchft's client would find out after connect_timeout
         try:
-            client = ManagerClient(member.manager_addr, connect_timeout=limit)
-            address = client._checkpoint_metadata(rank, timeout=limit)
-            if _ask(address, "/latest", token, connect_timeout)["step"] > 0:
-                yield address
-        except (RuntimeError, TimeoutError, HealError) as error:
+            server = urlsplit(member.manager_addr)
+            if not can_connect(server.hostname or "", server.port or 0, connect_timeout):
+                continue  # it has died, which torchft's client would find out after connect_timeout
+            manager = ManagerClient(member.manager_addr, connect_timeout=limit)
+            address = manager._checkpoint_metadata(rank, timeout=limit)
+            is_donor = _ask(address, "/latest", client, connect_timeout).step > 0
+        except (RuntimeError, OSError, ValueError) as error:
             # It has died, or is no donor; if it has to be one, the heal in the quorum says why.
-            log.info("%s is no donor: %s", member.replica_id, str(error).splitlines()[0])
+            said = (str(error).splitlines() or [repr(error)])[0]
+            log.info("%s is no donor: %s", member.replica_id, said)
+            continue
+        if is_donor:
+            yield address
 
 
-def _ask(donor: str, path: str, token: str, timeout: float) -> dict[str, Any]:
-    return json.loads(bytes(fetch(donor, path, token, timeout, time.monotonic() + timeout)))
+def _ask(donor: str, path: str, client: HealClient, timeout: float) -> Offer:
+    return client.ask(donor, path, time.monotonic() + timeout)
 
 
-def _wait_for_commit(donor: str, token: str, timeout: float) -> None:
-    before = _ask(donor, "/latest", token, timeout)["step"]
+def _wait_for_commit(donor: str, client: HealClient, timeout: float) -> None:
+    before = _ask(donor, "/latest", client, timeout).step
     deadline = time.monotonic() + 10 * timeout
     while time.monotonic() < deadline:
-        if _ask(donor, "/latest", token, timeout)["step"] != before:
+        if _ask(donor, "/latest", client, timeout).step != before:
             return
         time.sleep(POLL_S)

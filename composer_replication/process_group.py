@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from ipaddress import ip_address
-from urllib.parse import urlsplit
+from threading import Thread
+from typing import Any
 
-import psutil
 import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
-from composer_replication.lighthouse import can_connect
+from composer_replication.addresses import bracketed, interface_of, listen, own_address
+from composer_replication.tls_gloo import TlsTunnel, TunnelStore
+from composer_replication.tls_relay import OWN
 
 
 class AdvertisedHost(ProcessGroup):
@@ -34,12 +37,62 @@ class AdvertisedHost(ProcessGroup):
         if self._rendezvous_store is None:
             self._rendezvous_store = host_store(host)
         handle = json.loads(super().get_reconfigure_handle())
-        bracketed = f"[{host}]" if ":" in host else host
-        return json.dumps(handle | {"store": f"{bracketed}:{self._rendezvous_store.port}"})
+        store = f"{bracketed(host)}:{self._rendezvous_store.port}"
+        return json.dumps(handle | {"store": store})
 
 
 class Gloo(AdvertisedHost, ProcessGroupGloo):
-    """torchft's gloo group."""
+    """torchft's gloo group, on the address of the host it was given if that is this machine's.
+
+    By itself gloo listens where the machine's own name points, often to 127.0.1.1. The variable
+    that changes this, ``GLOO_SOCKET_IFNAME``, holds for every gloo group of the process, also for
+    those of the training job; where it is set, it is followed.
+
+    With a tunnel it listens on a loopback address, and its connections go over TLS.
+    """
+
+    tunnel: TlsTunnel | None = None
+    _relays: Sequence[str] = ()
+    _rendezvous: TunnelStore | None = None
+
+    def get_reconfigure_handle(self) -> str:
+        handle = super().get_reconfigure_handle()
+        if self.tunnel is None:
+            return handle
+        self.tunnel.start()
+        return json.dumps(json.loads(handle) | {"tls": self.tunnel.address})
+
+    def is_secured(self, handle: Mapping[str, Any], timeout: float) -> bool:
+        """Whether a member offers what this group needs: TLS where it has a tunnel.
+
+        Raises:
+            RuntimeError: The member has TLS and this group has not.
+        """
+        if self.tunnel is not None:
+            return self.tunnel.answers(handle.get("tls"), timeout)
+        if "tls" in handle:
+            raise RuntimeError(
+                "the other replica groups use TLS and this one has no tls_dir: set "
+                "callbacks.diloco.tls_dir or COMPOSER_REPLICATION_TLS_DIR"
+            )
+        return True
+
+    def reconfigure(self, opts: Any) -> Any:
+        self._relays = [json.loads(handle).get("tls") for handle in opts.handles]
+        return super().reconfigure(opts)
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
+        address = own_address(self.advertised_host)
+        if self.tunnel is not None:
+            # Kept: torch holds its C++ half alone, which calls the Python half.
+            self._rendezvous = store = TunnelStore(store, self.tunnel, rank, self._relays)
+            address = OWN
+        elif address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+            return super()._create_pg(store, rank, world_size)
+        options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = self._timeout
+        options._devices = [TorchGloo.create_device(hostname=address)]
+        return make_gloo(store, rank, world_size, options)
 
 
 class GlooOnTorch27(Gloo):
@@ -68,9 +121,10 @@ class GlooOnTorch27(Gloo):
         super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
 
     def abort(self, errored: bool = True) -> None:
-        backend = self._backend()
+        backends = [self._backend()]
         super().abort(errored=errored)
-        del backend
+        # Its end waits for what is under way in it, which may take until its timeout.
+        Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
 
     def shutdown(self) -> None:
         backend = self._backend()
@@ -85,14 +139,25 @@ class Nccl(AdvertisedHost, ProcessGroupNCCL):
     """torchft's NCCL group."""
 
 
-def make_process_group(backend: str, timeout: float, hostname: str | None = None) -> ProcessGroup:
+def make_process_group(
+    backend: str, timeout: float, hostname: str | None = None, tls_dir: str | None = None
+) -> ProcessGroup:
     """The group over which replicas average, one that works on this torch.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         timeout: How long a collective may take, in seconds.
         hostname: How peers reach this machine. None: its host name.
+        tls_dir: The folder of certificates for TLS between the groups. None: no TLS.
+
+    Raises:
+        ValueError: There is no such backend, it has no TLS, or the certificates cannot be used.
     """
+    if tls_dir is not None and backend != "gloo":
+        raise ValueError(
+            f"tls_dir={tls_dir!r} with backend={backend!r}, which has no TLS: set backend: gloo, "
+            "or leave tls_dir out and run the groups in a private network (docs/security.md)"
+        )
     kinds: dict[str, type[AdvertisedHost]] = {"nccl": Nccl, "gloo": Gloo}
     if backend not in kinds:
         raise ValueError(f"backend={backend!r}: use 'gloo' or 'nccl'")
@@ -100,76 +165,25 @@ def make_process_group(backend: str, timeout: float, hostname: str | None = None
         kinds["gloo"] = GlooOnTorch27
     group = kinds[backend](timeout=timedelta(seconds=timeout))  # pyright: ignore[reportCallIssue]
     group.advertised_host = hostname
-    interface = interface_of(hostname)
-    if interface is not None:
-        # Else both listen where the machine's own name points, often to 127.0.1.1.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if tls_dir is not None:
+        assert isinstance(group, Gloo)
+        group.tunnel = TlsTunnel(tls_dir, hostname or socket.gethostname(), listen(hostname))
+    interface = interface_of(hostname)  # also an error if hostname leads nowhere
+    if backend == "nccl" and interface is not None:
+        # NCCL reads it once, for all of the process: it has no option for one group.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     return group
 
 
-def interface_of(hostname: str | None) -> str | None:
-    """The network interface that has the address of a host name; None if it is not of this machine.
-
-    Raises:
-        ValueError: The name does not resolve.
-    """
-    if hostname is None:
-        return None
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(hostname, None)}
-    except OSError as error:
-        raise ValueError(
-            f"hostname={hostname!r} does not resolve here ({error}): give a name or an address of "
-            "this machine that the other groups can reach"
-        ) from error
-    for name, addresses in psutil.net_if_addrs().items():
-        if found & {address.address.partition("%")[0] for address in addresses}:
-            return name
-    return None  # behind a gateway: the peers' address is none of ours
-
-
-def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeout: float) -> None:
-    """Check that a name leads back to this machine, and is not one that leads everybody home.
-
-    Args:
-        hostname: What this group is going to tell its peers.
-        port: Something of ours that listens.
-        lighthouse_addr: ``http://host:port``: on which machine the others meet.
-        connect_timeout: In seconds.
-
-    Raises:
-        ValueError: Peers could not reach this group under it.
-    """
-    if not can_connect(hostname, port, connect_timeout):
-        raise ValueError(
-            f"hostname={hostname!r} does not lead to this machine: set hostname "
-            "(callbacks.diloco.hostname) to a name or address under which the other groups reach it"
-        )
-    lighthouse = urlsplit(lighthouse_addr).hostname or ""
-    if _is_loopback(hostname) and not _is_loopback(lighthouse) and not _is_local(lighthouse):
-        raise ValueError(
-            f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
-            "machine: the other groups would look for this one at home. Set hostname "
-            "(callbacks.diloco.hostname) to an address of this machine that they can reach"
-        )
-
-
-def _addresses(hostname: str) -> set[str]:
-    try:
-        return {str(info[4][0]) for info in socket.getaddrinfo(hostname, None)}
-    except OSError:
-        return set()
-
-
-def _is_loopback(hostname: str) -> bool:
-    found = _addresses(hostname)
-    return bool(found) and all(ip_address(a.partition("%")[0]).is_loopback for a in found)
-
-
-def _is_local(hostname: str) -> bool:
-    own = {a.address.partition("%")[0] for each in psutil.net_if_addrs().values() for a in each}
-    return bool(_addresses(hostname) & own)
+def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchProcessGroup:
+    """A gloo group with options of our own, for which torchft's has no place."""
+    backend = TorchGloo(store, rank, world_size, options)
+    backend._set_sequence_number_for_group()
+    group = TorchProcessGroup(store, rank, world_size)
+    group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        group._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
+    return group
 
 
 def host_store(hostname: str | None = None) -> TCPStore:
@@ -178,6 +192,17 @@ def host_store(hostname: str | None = None) -> TCPStore:
     A Composer job of one process has none, and torchrun's outlives a restart with stale keys.
 
     Args:
-        hostname: How the group's other ranks and the peers reach this machine.
+        hostname: How the group's other ranks and the peers reach this machine; it listens on that
+            address. None: its host name, and every interface.
     """
-    return TCPStore(hostname or socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+    host = (hostname or socket.gethostname()).strip("[]")
+    listener = listen(hostname)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        use_libuv=False,  # libuv's listens on every interface, and takes no socket of ours
+        master_listen_fd=listener.detach(),
+    )

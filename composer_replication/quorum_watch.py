@@ -1,12 +1,15 @@
-"""What the members of a quorum tell each other of their past, and whether it may be used."""
+"""Whether the quorum that a lighthouse gives may be used, and by whom."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+
+from composer_replication.group_layout import GroupLayout
+from composer_replication.quorum_reports import Report, among, at_fault, read_handle, write_handle
 
 log = logging.getLogger(__name__)
 
@@ -22,52 +25,82 @@ class QuorumDeclined(Exception):
     """
 
 
+class AtFaultError(ConnectionError):
+    """Syncs fail because of this group, so it leaves and the others go on."""
+
+
 class QuorumWatch:
-    """The part of torchft's ManagerClient that a Manager calls, with an eye on the quorums.
+    """The part of torchft's ManagerClient that a Manager calls, which checks every quorum.
 
-    Ids only grow while a lighthouse lives. One that has come back counts from 1 again, and gives
-    the first that asks a quorum of its own, since it has not heard of the others; gives it again
-    when asked again, since all members of the last quorum are there; and comes to ids that were
-    used before, under which some members may be connected and others not. What a member should do
-    then depends on what the others have been through. So each adds to the handle that torchft hands
-    around (``manager.py``, ``reconfigure_handle``):
+    Each member adds a ``Report`` to the handle that torchft passes around (``manager.py``,
+    ``reconfigure_handle``). All members read the same reports and come to the same conclusions:
 
-    * ``last``: the id and the members of the quorum it had before;
-    * ``awaits``: the members of that one which it has been missing since a restart;
-    * ``connection``: what it is connected under, if it is.
+    *Strangers.* Whoever reaches the lighthouse is in the quorum. A member whose report does not
+    prove that it knows the run's token is left out: the others connect without it.
 
-    All members see the same handles, and come to the same answer. Each rank of a group sees those
-    of the same rank in the others, and they part with those they await by clocks of their own: so
-    the ranks of a group vote on every quorum. One that went on without another would vote on a
-    commit, and wait there for one that asks for a quorum.
+    *A restarted lighthouse.* Ids only grow while a lighthouse lives. One that has come back counts
+    from 1 again. It gives the first group that asks a quorum of its own, since it has not heard of
+    the others; it gives that again when asked again, since all members of the last quorum are
+    there; and it comes to ids that were used before, under which some members may be connected and
+    others not. So members decline a quorum that lacks groups which were in the last one, and keep
+    a connection only if all of them have it. Each rank of a group sees the reports of the same
+    rank in the others, and stops waiting for missing groups by a clock of its own: so the ranks of
+    a group vote on every quorum. One that went on without another would vote on a commit, and wait
+    there for one that asks for a quorum.
+
+    *Faults.* The reports say who could not reach whom, and who failed by an error of its own. The
+    member that the failures are blamed on (``at_fault``) leaves when that has lasted
+    ``LEAVES_AFTER_S``. The others do not count these failures as theirs, so they do not leave.
 
     Args:
         client: torchft's ``ManagerClient``.
-        replica_name: What this group is called, to notice that another has the same name.
+        name: What the lighthouse calls this member: its replica id, a colon and a uuid.
+        manager_addr: Address of this group's manager server.
         reconnect: Called before a quorum whose members have to connect is returned.
         world_size: Ranks in this group.
         timeout: Limit of their vote.
+        tokens: The run's accepted secrets; reports are signed with the first one.
     """
+
+    LEAVES_AFTER_S = 30.0
+    """How long the member at fault tries on: network interruptions of up to 20 s end nobody."""
 
     def __init__(
         self,
         client: Any,
-        replica_name: str,
+        name: str,
+        manager_addr: str,
         reconnect: Callable[[], None],
         world_size: int,
         timeout: timedelta,
+        tokens: Sequence[str] = (),
     ) -> None:
         self._client = client
-        self._replica_name = replica_name
+        self._name = name
+        self._manager_addr = manager_addr
         self._reconnect = reconnect
         self._world_size = world_size
         self._timeout = timeout
+        self._tokens = tuple(tokens) or ("",)
         self.should_commit = client.should_commit
+        self.layout = GroupLayout(world_size)
         self.members: tuple[str, ...] = ()
         self.max_step = 0
         self.awaits: frozenset[str] = frozenset()
+        self.unreachable: tuple[str, ...] = ()
+        self.has_failed = False
+        self.fault: str | None = None
+        """Where the reason lies why the last sync failed, if it did: in ``this`` group, in
+        ``another`` one (also if one has come or gone since), or None if nobody can be named."""
         self._last: list[Any] | None = None  # a list, as JSON gives it back
         self._connection: list[Any] | None = None
+        self._blamed_since: float | None = None
+        self._strangers: frozenset[str] = frozenset()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the members of the last quorum are connected."""
+        return self._connection is not None
 
     def _quorum(self, **request: Any) -> Any:
         """Ask for a quorum.
@@ -75,27 +108,69 @@ class QuorumWatch:
         Raises:
             QuorumFailed: There is none.
             QuorumDeclined: There is one that its members do not use.
+            AtFaultError: Syncs have been failing because of this group, for too long.
+            SettingsMismatch: This group has other ranks or shards than the run.
             TimeoutError: Another rank of this group has not voted on it.
         """
-        handle = json.loads(request["reconfigure_handle"])
-        handle |= {
-            "last": self._last,
-            "awaits": sorted(self.awaits),
-            "connection": self._connection,
-        }
-        request["reconfigure_handle"] = json.dumps(handle)
+        report = Report(
+            step=request["step"],
+            manager=self._manager_addr,
+            last=self._last,
+            awaits=tuple(sorted(self.awaits)),
+            connection=self._connection,
+            unreachable=self.unreachable,
+            has_failed=self.has_failed,
+            num_ranks=self.layout.num_ranks,
+            num_shards=self.layout.num_shards,
+        )
+        handle = write_handle(request["reconfigure_handle"], report, self._name, self._tokens[0])
+        request["reconfigure_handle"] = handle
         try:
             quorum = self._client._quorum(**request)
         except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
             raise QuorumFailed(str(error).splitlines()[0]) from error
-        told = [_told_in(handle) for handle in quorum.reconfigure_handles]
-        is_used = self._is_usable(quorum, told)
+        quorum_as_given = [quorum.quorum_id, list(quorum.replica_ids)]
+        quorum, reports = self._without_strangers(quorum, request["group_rank"])
+        before = self.members
+        is_used = self._is_usable(quorum, quorum_as_given, reports)
+        is_used = self.layout.fits(dict(zip(self.members, reports, strict=True))) and is_used
         if self._world_size > 1:
             is_used = self._do_all_vote_for_it(request["group_rank"], request["step"], is_used)
         if not is_used:
+            self.layout.check()
             raise QuorumDeclined
-        self._connect_if_needed(quorum.quorum_id, told)
+        self._judge(dict(zip(quorum.replica_ids, reports, strict=True)), before)
+        self._connect_if_needed(quorum.quorum_id, reports)
         return quorum
+
+    def _without_strangers(self, quorum: Any, group_rank: int) -> tuple[Any, list[Report]]:
+        read = [
+            read_handle(handle, name, self._tokens)
+            for handle, name in zip(quorum.reconfigure_handles, quorum.replica_ids, strict=True)
+        ]
+        kept = [place for place, report in enumerate(read) if report is not None]
+        if quorum.replica_rank not in kept:
+            raise QuorumFailed(
+                f"somebody else asks the lighthouse in the name of this group, {self._name!r}"
+            )
+        reports = [report for report in read if report is not None]
+        strangers = frozenset(
+            name
+            for name, handle, report in zip(
+                quorum.replica_ids, quorum.reconfigure_handles, read, strict=True
+            )
+            if report is None and not self.layout.is_missing_rank(handle)
+        )
+        for name in sorted(strangers - self._strangers):
+            log.warning(
+                "Left %r out of the quorum: it does not prove that it knows this run's token. It "
+                "is a stranger, or COMPOSER_REPLICATION_TOKEN differs between the replica groups",
+                name,
+            )
+        self._strangers = strangers
+        if len(kept) < len(read):
+            quorum = among(quorum, kept, reports, group_rank)
+        return quorum, reports
 
     def _do_all_vote_for_it(self, group_rank: int, step: int, vote: bool) -> bool:
         try:
@@ -108,10 +183,9 @@ class QuorumWatch:
                 f"start it again ({str(error).splitlines()[0]})"
             ) from error
 
-    def _is_usable(self, quorum: Any, told: list[dict[str, Any]]) -> bool:
+    def _is_usable(self, quorum: Any, this: list[Any], reports: Sequence[Report]) -> bool:
         names = tuple(quorum.replica_ids)
-        this = [quorum.quorum_id, list(names)]
-        lasts = [member["last"] for member in told if member["last"] is not None]
+        lasts = [report.last for report in reports if report.last is not None]
         has_restarted = _are_of_two_lighthouses([*lasts, this])
         if has_restarted:
             log.warning(
@@ -121,22 +195,45 @@ class QuorumWatch:
             )
             self.awaits = self.awaits.union(self.members)
         self._last, self.members, self.max_step = this, names, quorum.max_step
-        self.awaits = self.awaits.union(*(member["awaits"] for member in told)) - set(names)
+        self.awaits = self.awaits.union(*(report.awaits for report in reports)) - set(names)
         return not has_restarted and not self.awaits
 
-    def _connect_if_needed(self, quorum_id: int, told: list[dict[str, Any]]) -> None:
+    def _judge(self, reports: Mapping[str, Report], before: tuple[str, ...]) -> None:
+        """Find who is to blame for the failure of the last sync, if it has failed.
+
+        Raises:
+            AtFaultError: It is this group, and has been for ``LEAVES_AFTER_S``.
+        """
+        culprit = at_fault(reports)
+        self.fault = "another" if culprit is not None or before != self.members else None
+        if culprit == self._name:
+            self.fault = "this"
+        self.unreachable, self.has_failed = (), False
+        now = time.monotonic()
+        if self.fault != "this":
+            self._blamed_since = None
+        elif self._blamed_since is None:
+            self._blamed_since = now
+        elif now - self._blamed_since > self.LEAVES_AFTER_S:
+            raise AtFaultError(
+                f"for {now - self._blamed_since:.0f} s syncs have failed because of this replica "
+                f"group: {_complaint(self._name, reports)}. It leaves, and the others go on"
+            )
+
+    def _connect_if_needed(self, quorum_id: int, reports: Sequence[Report]) -> None:
         self._warn_of_twins()
         current = [quorum_id, len(self.members)]
         keeps = self._connection is not None and self._connection[:2] == current
-        if not keeps or any(member["connection"] != self._connection for member in told):
+        if not keeps or any(report.connection != self._connection for report in reports):
             self._reconnect()
 
     def _warn_of_twins(self) -> None:
-        if sum(name.partition(":")[0] == self._replica_name for name in self.members) > 1:
+        replica_id = self._name.partition(":")[0]
+        if sum(name.partition(":")[0] == replica_id for name in self.members) > 1:
             log.warning(
                 "replica_id=%r is in this quorum twice: ranks of a group whose launcher has died "
                 "may be left, or two groups have been given the same one",
-                self._replica_name,
+                replica_id,
             )
 
     def connected(self, quorum_id: int, unique: int) -> None:
@@ -145,6 +242,20 @@ class QuorumWatch:
 
     def disconnected(self) -> None:
         self._connection = None
+
+
+def _complaint(name: str, reports: Mapping[str, Report]) -> str:
+    if reports[name].has_failed:
+        return "it fails by an error of its own, which the log has"
+    others = [(other, report) for other, report in reports.items() if other != name]
+    groups = {other for other, report in others if name in report.unreachable}
+    if not groups:
+        return f"it cannot reach {_names(reports[name].unreachable)}"
+    return f"{_names(groups)} cannot reach it, check its hostname, its firewall and its network"
+
+
+def _names(members: Sequence[str] | set[str]) -> str:
+    return ", ".join(sorted(member.partition(":")[0] for member in members))
 
 
 def _are_of_two_lighthouses(quorums: list[list[Any]]) -> bool:
@@ -162,28 +273,3 @@ def _are_of_two_lighthouses(quorums: list[list[Any]]) -> bool:
         or (last != newest and (last[0] == newest[0] or set(last[1]).isdisjoint(newest[1])))
         for last in lasts
     )
-
-
-def _told_in(handle: str) -> dict[str, Any]:
-    """What a member tells; nothing if it cannot be understood.
-
-    Anybody may be in a quorum, and what one of them writes must not end the others.
-    """
-    try:
-        told = json.loads(handle)
-        last, awaits, connection = told.get("last"), told.get("awaits", []), told.get("connection")
-        is_understood = (
-            (last is None or (list(map(type, last)) == [int, list] and _are_names(last[1])))
-            and isinstance(awaits, list)
-            and _are_names(awaits)
-            and (connection is None or list(map(type, connection)) == [int, int, int])
-        )
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        is_understood = False
-    if not is_understood:
-        return {"last": None, "awaits": [], "connection": None}
-    return {"last": last, "awaits": awaits, "connection": connection}
-
-
-def _are_names(listed: list[Any]) -> bool:
-    return all(isinstance(name, str) for name in listed)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
+import torchft.manager
+from torchft._torchft import ManagerServer
 
+from composer_replication.addresses import bracketed, check_hostname, own_address
+from composer_replication.group_layout import check_ranks
 from composer_replication.heal_transport import HealTransport
-from composer_replication.lighthouse import check_lighthouse
-from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.lighthouse import check_lighthouse, read_status
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.prefetch import prefetch
-from composer_replication.process_group import check_hostname, host_store, make_process_group
+from composer_replication.process_group import host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
 
 log = logging.getLogger(__name__)
@@ -38,13 +46,14 @@ def make_manager(
     hostname: str | None = None,
     token: str | None = None,
     backend: str = "gloo",
+    tls_dir: str | None = None,
 ) -> ReplicaManager:
     """A torchft Manager that is ready for DiLoCo.
 
     Args:
         replica_id: Name of the replica group, different in each.
         lighthouse_addr: ``http://host:port`` of the lighthouse.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
             which groups differ between two syncs.
@@ -56,17 +65,21 @@ def make_manager(
         world_size: Processes in the group.
         store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
         store_port: Its port.
-        hostname: How peers reach this machine: its store, manager, process group and heal server.
-            None: its host name.
+        hostname: How peers reach this machine: its store, manager, process group and heal server,
+            which listen on that address if it is one of this machine's. None: its host name, and
+            every interface.
         token: The run's secret, equal in all groups, without which no state is given or taken.
             None: ``COMPOSER_REPLICATION_TOKEN``.
         backend: ``gloo`` or ``nccl``, for the averages between groups.
+        tls_dir: The folder of certificates with which the averages and heals go over TLS, in all
+            groups or in none. None: ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Returns:
         The manager; call ``shutdown()`` at the end.
 
     Raises:
         ValueError: An argument is missing or out of range, or ``hostname`` leads nowhere.
+        SettingsMismatch: The groups in training have another number of ranks.
         ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
             had (``HealError``). This group has not been seen by the others then.
     """
@@ -82,24 +95,25 @@ def make_manager(
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    process_group = make_process_group(backend, timeout, hostname)
+    tls_dir = tls_dir or ReplicaEnv.from_env().tls_dir
+    process_group = make_process_group(backend, timeout, hostname, tls_dir)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
-    token = token or ReplicaEnv.from_env().token
-    if token is None:
+    check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
+    tokens = read_tokens(token, "token") if token else ReplicaEnv.from_env().tokens
+    if not tokens:
         log.warning(
             "%s is not set: whoever reaches the lighthouse can take this run's state, and give it "
             "another. Set it to the same secret in all groups",
             TOKEN,
         )
-    transport = HealTransport(token or "", hostname, timeout)
+    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id), tls_dir)
     try:
         own_name = hostname or socket.gethostname()
         check_hostname(own_name, transport.port, lighthouse_addr, connect_timeout)
         prefetch(
             transport,
             lighthouse_addr=lighthouse_addr,
-            token=token or "",
             rank=rank,
             timeout=timeout,
             connect_timeout=connect_timeout,
@@ -111,28 +125,52 @@ def make_manager(
     if store_addr is None:
         store = host_store(hostname)
         store_addr, store_port = store.host, store.port
-    manager = ReplicaManager(
-        pg=process_group,
-        load_state_dict=None,  # DiLoCo and the callback register theirs
-        state_dict=None,
-        min_replica_size=min_replica_size,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=timeout),
-        quorum_timeout=timedelta(seconds=quorum_timeout),
-        connect_timeout=timedelta(seconds=connect_timeout),
-        rank=rank,
-        world_size=world_size,
-        store_addr=store_addr,
-        store_port=store_port,
-        lighthouse_addr=lighthouse_addr,
-        replica_id=str(replica_id),
-        hostname=hostname or socket.gethostname(),
-        checkpoint_transport=transport,
-        init_sync=False,  # the cold start is DiLoCo's, ADR-006
-        quorum_retries=quorum_retries,
-    )
+    with _manager_server_at(own_address(hostname)) if rank == 0 else nullcontext():
+        manager = ReplicaManager(
+            pg=process_group,
+            load_state_dict=None,  # DiLoCo and the callback register theirs
+            state_dict=None,
+            min_replica_size=min_replica_size,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=timeout),
+            quorum_timeout=timedelta(seconds=quorum_timeout),
+            connect_timeout=timedelta(seconds=connect_timeout),
+            rank=rank,
+            world_size=world_size,
+            store_addr=store_addr,
+            store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            replica_id=str(replica_id),
+            hostname=bracketed(own_name),
+            checkpoint_transport=transport,
+            init_sync=False,  # the cold start is DiLoCo's, ADR-006
+            quorum_retries=quorum_retries,
+        )
     manager.store = store
-    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s)
+    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens)
+
+
+_binding = threading.Lock()
+
+
+@contextmanager
+def _manager_server_at(address: str | None) -> Iterator[None]:
+    """Have torchft's manager server listen on one address; None: on every interface.
+
+    torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where whoever reaches it may
+    vote, or end this process. Remove this when ``Manager`` takes the address.
+    """
+
+    def bound(*, bind: str, **arguments: Any) -> ManagerServer:
+        port = bind.rpartition(":")[2]
+        return ManagerServer(bind=f"{bracketed(address or '::')}:{port}", **arguments)
+
+    with _binding:  # two managers of one process may be built at the same time
+        torchft.manager.ManagerServer = bound  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            torchft.manager.ManagerServer = ManagerServer
 
 
 class _OneLine(logging.Filter):

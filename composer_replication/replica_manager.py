@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
@@ -15,18 +15,21 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # pyright: ignore[reportPrivateImportUsage]
-from torchft.manager import Manager, _ManagedWork
+from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
 from torchft.work import _DummyWork
 
+from composer_replication.group_layout import GroupLayout
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
+from composer_replication.process_group import Gloo
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
+from composer_replication.sync_alarm import SyncAlarm
 from composer_replication.waiting import DaemonExecutor, InterruptibleWork
 
 log = logging.getLogger(__name__)
 
-_left: list[object] = []
-"""Process groups of managers that have left, kept until the process ends."""
+_left: list[ReplicaManager] = []
+"""Managers that have left. Their connections stay until the next one of this process commits."""
 
 
 class ReplicaManager(Manager):
@@ -37,13 +40,18 @@ class ReplicaManager(Manager):
     * a quorum that fails is asked for again (torchft raises the same error for ever after);
     * a restarted lighthouse is noticed (``QuorumWatch``), which uses quorum ids again (torchft then
       adds up two groups and divides by three);
-    * peers whose address cannot be reached are named;
+    * peers whose address cannot be reached are named, the member that syncs fail because of leaves
+      and the others go on, and strangers are left out (``QuorumWatch``);
+    * an error that one member sees in an allreduce ends it for all at once (``SyncAlarm``);
     * signals are handled while it waits for a quorum, an allreduce or a vote, and a process may end
       meanwhile.
     """
 
     SAY_EVERY_S = 30.0
     HEARD_WITHIN_S = 5.0
+    BROKEN_AFTER_S = 0.5
+    """How long after an alarm an allreduce may still end: what is under way in the network comes,
+    and the members then agree on whether it has ended well."""
 
     store: object = None
     replica_name = ""
@@ -51,9 +59,15 @@ class ReplicaManager(Manager):
     _lighthouse_addr = ""
     _is_shut_down = False
     _watch: QuorumWatch
+    layout: GroupLayout
+    _alarm: SyncAlarm | None = None
 
     def take_over(
-        self, replica_name: str, lighthouse_addr: str, give_up_after_s: float | None
+        self,
+        replica_name: str,
+        lighthouse_addr: str,
+        give_up_after_s: float | None,
+        tokens: Sequence[str],
     ) -> ReplicaManager:
         """Put our parts in the place of torchft's; once, after construction."""
         self.replica_name = replica_name
@@ -61,9 +75,22 @@ class ReplicaManager(Manager):
         self.give_up_after_s = give_up_after_s
         self._executor = DaemonExecutor()
         self._client = self._watch = QuorumWatch(
-            self._client, replica_name, self._forget_quorum, self._group_world_size, self._timeout
+            self._client,
+            self._store.get(REPLICA_ID_KEY).decode(),
+            self._store.get(MANAGER_ADDR_KEY).decode(),
+            self._forget_quorum,
+            self._group_world_size,
+            self._timeout,
+            tokens,
         )
+        self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
+        self._watch.layout = self.layout
         return self
+
+    @property
+    def fault(self) -> str | None:
+        """Where the reason lies why the last sync failed: ``this`` group, ``another``, or None."""
+        return self._watch.fault
 
     def _forget_quorum(self) -> None:
         """Have torchft connect anew, which it does when the quorum's id is new to it."""
@@ -80,12 +107,17 @@ class ReplicaManager(Manager):
         time.sleep(0.1)  # they have to ask too, and this group's next quorum comes at once
         while not watch.awaits <= (alive := read_status(self._lighthouse_addr).alive):
             if time.monotonic() > deadline:
-                if alive:  # else it is the lighthouse that is away, again
+                if alive:
                     self._await_no_longer(watch.awaits - alive, "has not heard of")
+                else:  # the lighthouse is away again, or its page cannot be read from here
+                    self._await_stragglers_no_longer(began)
                 return
             time.sleep(0.1)
+        self._await_stragglers_no_longer(began)
+
+    def _await_stragglers_no_longer(self, began: float) -> None:
         if time.monotonic() - began > STRAGGLER_TIMEOUT_S:
-            self._await_no_longer(watch.awaits, "was not asked for a quorum by")
+            self._await_no_longer(self._watch.awaits, "was not asked for a quorum by")
 
     def _await_no_longer(self, names: frozenset[str], why: str) -> None:
         if names:
@@ -115,7 +147,8 @@ class ReplicaManager(Manager):
         Raises:
             TimeoutError: There is none after ``give_up_after_s``.
         """
-        if self.errored():
+        if error := self.errored():
+            self._watch.has_failed |= _is_own_failure(error.original_exception)
             self._close_connections()
         began = time.monotonic()
         while True:
@@ -134,11 +167,31 @@ class ReplicaManager(Manager):
                 self._quorum_future = None
                 raise
         if self.errored():  # a heal or a connection failed: peers need not wait for our part
+            # Those of a heal are always this group's own: no other one can tell what went wrong.
+            self._watch.has_failed = self._watch.is_connected
             self._close_connections()
 
     def _close_connections(self) -> None:
+        if self._alarm is not None:
+            self._alarm.raise_for_all()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         self._watch.disconnected()
+
+    def report_error(self, e: Exception) -> None:
+        """torchft's; and the peers hear of it, who would wait for this group's part."""
+        super().report_error(e)
+        if self._alarm is not None:
+            self._alarm.raise_for_all()
+
+    def _is_broken(self) -> bool:
+        """Whether the collectives under way can never end well."""
+        if self.errored():
+            return True
+        age = None if self._alarm is None else self._alarm.age_s()
+        if age is None or age < self.BROKEN_AFTER_S:
+            return False
+        self.report_error(ConnectionError("another replica group reports that this sync failed"))
+        return True
 
     def wait_quorum(self) -> None:
         """Wait for the quorum, and say every ``SAY_EVERY_S`` what it is waiting for."""
@@ -168,19 +221,43 @@ class ReplicaManager(Manager):
         the store would still hold the addresses that the last quorum of that number left in it.
         """
         self._watch.disconnected()
-        hosts = [json.loads(handle)["store"] for handle in handles]
-        for name, address in zip(self._watch.members, hosts, strict=True):
-            host, _, port = address.rpartition(":")
-            if not can_connect(host.strip("[]"), int(port), self._connect_timeout.total_seconds()):
-                raise ConnectionError(
-                    f"replica group {name.partition(':')[0]} says it is at {address}, which does "
-                    "not answer here: it has died, or set hostname (callbacks.diloco.hostname) in "
-                    "that group to a name or address of its machine that this one can reach"
-                )
+        if self._alarm is not None:
+            self._alarm.close()
+            self._alarm = None
+        found = [json.loads(handle) for handle in handles]
+        addresses = [each["store"] for each in found]
+        self._check_reachable(dict(zip(self._watch.members, found, strict=True)))
         identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         super()._reconfigure_pg(unique, handles)
+        if len(handles) > 1:
+            self._alarm = SyncAlarm(addresses[0], unique, self._connect_timeout)
         self._watch.connected(communicator_id, unique)
+
+    def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
+        """Check that every member's address answers, and note for the others which do not.
+
+        Raises:
+            ConnectionError: One of them does not.
+        """
+        with futures.ThreadPoolExecutor(min(16, len(handles))) as pool:
+            answers = dict(zip(handles, pool.map(self._answers, handles.values()), strict=True))
+        self._watch.unreachable = tuple(name for name, answer in answers.items() if not answer)
+        if self._watch.unreachable:
+            name = self._watch.unreachable[0]
+            raise ConnectionError(
+                f"replica group {name.partition(':')[0]} says it is at {handles[name]['store']}, "
+                "which does not answer here: it has died, or set hostname (callbacks.diloco."
+                "hostname) in that group to a name or address of its machine that this one can "
+                "reach"
+            )
+
+    def _answers(self, handle: Mapping[str, Any]) -> bool:
+        host, _, port = handle["store"].rpartition(":")
+        limit = self._connect_timeout.total_seconds()
+        if not can_connect(host.strip("[]"), int(port), limit):
+            return False
+        return not isinstance(self._pg, Gloo) or self._pg.is_secured(handle, limit)
 
     def allreduce(
         self,
@@ -190,7 +267,7 @@ class ReplicaManager(Manager):
     ) -> Any:
         """torchft's, with a wait on the CPU that a signal can interrupt."""
         work = super().allreduce(tensor, should_quantize, reduce_op)
-        return InterruptibleWork(work) if tensor.device.type == "cpu" else work
+        return InterruptibleWork(work, self._is_broken) if tensor.device.type == "cpu" else work
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """Send each group its part of ``sent``, 1-D in equal parts; errors as in ``allreduce``."""
@@ -214,7 +291,7 @@ class ReplicaManager(Manager):
         except Exception as error:
             self.report_error(error)
             return _DummyWork(result)
-        return InterruptibleWork(work) if result.device.type == "cpu" else work
+        return InterruptibleWork(work, self._is_broken) if result.device.type == "cpu" else work
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """torchft's vote, awaited so that a signal can interrupt it.
@@ -222,17 +299,45 @@ class ReplicaManager(Manager):
         It waits for the other ranks of the group, one of which may have died.
         """
         if torch.accelerator.is_available():  # it synchronises the device of the calling thread
-            return super().should_commit(timeout)
-        return self._executor.submit(super().should_commit, timeout).result()
+            commits = super().should_commit(timeout)
+        else:
+            commits = self._executor.submit(super().should_commit, timeout).result()
+        while commits and _left:
+            _left.pop().release()
+        return commits
 
     def shutdown(self, wait: bool = False) -> None:
         """Leave: heartbeats stop, so that the peers go on without this group.
 
-        Connections stay until the process ends: a peer may still be receiving this group's part
-        of the last allreduce, and would fail there.
+        Connections stay for now: a peer may still be receiving this group's part of the last
+        allreduce, and would fail there.
         """
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
-            _left.append(self._pg)
+            _left.append(self)
             self.store = None
+
+    def release(self) -> None:
+        """Close what ``shutdown`` has left open: sockets, threads and ports.
+
+        The group has taken part in a sync since, so its peers are through with the one before.
+        """
+        if self._alarm is not None:
+            self._alarm.close()
+        self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+        # Each of these ends with its last reference. A cycle has this object live on for a while.
+        for name in ("_pg", "_store", "_client", "_watch", "_manager", "_checkpoint_transport"):
+            setattr(self, name, None)
+        self._load_state_dict_fns.clear()
+        self._user_state_dicts.clear()
+
+
+def _is_own_failure(error: Exception) -> bool:
+    """Whether an error in a sync is this group's own, and not what a peer's end looks like here."""
+    if isinstance(error, ConnectionError | TimeoutError | torch.distributed.DistError):
+        return False
+    of_peers = ("gloo", "nccl")  # torch raises their errors as plain RuntimeErrors
+    return isinstance(error, OSError | RuntimeError | MemoryError) and not any(
+        name in str(error).lower() for name in of_peers
+    )

@@ -11,17 +11,26 @@ from typing import Any
 
 
 class InterruptibleWork:
-    """Waits for an allreduce in small sleeps: gloo's own wait holds signals up for ``timeout``."""
+    """Waits for a collective in small sleeps: gloo's own wait holds signals up for ``timeout``.
+
+    Args:
+        work: torchft's Work.
+        is_broken: Whether the collective can never end well. The wait then ends without it. Its
+            tensors must not be used again: gloo may write to them until its own ``timeout``.
+    """
 
     LONGEST_NAP_S = 0.01
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, is_broken: Callable[[], bool]) -> None:
         self._work = work
+        self._is_broken = is_broken
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         sent = getattr(self._work, "_work", None)  # none if the manager had failed before
         began = time.monotonic()
         while sent is not None and not sent.is_completed():
+            if self._is_broken():
+                return False
             time.sleep(min(self.LONGEST_NAP_S, (time.monotonic() - began) / 20))
         return self._work.wait() if timeout is None else self._work.wait(timeout)
 

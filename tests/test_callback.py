@@ -78,6 +78,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "start_timeout_s": 7.0,
         "on_start_timeout": "start",
         "give_up_after_s": 14.0,
+        "hang_timeout_s": 15.0,
         "timeout": 8.0,
         "quorum_timeout": 9.0,
         "connect_timeout": 10.0,
@@ -92,6 +93,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "on_bad_state": "fresh",
         "digest_every": 13,
         "run_dir": "/runs/1",
+        "tls_dir": "/certificates",
     }
     callback = DiLoCoCallback(**given)
     seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
@@ -579,3 +581,24 @@ def test_after_an_exception_the_real_manager_is_shut_down_by_close(lighthouse_ad
     assert callback._manager is None and managers[0]._is_shut_down
     # Nobody waits for it: the next group of another name is alone in its quorum.
     assert fit_for_real(lighthouse_addr, "2ba")["outer_steps"] == 1
+
+
+def test_only_a_close_after_an_error_watches_for_ranks_that_never_come(monkeypatch):
+    watched = []
+    monkeypatch.setattr("composer_replication.callback.end_if_stuck_in_close", watched.append)
+    fit_alone("2ba")
+    assert watched == []
+
+    def fail(state):
+        raise RuntimeError("in training")
+
+    def replica(sim):
+        trainer = trainer_of(callback_of(sim), Each(fail), max_duration="2ba")
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(SimulationError):
+        simulate(replica, num_replicas=1)
+    assert [str(error) for error in watched] == ["in training"]

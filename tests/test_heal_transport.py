@@ -3,6 +3,7 @@
 Real: HTTP over loopback, torch's unpickler. The donor's manager is what torchft would hand over.
 """
 
+import itertools
 import logging
 import pickle
 import socket
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_replication import heal_transport, prefetch
-from composer_replication.heal_client import HealError
+from composer_replication import heal_server, heal_transport, prefetch
+from composer_replication.heal_client import HealClient, HealError
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import LighthouseStatus, Member
 
@@ -30,7 +31,7 @@ def transports():
     made = []
 
     def make(token="secret", timeout=10.0):
-        made.append(HealTransport(token, "localhost", timeout))
+        made.append(HealTransport([token], "localhost", timeout))
         return made[-1]
 
     yield make
@@ -44,7 +45,7 @@ def receive(joiner, donor, step=4):
 
 def test_a_joiner_gets_what_the_donor_offers_for_that_step_and_only_while_it_does(transports):
     donor, joiner = transports(timeout=0.2), transports()
-    with pytest.raises(HealError, match="answers 404 Not Found to /rest/4"):
+    with pytest.raises(HealError, match="answers 404 Not Found to /offer/4"):
         receive(joiner, donor)
     donor.send_checkpoint([1], 4, SENT, LIMIT)
     got = receive(joiner, donor)
@@ -98,7 +99,15 @@ def rogue(tmp_path):
     marker = tmp_path / "executed"
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self):
+            if "X-Mac" not in self.headers:
+                self.send_response(401)
+                self.send_header("X-Challenge", "0")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             body = pickle.dumps({"user": Marker(marker), "torchft": Marker(marker)})
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
@@ -176,7 +185,7 @@ class Line:
 
     def sendmsg(self, parts):
         parts = list(parts)
-        assert 0 < len(parts) <= heal_transport.PARTS_A_CALL and all(map(len, parts))
+        assert 0 < len(parts) <= heal_server.PARTS_A_CALL and all(map(len, parts))
         first = len(parts[0])
         room = [1000, first, first + 1][len(self.taken) % 3]
         self.taken.append(b"".join(parts)[:room])
@@ -188,16 +197,16 @@ def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once():
     sizes = [1, 0, 4000, 999, 1000, 1001, *range(2000), 0]
     parts = [memoryview(bytes((size + i) % 251 for i in range(size))) for size in sizes]
     line = Line()
-    heal_transport._send(line, parts)
+    heal_server._send(line, parts)
     assert b"".join(line.taken) == b"".join(parts)
     assert line.options["timeout"] is None and socket.SO_SNDTIMEO in line.options
 
 
 def test_a_joiner_that_takes_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(heal_transport, "SILENT_S", 1)
+    monkeypatch.setattr(heal_server, "SILENT_S", 1)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(BlockingIOError):
-        heal_transport._send(ours, [memoryview(bytes(10_000_000))])
+        heal_server._send(ours, [memoryview(bytes(10_000_000))])
 
 
 def test_a_donor_does_not_keep_copies_that_nobody_fetches(transports, monkeypatch):
@@ -208,6 +217,59 @@ def test_a_donor_does_not_keep_copies_that_nobody_fetches(transports, monkeypatc
     monkeypatch.setattr(heal_transport, "KEPT_S", 0.0)
     donor.disallow_checkpoint()
     assert donor._bodies == {}
+
+
+def test_joiners_at_the_same_step_share_one_copy_and_the_next_step_has_another(transports):
+    donor, joiner = transports(), transports()
+    step, copies = 4, []
+
+    def snapshot():
+        copies.append(step)
+        return STATE | {"outer_step": step}
+
+    donor.source = (lambda: step, snapshot)
+
+    def offer():
+        return joiner.client.ask(donor.metadata(), "/latest/offer", time.monotonic() + 10)
+
+    assert offer() == offer() and copies == [4]
+    step = 5
+    assert offer().step == 5 and copies == [4, 5]
+    assert offer().parts["state"].name in donor._bodies and copies == [4, 5]
+
+
+def test_a_token_can_be_replaced_while_groups_heal_from_each_other():
+    # "old", then "old,new" in every process, then "new,old", then "new": neighbours understand
+    # each other, in both directions; the first and the last do not.
+    stages = [["old"], ["old", "new"], ["new", "old"], ["new"]]
+    made = [HealTransport(tokens, "localhost", 10.0) for tokens in stages]
+    try:
+        for transport in made:
+            transport.send_checkpoint([1], 4, SENT, LIMIT)
+        for one, other in itertools.pairwise(made):
+            assert receive(one, other)["torchft"] == receive(other, one)["torchft"]
+        with pytest.raises(HealError, match="answers 403"):
+            receive(made[0], made[-1])
+    finally:
+        for transport in made:
+            transport.shutdown()
+
+
+def test_a_heal_is_in_the_audit_log_of_both_sides(transports, caplog):
+    caplog.set_level(logging.INFO, "composer_replication.audit")
+    donor = transports()
+    joiner = HealTransport(["secret"], "localhost", 10.0, "berlin")
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    receive(joiner, donor)
+    joiner.shutdown()
+    deadline = time.monotonic() + 5  # the donor writes when it has sent the last byte
+    while len(caplog.records) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines = [r.getMessage() for r in caplog.records if r.name == "composer_replication.audit"]
+    given = [line for line in lines if line.startswith("heal given, ")]
+    assert len(given) == 2 and all("by 'berlin' from 127.0.0.1" in line for line in given)
+    [taken] = [line for line in lines if line.startswith("heal taken, manager step 4, ")]
+    assert taken.endswith(f"by 'berlin' from {donor.metadata()}")
 
 
 # ---- ahead of the quorum -----------------------------------------------------------------------
@@ -222,14 +284,14 @@ def in_training(transports, monkeypatch):
     status = LighthouseStatus((Member("0:uuid", 4, "http://manager"),), "")
     monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
     monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([donor.metadata()]))
-    fetch_state = heal_transport.fetch_state
+    fetch = HealClient.fetch
 
     def slow(*arguments):
         time.sleep(now["delay_s"])
         now["step"] += now["commits"]
-        return fetch_state(*arguments)
+        return fetch(*arguments)
 
-    monkeypatch.setattr(prefetch, "fetch_state", slow)
+    monkeypatch.setattr(HealClient, "fetch", slow)
     monkeypatch.setattr(prefetch, "_wait_for_commit", lambda *_: None)
     return donor, now
 
@@ -238,7 +300,6 @@ def fetch_ahead(joiner, timeout=10.0):
     prefetch.prefetch(
         joiner,
         lighthouse_addr="http://localhost:1",
-        token="secret",
         rank=0,
         timeout=timeout,
         connect_timeout=5.0,
@@ -253,8 +314,16 @@ def test_a_state_that_was_fetched_ahead_is_not_fetched_again_in_the_quorum(
     fetch_ahead(joiner)
     sent = SENT | {"user": {"diloco": STATE | {"outer_step": now["step"]}}}
     donor.send_checkpoint([1], 4, sent, LIMIT)
-    monkeypatch.setattr(heal_transport, "fetch_state", None)  # would be a TypeError
+    [state], fetched = joiner.fetched, []
+    fetch = HealClient.fetch
+
+    def noting(client, address, part, *more):
+        fetched.append(part.name)
+        return fetch(client, address, part, *more)
+
+    monkeypatch.setattr(HealClient, "fetch", noting)
     assert receive(joiner, donor)["user"]["diloco"]["outer_step"] == 4
+    assert len(fetched) == 1 and state not in fetched
 
 
 def test_one_that_has_been_overtaken_is_fetched_again_in_the_quorum(transports, in_training):
@@ -270,6 +339,25 @@ def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transpor
     now |= {"delay_s": 0.3, "commits": True}
     with pytest.raises(HealError, match=r"takes 0\.3 s .* this group leaves. Use a\s+faster line"):
         fetch_ahead(transports(), timeout=1.0)
+
+
+def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_another(
+    transports, in_training, monkeypatch, rogue, caplog
+):
+    donor, _ = in_training
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        donors = [dead, rogue[0], "http://[bad", "http://127.0.0.1:99999999", donor.metadata()]
+        monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors))
+        joiner = transports()
+        fetch_ahead(joiner)
+        assert joiner.fetched
+        for each in donors[:-1]:
+            assert f"No global state from {each}: " in caplog.text
+        monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors[:-1]))
+        with pytest.raises(HealError, match="4 replica groups .* from none. The last of them: "):
+            fetch_ahead(transports())
 
 
 def test_a_slow_line_is_no_matter_if_the_others_sync_more_slowly(transports, in_training, caplog):

@@ -38,7 +38,11 @@ def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(tmp_pa
     assert environ["OMP_NUM_THREADS"] == "2"
     assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert "RANK" not in environ
+    assert environ["COMPOSER_REPLICATION_HOSTNAME"] == "127.0.0.1"
     # Too few GPUs for each to have its own: who shares which is the user's business.
     assert environment(1, 8, 1, Addresses(), tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    monkeypatch.setenv("COMPOSER_REPLICATION_HOSTNAME", "10.0.0.1")
+    own = environment(1, 2, 2, Addresses(), tmp_path)["COMPOSER_REPLICATION_HOSTNAME"]
+    assert own == "10.0.0.1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert environment(1, 2, 2, Addresses(), tmp_path)["OMP_NUM_THREADS"] == "5"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from composer_replication.options import ReplicaEnv, ReplicaOptions
+from composer_replication.options import ReplicaEnv, ReplicaOptions, read_tokens
 
 # ---- the environment ------------------------------------------------------------------------
 
@@ -57,6 +57,43 @@ def test_the_docstring_s_table_lists_what_is_read():
     environ = ReadLog()
     ReplicaEnv.from_env(environ)
     assert environ.asked == set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
+
+
+# ---- the run's secret -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("", ()),
+        (" \n", ()),
+        ("abc\n", ("abc",)),  # as files and Kubernetes secrets have it
+        ("new,old", ("new", "old")),
+        ("new\r\nold\r\n", ("new", "old")),
+        ("new,\n old ,", ("new", "old")),
+        ("of the run", ("of the run",)),
+    ],
+)
+def test_a_token_is_read_without_what_surrounds_it_and_there_may_be_an_old_one(text, tokens):
+    assert read_tokens(text) == tokens
+    env = ReplicaEnv.from_env({"COMPOSER_REPLICATION_TOKEN": text})
+    assert env.token == (tokens[0] if tokens else None)
+
+
+@pytest.mark.parametrize(("text", "place"), [("schl\u00fcssel", 5), ("ok,a\tb", 2)])
+def test_a_token_that_no_http_header_can_hold_is_refused_without_showing_it(text, place):
+    with pytest.raises(ValueError, match=f"TOKEN: character {place} ") as error:
+        ReplicaEnv.from_env({"COMPOSER_REPLICATION_TOKEN": text})
+    assert text not in str(error.value)
+
+
+def test_more_than_two_tokens_are_refused():
+    with pytest.raises(ValueError, match="token_file has 3 tokens"):
+        read_tokens("a,b,c", "token_file")
+
+
+def test_no_token_is_printed():
+    assert "secret" not in repr(ReplicaEnv.from_env({"COMPOSER_REPLICATION_TOKEN": "secret"}))
 
 
 # ---- arguments and environment together -----------------------------------------------------

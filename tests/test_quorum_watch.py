@@ -12,9 +12,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
+from composer_replication import quorum_reports, quorum_watch
+from composer_replication.quorum_reports import Report, write_handle
+from composer_replication.quorum_watch import (
+    AtFaultError,
+    QuorumDeclined,
+    QuorumFailed,
+    QuorumWatch,
+)
 
 VOTE = timedelta(seconds=10)
+HANDLE = '{"store": "host:1"}'
+
+
+def watch_of(client, letter, reconnect=lambda: None, world_size=1, token="secret"):
+    manager = f"http://{letter}"
+    return QuorumWatch(client, f"{letter}:1", manager, reconnect, world_size, VOTE, [token])
+
+
+def handle_of(letter, report=None, token="secret"):
+    return write_handle(HANDLE, report or Report(), f"{letter}:1", token)
 
 
 class Groups:
@@ -26,18 +43,19 @@ class Groups:
 
     def _watch(self, letter):
         client = SimpleNamespace(_quorum=self._wait_for_all, should_commit=None)
-        return QuorumWatch(client, letter, lambda: self._reconnects.add(letter), 1, VOTE)
+        return watch_of(client, letter, lambda: self._reconnects.add(letter))
 
     def replace(self, letter):
         """Its process is another one now."""
         self.watch[letter] = self._watch(letter)
 
-    def _wait_for_all(self, group_rank, reconfigure_handle):
+    def _wait_for_all(self, group_rank, step, reconfigure_handle):
         self._handles[group_rank] = reconfigure_handle
         self._barrier.wait(10.0)
         return SimpleNamespace(
             quorum_id=self._id,
-            max_step=1,
+            replica_rank=self._letters.index(group_rank),
+            max_step=step,
             replica_ids=[f"{letter}:1" for letter in self._letters],
             reconfigure_handles=[self._handles[letter] for letter in self._letters],
         )
@@ -59,8 +77,7 @@ class Groups:
 
     def _ask(self, letter):
         try:
-            handle = json.dumps({"id": letter})
-            self.watch[letter]._quorum(group_rank=letter, reconfigure_handle=handle)
+            self.watch[letter]._quorum(group_rank=letter, step=1, reconfigure_handle=HANDLE)
         except QuorumDeclined:
             return "declined"
         return "connected" if letter in self._reconnects else "kept"
@@ -165,45 +182,183 @@ def test_groups_that_are_awaited_no_longer_are_not_missed():
     assert groups.quorum(2, "abc") == "connected"
 
 
-@pytest.mark.parametrize(
-    "handle",
-    [
-        "",
-        "no JSON",
-        "[" * 100_000,
-        "3",
-        '["last"]',
-        "{}",
-        '{"last": 7}',
-        '{"last": ["9", "x"]}',
-        '{"last": {"9": 1}}',
-        '{"last": [9]}',
-        '{"last": [9, [7]]}',
-        '{"last": [9, [["a"]]]}',
-        '{"awaits": 5}',
-        '{"awaits": null}',
-        '{"awaits": "b:1"}',
-        '{"awaits": [["b:1"]]}',
-        '{"connection": [1]}',
-        '{"connection": ["1", 2, 3]}',
-        '{"last": [9, "x"], "awaits": 5, "connection": [1]}',
-    ],
-)
-def test_what_a_stranger_tells_that_cannot_be_understood_is_nothing(handle):
-    def quorum_with_a_stranger(reconfigure_handle):
+def quorum_with(*others, quorum_id=3):
+    """A client whose quorum has ``a``, in the first place, and others by name and handle."""
+
+    def quorum(reconfigure_handle, step, **_):
         return SimpleNamespace(
-            quorum_id=3,
-            max_step=1,
-            replica_ids=["a:1", "stranger"],
-            reconfigure_handles=[reconfigure_handle, handle],
+            quorum_id=quorum_id,
+            replica_rank=0,
+            replica_world_size=1 + len(others),
+            store_address="",
+            commit_failures=0,
+            max_step=10**6,
+            replica_ids=["a:1", *(name for name, _ in others)],
+            reconfigure_handles=[reconfigure_handle, *(handle for _, handle in others)],
+            heal=True,
         )
 
+    return SimpleNamespace(_quorum=quorum, should_commit=None)
+
+
+def signed(**changes):
+    """A handle of a member that knows the token and writes nonsense."""
+    content = {**json.loads(handle_of("b")), **changes}
+    del content["proof"]
+    return json.dumps(content | {"proof": quorum_reports._proof(content, "b:1", "secret")})
+
+
+NONSENSE = [
+    "",
+    "no JSON",
+    "[" * 100_000,
+    "3",
+    '["last"]',
+    "{}",
+    HANDLE,
+    '{"store": "host:1", "proof": "\u00fc"}',
+    signed(store=None),
+    signed(last=7),
+    signed(last=["9", "x"]),
+    signed(last={"9": 1}),
+    signed(last=[9]),
+    signed(last=[9, [7]]),
+    signed(last=[9, [["a"]]]),
+    signed(awaits=5),
+    signed(awaits=None),
+    signed(awaits=[["b:1"]]),
+    signed(connection=[1]),
+    signed(connection=["1", 2, 3]),
+    signed(step="1"),
+    signed(unreachable=[3]),
+    signed(has_failed="yes"),
+]
+
+
+@pytest.mark.parametrize("handle", NONSENSE, ids=range(len(NONSENSE)))
+def test_a_member_whose_handle_cannot_be_understood_is_left_out(handle, caplog):
     reconnects = []
-    client = SimpleNamespace(_quorum=quorum_with_a_stranger, should_commit=None)
-    watch = QuorumWatch(client, "a", lambda: reconnects.append(1), 1, VOTE)
-    watch._quorum(reconfigure_handle="{}")
-    assert watch.members == ("a:1", "stranger") and not watch.awaits
-    assert reconnects == [1]
+    watch = watch_of(quorum_with(("b:1", handle)), "a", lambda: reconnects.append(1))
+    quorum = watch._quorum(group_rank=0, step=4, reconfigure_handle=HANDLE)
+    assert quorum.replica_ids == ["a:1"] and quorum.replica_world_size == 1
+    assert quorum.max_step == 4 and not quorum.heal  # whatever step the other one claims
+    assert watch.members == ("a:1",) and not watch.awaits and reconnects == [1]
+    assert "Left 'b:1' out of the quorum" in caplog.text
+
+
+def test_a_well_formed_handle_is_not_nonsense():
+    watch = watch_of(quorum_with(("b:1", signed())), "a")
+    assert watch._quorum(group_rank=0, step=4, reconfigure_handle=HANDLE).replica_ids == [
+        "a:1", "b:1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "handle"),
+    [
+        ("b:1", handle_of("b", token="another")),
+        ("c:1", handle_of("b")),  # another member's handle, used by a stranger
+    ],
+)
+def test_who_does_not_prove_the_token_is_left_out_and_named_once(name, handle, caplog):
+    watch = watch_of(quorum_with((name, handle), ("d:1", handle_of("d", Report(step=4)))), "a")
+    for _ in range(2):
+        quorum = watch._quorum(group_rank=0, step=4, reconfigure_handle=HANDLE)
+        assert quorum.replica_ids == ["a:1", "d:1"] and quorum.replica_rank == 0
+    assert caplog.text.count("does not prove that it knows this run's token") == 1
+
+
+def test_while_a_token_is_replaced_both_are_accepted():
+    client = quorum_with(("b:1", handle_of("b", token="new")), ("c:1", handle_of("c", token="old")))
+    watch = QuorumWatch(client, "a:1", "", lambda: None, 1, VOTE, ["new", "old"])
+    quorum = watch._quorum(group_rank=0, step=0, reconfigure_handle=HANDLE)
+    assert quorum.replica_ids == ["a:1", "b:1", "c:1"]
+
+
+def test_beside_a_stranger_joiners_heal_from_members_in_turns():
+    others = [
+        ("x:1", "a stranger"),
+        ("b:1", handle_of("b", Report(step=7, manager="http://b"))),
+        ("c:1", handle_of("c", Report(step=2))),
+        ("d:1", handle_of("d", Report(step=7, manager="http://d"))),
+    ]
+    quorum = watch_of(quorum_with(*others), "a")._quorum(
+        group_rank=0, step=2, reconfigure_handle=HANDLE
+    )
+    assert quorum.replica_ids == ["a:1", "b:1", "c:1", "d:1"] and quorum.max_step == 7
+    assert quorum.heal and quorum.recover_src_manager_address == "http://b"
+    assert quorum.recover_src_replica_rank == 1 and quorum.recover_dst_replica_ranks == []
+    donor = watch_of(quorum_with(*others), "a")._quorum(
+        group_rank=1, step=7, reconfigure_handle=HANDLE
+    )
+    assert not donor.heal and donor.max_world_size == 3 and donor.max_replica_rank == 0
+    assert donor.recover_dst_replica_ranks == []  # c's turn is the second of three, which is b
+
+
+def test_somebody_who_asks_in_this_groups_name_gives_no_quorum():
+    client = SimpleNamespace(_quorum=quorum_with()._quorum, should_commit=None)
+    ask = client._quorum
+    client._quorum = lambda **request: ask(**request | {"reconfigure_handle": handle_of("b")})
+    with pytest.raises(QuorumFailed, match="in the name of this group, 'a:1'"):
+        ask_alone(client)
+
+
+def unreachable(*letters):
+    return Report(step=1, unreachable=tuple(f"{letter}:1" for letter in letters))
+
+
+@pytest.mark.parametrize(
+    ("reports", "culprit"),
+    [
+        ({"a": Report(), "b": Report()}, None),
+        ({"a": unreachable("c"), "b": unreachable("c"), "c": unreachable("c")}, "c:1"),
+        ({"a": unreachable("c"), "b": unreachable("c"), "c": unreachable()}, "c:1"),
+        ({"a": unreachable("b", "c"), "b": unreachable(), "c": unreachable()}, "a:1"),
+        ({"a": unreachable(), "b": unreachable("c"), "c": unreachable("b")}, "c:1"),
+        ({"a": unreachable(), "b": unreachable(), "c": unreachable("b")}, "b:1"),
+        ({"a": unreachable("b"), "b": unreachable("a")}, "b:1"),
+        ({"a": Report(step=0, unreachable=("b:1",)), "b": unreachable("a")}, "a:1"),
+        ({"a": Report(has_failed=True), "b": unreachable("c"), "c": unreachable("b")}, "a:1"),
+        ({"a": unreachable("d"), "b": unreachable()}, None),  # d has gone meanwhile
+    ],
+)
+def test_a_failed_sync_is_blamed_on_one_member_by_all(reports, culprit):
+    named = {f"{letter}:1": report for letter, report in reports.items()}
+    assert quorum_reports.at_fault(named) == culprit
+    assert quorum_reports.at_fault(dict(reversed(named.items()))) == culprit
+
+
+def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(quorum_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    groups = Groups("abc")
+    groups.quorum(1, "abc")
+    limit = QuorumWatch.LEAVES_AFTER_S
+    for seconds in [0.0, limit / 2, limit]:
+        now[0] = seconds
+        for letter in "ab":
+            groups.watch[letter].unreachable = ("c:1",)
+        groups.quorum(1, "abc")
+        assert [groups.watch[letter].fault for letter in "abc"] == ["another", "another", "this"]
+    groups.quorum(1, "abc")  # it was well once
+    assert [groups.watch[letter].fault for letter in "abc"] == [None] * 3
+    for seconds in [limit, limit + 1.0, 2 * limit]:
+        now[0] = seconds
+        groups.watch["a"].unreachable = groups.watch["b"].unreachable = ("c:1",)
+        groups.quorum(1, "abc")
+    now[0] = 2 * limit + 1.0
+    groups.watch["a"].unreachable = groups.watch["b"].unreachable = ("c:1",)
+    with pytest.raises(AtFaultError, match="for 31 s syncs have failed .* a, b cannot reach it"):
+        groups.quorum(1, "abc")
+
+
+def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_count():
+    groups = Groups("abc")
+    groups.quorum(1, "abc")
+    groups.quorum(1, "abc")
+    assert groups.watch["a"].fault is None
+    groups.quorum(2, "ab")
+    assert groups.watch["a"].fault == groups.watch["b"].fault == "another"
 
 
 class Ranks:
@@ -212,15 +367,17 @@ class Ranks:
     def __init__(self):
         self._votes, self._barrier = {}, Barrier(2)
         client = SimpleNamespace(_quorum=self._quorum, should_commit=self._vote)
-        self.watches = [QuorumWatch(client, "a", lambda: None, 2, VOTE) for _ in range(2)]
+        self.watches = [watch_of(client, "a", world_size=2) for _ in range(2)]
 
     def _quorum(self, group_rank, step, reconfigure_handle):
-        del group_rank, step
+        del group_rank
+        peers_handle = handle_of("b", Report(num_ranks=2))
         return SimpleNamespace(
             quorum_id=self._id,
-            max_step=1,
+            replica_rank=0,
+            max_step=step,
             replica_ids=[f"{letter}:1" for letter in self._letters],
-            reconfigure_handles=[reconfigure_handle] * len(self._letters),
+            reconfigure_handles=[reconfigure_handle, peers_handle][: len(self._letters)],
         )
 
     def _vote(self, group_rank, step, should_commit, timeout):
@@ -238,7 +395,7 @@ class Ranks:
 
     def _ask(self, rank):
         try:
-            self.watches[rank]._quorum(group_rank=rank, step=7, reconfigure_handle="{}")
+            self.watches[rank]._quorum(group_rank=rank, step=7, reconfigure_handle=HANDLE)
         except QuorumDeclined:
             return "declined"
         return "used"
@@ -255,20 +412,17 @@ def test_the_ranks_of_a_group_use_a_quorum_all_or_none():
 
 
 def ask_alone(client, world_size=1):
-    watch = QuorumWatch(client, "a", lambda: None, world_size, VOTE)
-    watch._quorum(group_rank=0, step=0, reconfigure_handle="{}")
+    watch = watch_of(client, "a", world_size=world_size)
+    watch._quorum(group_rank=0, step=0, reconfigure_handle=HANDLE)
 
 
 def test_a_rank_whose_other_one_does_not_vote_ends():
-    quorum = SimpleNamespace(
-        quorum_id=1, max_step=0, replica_ids=["a:1"], reconfigure_handles=["{}"]
-    )
-
     def no_vote(*_, **__):
         raise TimeoutError("Timeout expired")
 
+    client = SimpleNamespace(_quorum=quorum_with()._quorum, should_commit=no_vote)
     with pytest.raises(TimeoutError, match=r"within timeout=10: .* \(Timeout expired\)$"):
-        ask_alone(SimpleNamespace(_quorum=lambda **_: quorum, should_commit=no_vote), world_size=2)
+        ask_alone(client, world_size=2)
 
 
 def test_a_lighthouse_that_is_away_is_a_failed_quorum():

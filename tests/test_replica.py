@@ -6,10 +6,12 @@ Real: logging, process group objects, a store; in the last test the lighthouse a
 import logging
 import re
 
+import psutil
 import pytest
 import torch
 from torchft.manager import Manager
 
+from composer_replication.addresses import bracketed
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import backend_for, make_manager, tame_torchft_logs
 
@@ -110,3 +112,32 @@ def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice():
         assert manager.store is None
     finally:
         lighthouse.shutdown()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("hostname", ["127.0.0.1", "::1"])
+def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(hostname):
+    process = psutil.Process()
+
+    def listening():
+        found = process.net_connections()
+        return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+    lighthouse = start_lighthouse(bind=f"{bracketed(hostname)}:0")
+    port = lighthouse.address().rpartition(":")[2]
+    before = listening()
+    try:
+        manager = make_manager(
+            replica_id=0,
+            lighthouse_addr=f"http://{bracketed(hostname)}:{port}",
+            hostname=hostname,
+            token="secret",
+        )
+        manager.start_quorum()
+        assert manager.num_participants() == 1 and manager.errored() is None
+        opened = listening() - before
+        manager.shutdown()
+    finally:
+        lighthouse.shutdown()
+    assert len(opened) >= 5  # the heal server, torchft's manager server, two stores, gloo
+    assert {each[0] for each in opened} == {hostname}

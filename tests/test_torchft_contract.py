@@ -4,6 +4,7 @@ When a test here fails after a bump of the pin, read what changed at the place i
 anything else: the failure it prevents is a silent one.
 """
 
+import ast
 import importlib
 import inspect
 import re
@@ -81,9 +82,10 @@ def test_constructors_take_what_we_pass():
     ]  # fmt: skip
     for cls in (torchft.local_sgd.DiLoCo, FRAGMENT):
         assert {"fragment_sync_delay", "fragment_update_alpha"} <= set(parameters_of(cls.__init__))
-    from composer_replication.replica import make_manager
-
-    passed = set(re.findall(r"^        (\w+)=", inspect.getsource(make_manager), re.MULTILINE))
+    tree = ast.parse((PACKAGE / "replica.py").read_text())
+    calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    [manager] = [call for call in calls if getattr(call.func, "id", "") == "ReplicaManager"]
+    passed = {keyword.arg for keyword in manager.keywords}
     assert passed <= set(parameters_of(Manager.__init__)) and len(passed) >= 15
 
 
@@ -136,6 +138,11 @@ def test_the_manager_still_does_what_ours_hangs_on():
     assert "reconfigure_handle=self._pg.get_reconfigure_handle()" in quorum
     start = inspect.getsource(Manager.start_quorum)
     assert "self._executor.submit(" in start and "self.wait_quorum()" in start
+    # We put a function in the place of ManagerServer that binds it to an address.
+    assert re.search(
+        r"= ManagerServer\((\n +\w+=.*,)+", init := inspect.getsource(Manager.__init__)
+    )
+    assert 'bind = f"[::]:{port}"' in init and "bind=bind," in init
     # The heal state has these two parts, and the transport is told when it may go.
     assert '"user": {' in inspect.getsource(Manager._manager_state_dict)
     assert "_checkpoint_transport.disallow_checkpoint()" in inspect.getsource(Manager.should_commit)

@@ -1,21 +1,33 @@
-"""The coordinator's HTTP interface. ``/docs`` describes it, ``/`` is a page for people."""
+"""The coordinator's HTTP interface. ``/openapi.json`` describes it, ``/`` is a page for people."""
 
 from __future__ import annotations
 
-import hmac
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, Field
+from fastapi.security import HTTPBearer
+from pydantic import Field
 
 from composer_replication import __version__
-from composer_replication.coordinator.api_types import Count, Name, Number, Refusal, Strict
+from composer_replication.coordinator.admission import Admission, address_of
+from composer_replication.coordinator.api_types import (
+    Changes,
+    GroupName,
+    Info,
+    Name,
+    Progress,
+    Pulse,
+    Refusal,
+    Registration,
+)
+from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.journal import Journal
@@ -26,12 +38,15 @@ from composer_replication.coordinator.registry import (
     Versions,
 )
 from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.unit_rows import (
     DatasetMismatch,
     StreamClosed,
     UnknownStream,
 )
+
+log = logging.getLogger(__name__)
 
 STATUS_OF = {
     RefusedError: 422,
@@ -45,87 +60,16 @@ STATUS_OF = {
 """What each of our errors is in HTTP; the text is theirs."""
 
 
-_BEARER = HTTPBearer(auto_error=False)
-
-
-class Info(BaseModel):
-    """What a replica group has to know before it starts."""
-
-    version: str
-    torchft: str
-    settings_authority: bool = True
-    settings: dict[str, Any]
-    settings_version: int
-    settings_source: str
-    num_replicas: int
-    min_replicas: int
-    lighthouse_addr: str
-    heartbeat_timeout_s: float
-    outer_step: int
-    model_fingerprint: str | None
-    model_section: dict[str, Any] | None
-
-
-class ModelTensor(Strict):
-    """A tensor that is synchronised."""
-
-    name: Name
-    shape: list[Count]
-    dtype: Name
-
-
-class Registration(Strict):
-    """A replica group that wants to take part."""
-
-    replica_id: Name
-    session: Name
-    host: Name
-    world_size: Annotated[int, Field(ge=1, lt=2**31)]
-    composer_replication: Name
-    torchft: Name
-    model: Annotated[list[ModelTensor], Field(min_length=1)]
-
-
-class Progress(Strict):
-    """Where a replica group stands."""
-
-    session: Name
-    phase: Name | None = None
-    batch: Count | None = None
-    max_batches: Count | None = None
-    inner_steps: Count | None = None
-    outer_step: Count | None = None
-    round: Number = None
-    loss: Number = None
-    contribution: Number = None
-    num_participants: Count | None = None
-    sync_seconds: Number = None
-    seconds_since_sync: Number = None
-    steps_per_second: Number = None
-    settings_version: Count | None = None
-
-
-class Pulse(BaseModel):
-    """The answer to a heartbeat."""
-
-    settings_version: int
-
-
-class Changes(Strict):
-    """Settings to change while the run goes on."""
-
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    sync_every: int | None = None
-
-
 def create_app(
     settings: RunSettings,
     registry: Registry,
     streams: Streams,
     journal: Journal,
     *,
-    token: str | None,
+    audit: Audit,
+    strangers: Strangers,
+    tokens: Collection[str],
+    hosts: Collection[str] | None = None,
     lighthouse_addr: str,
     num_replicas: int,
     min_replicas: int,
@@ -138,31 +82,29 @@ def create_app(
         registry: Of its replica groups.
         streams: Of their samples.
         journal: Of what has happened.
-        token: What every request but those for the page has to bear; None for no such check.
+        audit: Of who changed it.
+        strangers: Of the lighthouse's members that are no groups of the run.
+        tokens: One of them every request but those for the page has to bear; none for no check.
+        hosts: Names in the ``Host`` header that are accepted; None for any.
         lighthouse_addr: ``http://host:port``, as groups reach it.
         num_replicas: How many groups a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
         model_section: The config's ``model``, if it has one.
     """
-
-    def check_token(
-        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
-    ) -> None:
-        found = given.credentials if given is not None else ""
-        if token is not None and not hmac.compare_digest(found.encode(), token.encode()):
-            raise HTTPException(
-                401,
-                "wrong token: set COMPOSER_REPLICATION_TOKEN to this run's secret",
-                {"WWW-Authenticate": "Bearer"},
-            )
-
     refusals: dict[int | str, dict[str, Any]] = {
-        code: {"model": Refusal} for code in (401, 409, 410, 507)
+        code: {"model": Refusal} for code in (401, 409, 410, 413, 422, 507)
     }
-    app = FastAPI(title="composer-replication coordinator", version=__version__)
+    # No /docs: its script comes from a CDN, into a page where people type the token.
+    app = FastAPI(
+        title="composer-replication coordinator", version=__version__, docs_url=None, redoc_url=None
+    )
+    app.add_middleware(Admission, tokens=tokens, hosts=hosts, audit=audit)
+    app.add_exception_handler(RequestValidationError, _explain_invalid)
     for kind, code in STATUS_OF.items():
         app.add_exception_handler(kind, _answer_with(code))
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_token)], responses=refusals)
+    # For the description alone: the token is checked by Admission, before the body is read.
+    described = [Depends(HTTPBearer(auto_error=False))]
+    v1 = APIRouter(prefix="/v1", dependencies=described, responses=refusals)
 
     @v1.get("/info")
     def info() -> Info:
@@ -189,35 +131,49 @@ def create_app(
         return asdict(settings.of(version))
 
     @v1.patch("/settings")
-    def change(changes: Changes) -> Pulse:
+    def change(request: Request, changes: Changes) -> Pulse:
         """Change settings for all groups, at one and the same outer step."""
         given = changes.model_dump(exclude_unset=True)
-        if not given or None in given.values():
-            raise RefusedError("name the settings to change, each with a value")
-        return Pulse(settings_version=settings.change(given))
+        with audit.action("settings", None, address_of(request.scope), changes=given):
+            if not given or None in given.values():
+                raise RefusedError("name the settings to change, each with a value")
+            return Pulse(settings_version=settings.change(given))
 
     @v1.post("/replicas", status_code=201)
-    def register(registration: Registration) -> Pulse:
+    def register(request: Request, registration: Registration) -> Pulse:
         """Take part. Asked again with the same session, it is answered again."""
         about = {"host": registration.host, "world_size": registration.world_size}
         versions = Versions(registration.composer_replication, registration.torchft)
         model = [(t.name, tuple(t.shape), t.dtype) for t in registration.model]
-        registry.register(registration.replica_id, registration.session, about, versions, model)
-        return Pulse(settings_version=settings.newest()[0])
+        who = registration.replica_id
+        with audit.action("registration", who, address_of(request.scope), **about):
+            registry.register(who, registration.session, about, versions, model)
+        return Pulse(settings_version=settings.newest_version)
 
     @v1.post("/replicas/{replica_id}/heartbeat")
-    def heartbeat(replica_id: Name, progress: Progress) -> Pulse:
+    async def heartbeat(
+        replica_id: GroupName, progress: Progress, afterwards: BackgroundTasks
+    ) -> Pulse:
         """Say that a group is alive, and where it stands."""
+        # On the event loop, and without the database: the threads for other requests may all be
+        # waiting for the disk.
         told = progress.model_dump(exclude={"session"}, exclude_none=True)
         registry.heartbeat(replica_id, progress.session, told)
-        streams.note_outer_step(progress.outer_step or 0)
-        return Pulse(settings_version=settings.newest()[0])
+        if streams.hear_outer_step(progress.outer_step or 0):
+            afterwards.add_task(note_outer_step, progress.outer_step or 0)
+        return Pulse(settings_version=settings.newest_version)
+
+    def note_outer_step(outer_step: int) -> None:
+        try:
+            streams.note_outer_step(outer_step)
+        except StorageError as error:
+            log.warning("Outer step %d is not stored: %s", outer_step, error)
 
     @v1.delete("/replicas/{replica_id}")
-    def leave(replica_id: Name, session: Name) -> Pulse:
+    def leave(replica_id: GroupName, session: Name) -> Pulse:
         """End taking part."""
         registry.leave(replica_id, session)
-        return Pulse(settings_version=settings.newest()[0])
+        return Pulse(settings_version=settings.newest_version)
 
     @v1.get("/status")
     def status() -> dict[str, Any]:
@@ -230,6 +186,7 @@ def create_app(
             "replicas": replicas,
             "losses": registry.losses(),
             "datasets": [asdict(dataset) for dataset in streams.units.datasets()],
+            "strangers": strangers.names,
             "events": journal.events(),
         }
 
@@ -240,7 +197,7 @@ def create_app(
     page_text = (
         resources.files("composer_replication.coordinator").joinpath("page.html").read_text("utf-8")
     )
-    v1.include_router(data_router(streams))
+    v1.include_router(data_router(streams, audit))
     app.include_router(v1)
     return app
 
@@ -251,3 +208,12 @@ def _answer_with(status: int) -> Any:
         return JSONResponse({"detail": str(error)}, status)
 
     return answer
+
+
+async def _explain_invalid(request: Request, error: Exception) -> JSONResponse:
+    """Say what is wrong without the input: FastAPI's own answer repeats it, and fails on NaN."""
+    del request
+    assert isinstance(error, RequestValidationError), "it is registered for that"
+    told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+    # The name of an unknown field comes from the request.
+    return JSONResponse({"detail": told.encode("ascii", "backslashreplace").decode()[:500]}, 422)

@@ -1,13 +1,27 @@
-"""What requests are made of."""
+"""What requests and answers are made of."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""The name of a replica group: it stands in URLs, paths, log lines and torchft's own names."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("use printable characters only")
+    return text
+
+
+Name = Annotated[
+    str,
+    Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$"),
+    AfterValidator(_printable),
+]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -29,3 +43,74 @@ class Refusal(BaseModel):
     """Why a request was refused."""
 
     detail: str
+
+
+class Info(BaseModel):
+    """What a replica group has to know before it starts."""
+
+    version: str
+    torchft: str
+    settings_authority: bool = True
+    settings: dict[str, Any]
+    settings_version: int
+    settings_source: str
+    num_replicas: int
+    min_replicas: int
+    lighthouse_addr: str
+    heartbeat_timeout_s: float
+    outer_step: int
+    model_fingerprint: str | None
+    model_section: dict[str, Any] | None
+
+
+class ModelTensor(Strict):
+    """A tensor that is synchronised."""
+
+    name: Name
+    shape: list[Count]
+    dtype: Name
+
+
+class Registration(Strict):
+    """A replica group that wants to take part."""
+
+    replica_id: GroupName
+    session: Name
+    host: Name
+    world_size: Annotated[int, Field(ge=1, lt=2**31)]
+    composer_replication: Name
+    torchft: Name
+    model: Annotated[list[ModelTensor], Field(min_length=1)]
+
+
+class Progress(Strict):
+    """Where a replica group stands."""
+
+    session: Name
+    phase: Name | None = None
+    batch: Count | None = None
+    max_batches: Count | None = None
+    inner_steps: Count | None = None
+    outer_step: Count | None = None
+    round: Number = None
+    loss: Number = None
+    contribution: Number = None
+    num_participants: Count | None = None
+    sync_seconds: Number = None
+    seconds_since_sync: Number = None
+    steps_per_second: Number = None
+    settings_version: Count | None = None
+
+
+class Pulse(BaseModel):
+    """The answer to a heartbeat."""
+
+    settings_version: int
+
+
+class Changes(Strict):
+    """Settings to change while the run goes on."""
+
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    sync_every: int | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BaseModel, Field
 
-from composer_replication.coordinator.api_types import Count, Name, Refusal, Strict
+from composer_replication.coordinator.admission import address_of
+from composer_replication.coordinator.api_types import Count, GroupName, Name, Refusal, Strict
+from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.unit_leases import Lease
 from composer_replication.coordinator.unit_progress import DatasetProgress
@@ -43,7 +45,7 @@ class NewStream(Strict):
 
     name: Name
     dataset_id: Name
-    replica_id: Name
+    replica_id: GroupName
     session: Name
 
 
@@ -101,11 +103,12 @@ class OuterStep(BaseModel):
     outer_step: int
 
 
-def data_router(streams: Streams) -> APIRouter:
+def data_router(streams: Streams, audit: Audit) -> APIRouter:
     """The requests about samples.
 
     Args:
         streams: Of the run.
+        audit: Of who changed it.
     """
     router = APIRouter(responses={404: {"model": Refusal}})
     units = streams.units
@@ -150,10 +153,12 @@ def data_router(streams: Streams) -> APIRouter:
         return Unknown(unknown=streams.commit(report.outer_step, ledger, present, report.age_s))
 
     @router.post("/rewind")
-    def rewind(checkpoint: Rewind) -> OuterStep:
+    def rewind(request: Request, checkpoint: Rewind) -> OuterStep:
         """Go on from a checkpoint: what came after it is undone."""
-        streams.rewind(checkpoint.outer_step, _ledger(checkpoint.ledger))
-        return OuterStep(outer_step=checkpoint.outer_step)
+        outer_step = checkpoint.outer_step
+        with audit.action("rewind", None, address_of(request.scope), outer_step=outer_step):
+            streams.rewind(outer_step, _ledger(checkpoint.ledger))
+        return OuterStep(outer_step=outer_step)
 
     return router
 

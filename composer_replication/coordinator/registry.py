@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -79,9 +81,15 @@ class Registry:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.clock = clock
         self._began = clock()
+        # What heartbeats need is in memory, under a lock that nobody holds while the disk works:
+        # while a transaction waits for a slow disk, all groups would look dead.
+        self._lock = threading.Lock()
         self._lives: dict[str, Life] = {}
         self._losses: dict[str, dict[int, float]] = {}
         database.execute_schema(_SCHEMA + run_model.SCHEMA)
+        with database.transaction() as cursor:
+            rows = cursor.execute("SELECT replica_id, session FROM replicas").fetchall()
+        self._sessions: dict[str, str] = dict(rows)
 
     def register(
         self,
@@ -95,7 +103,7 @@ class Registry:
 
         Raises:
             DuplicateError: A living group has its name.
-            RefusedError: It has other versions, or another model.
+            RefusedError: It has other versions, another model, or another number of ranks.
         """
         for name, own in asdict(self.versions).items():
             theirs = getattr(versions, name)
@@ -112,15 +120,17 @@ class Registry:
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
                     "of its own, or end that one"
                 )
+            self._check_ranks(cursor, replica_id, about.get("world_size"))
             check_model(cursor, model)
             count = 1 if known is None else known[1] + (known[0] != session)
             cursor.execute(
                 "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?)",
                 (replica_id, session, json.dumps(dict(about)), count),
             )
-            # With the file still locked: from now on the life before this one is over.
-            is_new = known is None or known[0] != session
+        is_new = known is None or known[0] != session
+        with self._lock:  # from now on the life before this one is over
             since = self.clock() if is_new else self._registered_at(replica_id)
+            self._sessions[replica_id] = session
             self._lives[replica_id] = Life(since, self.clock(), {"phase": "joining"})
         if is_new:
             again = "" if count == 1 else f", for the {count}. time"
@@ -128,30 +138,43 @@ class Registry:
                 f"replica group {replica_id} registered from {about.get('host')}{again}"
             )
 
+    def _check_ranks(self, cursor: sqlite3.Cursor, replica_id: str, ranks: int | None) -> None:
+        rows = cursor.execute("SELECT replica_id, about FROM replicas").fetchall()
+        for other, text in rows:
+            theirs = json.loads(text).get("world_size")
+            # One that this process has not heard of may have ended before its restart.
+            is_known = other in self._lives and self.is_alive(other)
+            if other != replica_id and is_known and theirs != ranks:
+                raise RefusedError(
+                    f"replica group {replica_id!r} has a world size of {ranks}, and replica group "
+                    f"{other!r} of this run one of {theirs}: start every group with the same "
+                    "number of ranks"
+                )
+
     def model_fingerprint(self) -> str | None:
         """``fingerprint_of`` the model of the run; None before the first group has registered."""
         with self._database.transaction() as cursor:
             return find_fingerprint(cursor)
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
-        """A group is alive, and here it stands.
+        """A group is alive, and here it stands. Never waits for the disk.
 
         Raises:
             OutdatedError: Another one has registered under its name.
         """
-        with self._database.transaction():  # nobody registers between
+        with self._lock:
             self._check_session(replica_id, session)
             since = self._registered_at(replica_id)
             self._lives[replica_id] = Life(since, self.clock(), dict(progress))
-        if progress.get("loss") is not None:
-            losses = self._losses.setdefault(replica_id, {})
-            losses[progress.get("batch") or 0] = progress["loss"]
-            if len(losses) > 4 * self.MAX_POINTS:
-                self._losses[replica_id] = dict(sorted(losses.items())[::2])
+            if progress.get("loss") is not None:
+                losses = self._losses.setdefault(replica_id, {})
+                losses[progress.get("batch") or 0] = progress["loss"]
+                if len(losses) > 4 * self.MAX_POINTS:
+                    self._losses[replica_id] = dict(sorted(losses.items())[::2])
 
     def end(self, replica_id: str) -> None:
         """Whoever started a group says that its processes are gone: its name is free at once."""
-        with self._database.transaction():
+        with self._lock:
             life = self._lives.get(replica_id)
             if life is not None:
                 life.left_at = self.clock()
@@ -162,25 +185,23 @@ class Registry:
         Raises:
             OutdatedError: Another one has registered under its name.
         """
-        with self._database.transaction():  # nobody registers between
+        with self._lock:
             self._check_session(replica_id, session)
             life = self._lives.setdefault(replica_id, Life(self._began, self.clock(), {}))
             life.left_at = self.clock()
             life.progress["phase"] = "finished"
         self._journal.tell(f"replica group {replica_id} has left")
 
+    def names(self) -> frozenset[str]:
+        """All groups that ever registered."""
+        with self._lock:
+            return frozenset(self._sessions)
+
     def _check_session(self, replica_id: str, session: str) -> None:
-        if self._session_of(replica_id) != session:
+        if self._sessions.get(replica_id) != session:
             raise OutdatedError(
                 f"replica group {replica_id!r} is not registered with this session: register again"
             )
-
-    def _session_of(self, replica_id: str) -> str | None:
-        with self._database.transaction() as cursor:
-            known = cursor.execute(
-                "SELECT session FROM replicas WHERE replica_id = ?", (replica_id,)
-            ).fetchone()
-        return None if known is None else known[0]
 
     def is_alive(self, replica_id: str) -> bool:
         """Whether it has been heard of in time; after a restart of this service, in that time."""
@@ -194,7 +215,7 @@ class Registry:
 
         What this process has not seen itself was over at the latest when it began.
         """
-        current = self._session_of(replica_id)
+        current = self._sessions.get(replica_id)
         if current not in (None, session):
             return self._registered_at(replica_id)
         life = self._lives.get(replica_id)
@@ -213,9 +234,13 @@ class Registry:
 
         By batches and not inner steps: a group that came back counts those from 0.
         """
+        with self._lock:
+            copies = {
+                replica_id: list(losses.items()) for replica_id, losses in self._losses.items()
+            }
         found = {}
-        for replica_id, losses in self._losses.items():
-            points = sorted(losses.items())
+        for replica_id, points in copies.items():
+            points.sort()
             every = 1 + len(points) // self.MAX_POINTS
             found[replica_id] = points[(len(points) - 1) % every :: every]  # the newest is in it
         return found

@@ -38,6 +38,9 @@ class RunSettings:
         all_start: Whether all replica groups start together with this service, so that any setting
             may have changed. Else groups may be in training, and hear of some changes only.
 
+    Attributes:
+        newest_version: The number of the newest version, without a look at the database.
+
     Raises:
         RefusedError: The config has changed in what groups in training cannot adopt.
     """
@@ -57,6 +60,8 @@ class RunSettings:
             row = cursor.execute(
                 "SELECT settings FROM settings WHERE is_config ORDER BY version DESC LIMIT 1"
             ).fetchone()
+            (newest,) = cursor.execute("SELECT max(version) FROM settings").fetchone()
+        self.newest_version: int = newest or 0
         served = None if row is None else json.loads(row[0])
         if served == json.loads(json.dumps(asdict(settings))):
             return
@@ -71,6 +76,7 @@ class RunSettings:
                 (json.dumps(asdict(settings)), source, is_config),
             )
             (version,) = cursor.execute("SELECT max(version) FROM settings").fetchone()
+        self.newest_version = version
         if version > 1:
             self._journal.tell(f"settings version {version}: {source}")
         return version

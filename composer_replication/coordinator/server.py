@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
 from composer_replication import __version__
+from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import create_app
+from composer_replication.coordinator.audit import AUDIT, Audit
 from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.http_service import HttpService, TlsFiles
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_settings import RunSettings
+from composer_replication.coordinator.state_lock import lock_state
+from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
-
-HEARTBEAT_TIMEOUT_S = 3.0
-"""After how long a silent replica group is dead to the coordinator."""
 
 STATE = "coordinator.sqlite"
 """The database in the state folder."""
@@ -44,16 +43,18 @@ class Coordinator:
         bind: Where the service listens, ``address:port``, and on the next port the lighthouse; port
             0 is a free one for each.
         hostname: How groups reach this machine. None: its host name.
-        token: What every request has to bear; None for no such check.
+        tokens: Every request has to bear one of them; none for no such check.
         heartbeat_timeout_s: After how long a silent group is dead.
         straggler_timeout_s: How long a quorum waits for a group that is alive and not there yet.
         lighthouse_heartbeat_ms: After how long without a heartbeat the lighthouse drops a group.
         all_start: Whether all groups start together with it, see ``RunSettings``.
         model_section: The config's ``model``, which groups compare with their own before they build
             it.
+        tls: The certificate of the service; None for plain HTTP.
 
     Raises:
-        ValueError: ``bind`` is no address, or the state is of a run with other settings.
+        ValueError: ``bind`` is no address, the certificate cannot be used, another process serves
+            the state folder, or the state is of a run with other settings.
         OSError: Nothing can listen there.
         StorageError: The state cannot be read or written.
     """
@@ -68,62 +69,56 @@ class Coordinator:
         min_replicas: int = 1,
         bind: str = "[::]:0",
         hostname: str | None = None,
-        token: str | None = None,
+        tokens: Sequence[str] = (),
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
         lighthouse_heartbeat_ms: int = 5_000,
         all_start: bool = False,
         model_section: Mapping[str, Any] | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
-        self._socket = _listen(bind)
         state_dir.mkdir(parents=True, exist_ok=True)
-        self._database = Database(state_dir / STATE)
-        try:
-            journal = Journal(self._database)
-            run_settings = RunSettings(self._database, journal, settings, source, all_start)
+        with ExitStack() as opened:  # an error here closes what has been opened
+            opened.enter_context(lock_state(state_dir))
+            database = opened.enter_context(closing(Database(state_dir / STATE)))
+            journal = Journal(database)
+            run_settings = RunSettings(database, journal, settings, source, all_start)
             versions = Versions(__version__, version("torchft-nightly"))
-            registry = Registry(self._database, journal, versions, heartbeat_timeout_s)
-            streams = Streams(self._database, registry, journal)
-            self._lighthouse = _start_lighthouse_beside(
+            registry = Registry(database, journal, versions, heartbeat_timeout_s)
+            self._http = opened.enter_context(closing(HttpService(bind, tls)))
+            lighthouse = _start_lighthouse_beside(
                 bind, straggler_timeout_s, lighthouse_heartbeat_ms
             )
-        except BaseException:
-            self._database.close()
-            self._socket.close()
-            raise
+            opened.callback(lighthouse.shutdown)
+            host = _in_url(hostname) if hostname else _reachable_as(bind.rpartition(":")[0])
+            port = lighthouse.address().rpartition(":")[2]
+            self.lighthouse_addr = f"http://{host}:{port}"
+            self.address = f"{'https' if tls else 'http'}://{host}:{self._http.port}"
+            own_addr = f"http://{_own_address(bind)}:{port}"
+            strangers = opened.enter_context(closing(Strangers(own_addr, registry, journal)))
+            app = create_app(
+                run_settings,
+                registry,
+                Streams(database, registry, journal),
+                journal,
+                audit=Audit(state_dir / AUDIT),
+                strangers=strangers,
+                tokens=tokens,
+                hosts=None if tokens else _loopback_names(bind, hostname),
+                lighthouse_addr=self.lighthouse_addr,
+                num_replicas=num_replicas,
+                min_replicas=min_replicas,
+                model_section=model_section,
+            )
+            strangers.start()
+            self._http.start(app)
+            self._open = opened.pop_all()
         self._registry = registry
-        address = bind.rpartition(":")[0]
-        lighthouse_port = self._lighthouse.address().rpartition(":")[2]
-        host = hostname or _reachable_as(address)
-        self.lighthouse_addr = f"http://{host}:{lighthouse_port}"
-        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
-        app = create_app(
-            run_settings,
-            registry,
-            streams,
-            journal,
-            token=token,
-            lighthouse_addr=self.lighthouse_addr,
-            num_replicas=num_replicas,
-            min_replicas=min_replicas,
-            model_section=model_section,
-        )
-        # Its own log lines, one for every request, would bury ours.
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="coordinator", daemon=True
-        )
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.01)
-        if not self._server.started:
-            self.shutdown()
-            raise OSError("the coordinator's HTTP service has not started: the log says why")
 
     @property
     def is_serving(self) -> bool:
         """Whether the service answers."""
-        return self._thread.is_alive()
+        return self._http.is_serving
 
     def group_has_ended(self, replica_id: int | str) -> None:
         """A group's processes are gone: it may be started again without a wait."""
@@ -131,28 +126,7 @@ class Coordinator:
 
     def shutdown(self) -> None:
         """End the service and the lighthouse; all that was answered is on the disk."""
-        self._server.should_exit = True
-        self._thread.join(5.0)
-        self._database.close()
-        self._lighthouse.shutdown()
-
-
-def _listen(bind: str) -> socket.socket:
-    address, _, port = bind.rpartition(":")
-    if not port.isdecimal() or not address:
-        raise ValueError(f"--bind {bind!r}: write address:port, e.g. 0.0.0.0:29512 or [::]:0")
-    host = address.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server(
-            (host, int(port)), family=family, dualstack_ipv6=host == "::", reuse_port=False
-        )
-        # Accepted ones inherit it. asyncio does not set it on sockets that are not its own, and
-        # without it the second packet of an answer waits 40 ms for the client to say it has one.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listening
-    except OSError as error:
-        raise OSError(f"cannot listen at --bind {bind}: {error}. Choose another port") from error
+        self._open.close()
 
 
 def _start_lighthouse_beside(
@@ -178,4 +152,29 @@ def _reachable_as(address: str) -> str:
     host = address.strip("[]")
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
+    return _in_url(host)
+
+
+def _own_address(bind: str) -> str:
+    """How this process reaches what listens there."""
+    host = bind.rpartition(":")[0].strip("[]")
+    return "127.0.0.1" if host in ("::", "0.0.0.0") else _in_url(host)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
+    """The names of a service that only this machine reaches; None if others do."""
+    return (
+        ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
+        if is_loopback(bind)
+        else None
+    )
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this machine reaches what listens at ``address:port``."""
+    host = bind.rpartition(":")[0].strip("[]")
+    return host == "localhost" or host == "::1" or host.startswith("127.")

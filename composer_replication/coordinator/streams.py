@@ -38,19 +38,26 @@ class Streams:
         self.units = WorkUnits(database)
         self._newest: tuple[int, Set[int]] = (0, set())
         """The last outer step that this process has heard of, and who took part in it."""
+        self._heard = 0
+        """The largest outer step in a heartbeat; it may not be in the database yet."""
         database.execute_schema(_SCHEMA)
 
     @property
     def outer_step(self) -> int:
         """The largest one reported; after a rewind, that of the checkpoint. 0 before any."""
         with self._database.transaction() as cursor:
-            row = cursor.execute("SELECT outer_step FROM outer_step").fetchone()
-        return 0 if row is None or type(row[0]) is not int else row[0]
+            return max(self._heard, _read_outer_step(cursor))
+
+    def hear_outer_step(self, outer_step: int) -> bool:
+        """Take note of an outer step in memory; whether ``note_outer_step`` is to store it."""
+        is_new = outer_step > self._heard
+        self._heard = max(self._heard, outer_step)
+        return is_new
 
     def note_outer_step(self, outer_step: int) -> None:
         """A group is there: a run that has made outer steps is not begun anew by accident."""
         with self._database.transaction() as cursor:
-            if outer_step > self.outer_step:
+            if outer_step > _read_outer_step(cursor):
                 _set_outer_step(cursor, outer_step)
 
     def commit(self, outer_step: int, ledger: Ledger, present: Set[int], age_s: float) -> list[int]:
@@ -125,6 +132,7 @@ class Streams:
                     f"the run goes on from outer step {outer_step}, not {self.outer_step}"
                 )
                 _set_outer_step(cursor, outer_step)
+            self._heard = 0
             self._newest = outer_step, set()
 
     def _has_gone_on_from(self, outer_step: int) -> bool:
@@ -142,6 +150,11 @@ class Streams:
             self._journal.tell(
                 f"replica group {replica_id}'s samples come back: {samples} not committed{part}"
             )
+
+
+def _read_outer_step(cursor: sqlite3.Cursor) -> int:
+    row = cursor.execute("SELECT outer_step FROM outer_step").fetchone()
+    return 0 if row is None or type(row[0]) is not int else row[0]
 
 
 def _set_outer_step(cursor: sqlite3.Cursor, outer_step: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from composer_replication.diloco.fragments import (
     split_model,
 )
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.ledger import check_keeps_all_steps
 from composer_replication.diloco.outer_loop import OuterLoop, SyncError
 from composer_replication.diloco.outer_optimizer import (
@@ -39,6 +41,7 @@ from composer_replication.diloco.settings import (
     DiLoCoSettings,
     StartPolicy,
 )
+from composer_replication.diloco.shards import count_shards
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 __all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
@@ -84,11 +87,16 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             ever.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and a report has the ``global_digest``; 0 for never.
-        ranks: The ranks of this group that hold the same parameters, as under DDP: each sends a
-            share of the pseudo-gradient. None: this rank sends all that it holds.
+        ranks: All ranks of this group. Under DDP all hold the same, and each sends a share of the
+            pseudo-gradient. Under FSDP2 each sends the shard that it holds, and they decide
+            together whether the group's pseudo-gradient is finite. None: this rank alone, or with
+            FSDP2 all ranks of the default process group.
         message_device: Where pseudo-gradients are formed and summed. None: where the model is, as
             NCCL wants it. ``cpu`` for a model on an accelerator and groups that average over gloo:
             then a sync needs no memory on the accelerator.
+        hang_timeout_s: After how long without progress this process is taken for hung, and ends
+            with a traceback of every thread, in seconds (``HangWatch``). A wait for other groups
+            does not count. ``math.inf`` for never.
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
@@ -129,6 +137,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         digest_every: int = 0,
         ranks: ProcessGroup | None = None,
         message_device: torch.device | str | None = None,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
         if not isinstance(model_fragments, nn.Module):
             model_fragments = list(model_fragments)
@@ -162,10 +171,18 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         if settings.sync_buffers == "none":
             buffers = [{} for _ in fragments]
         backup = torch.device(backup_device or "cpu")
+        num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
+        sharded_over = None
+        if num_shards > 1:
+            sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
         owned = [
-            GlobalParameters(parameters, outer_optimizer, backup, pin_memory, own_buffers)
+            GlobalParameters(
+                parameters, outer_optimizer, backup, pin_memory, own_buffers, sharded_over
+            )
             for parameters, own_buffers in zip(fragments, buffers, strict=True)
         ]
+        if hasattr(manager, "layout"):  # a ReplicaManager, which compares it with its peers'
+            manager.layout.num_shards = num_shards  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(
             cast(Manager, manager),
             [nn.Module() for _ in owned],  # torchft's own fragments stay empty; ours replace them
@@ -213,6 +230,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self.has_joined_others = False
         self._start = StartPolicy(num_replicas, start_timeout_s, on_start_timeout, must_not_start)
         self._samples = 0
+        self._hang_timeout_s = hang_timeout_s
+        self._hang_watch: HangWatch | None = None
 
     # ---- the schedule is torchft's; behind it, the retry ------------------------------------
 
@@ -278,7 +297,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer.count_inner_step(self._samples)
         self._samples = 0
         counted = self._local_step
-        with self._clock.blocking():
+        with self._blocking():
             if counted + 1 == self._sync_every and self._is_to_be_sent_again:
                 # torchft's hook has no place for it: its time to send has passed.
                 self._manager.allow_state_dict_read()
@@ -299,7 +318,17 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
-        with self._clock.blocking():
+        self._hang_watch = HangWatch(self._hang_timeout_s)
+        try:
+            self._join()
+        except BaseException:
+            self._hang_watch.stop()
+            raise
+        super().__enter__()
+        return self
+
+    def _join(self) -> None:
+        with self._blocking():
             self.has_joined_others = self._outer.join(self._start)
             if self.has_joined_others:
                 # As far from the next sync as the others, who apply this one after the delay.
@@ -307,8 +336,34 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             elif self._outer.has_healed:
                 self._local_step = 0  # all are resuming, and this group's checkpoint was behind
             self._follow_schedule()
-        super().__enter__()
-        return self
+
+    def __exit__(self, *raised: Any) -> Any:
+        """Stop counting steps."""
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
+            self._hang_watch = None
+        return super().__exit__(*raised)
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        with self._clock.blocking(), self.waiting_for_others():
+            yield
+
+    # ---- hangs ------------------------------------------------------------------------------
+
+    def note_progress(self) -> None:
+        """Say that something other than an inner step or a sync was completed.
+
+        For example a batch of an evaluation, or the save of a checkpoint.
+        """
+        if self._hang_watch is not None:
+            self._hang_watch.note_progress()
+
+    def waiting_for_others(self) -> AbstractContextManager[None]:
+        """A context in which this group waits for others, which is no hang of its own."""
+        if self._hang_watch is None:
+            return nullcontext()
+        return self._hang_watch.waiting_for_others()
 
     def stand_by(self) -> None:
         """Take part in the others' next sync now, in mid-round: there are no samples to train on.
@@ -316,7 +371,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Blocks until the others come to it. What has been trained since the last sync is in it; the
         next inner step begins a new round.
         """
-        self._outer.stand_by()
+        with self.waiting_for_others():
+            self._outer.stand_by()
         self._local_step = -self.settings.fragment_sync_delay
         self._follow_schedule()
 
@@ -327,7 +383,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         whatever ``fragment_update_alpha`` is. Groups that end earlier stay until the last one has
         ended, without contributing, so that all end on the same.
         """
-        self._outer.finish()
+        with self.waiting_for_others():
+            self._outer.finish()
         self._local_step = 0
 
     # ---- what others read -------------------------------------------------------------------
@@ -376,7 +433,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return self._state.parameters()
 
     def global_digest(self) -> str:
-        """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
+        """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
+
+        Under FSDP2 it is one over the digests of all ranks' shards, and every rank of the group
+        has to call it.
+        """
         return self._state.digest()
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:

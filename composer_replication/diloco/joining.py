@@ -41,8 +41,8 @@ class StartBarrier:
     """
 
     MAX_FAILURES = 2
-    """Of starts, for another reason than that too few are there. Fewer than the syncs that those in
-    training try again: they must not give up because of one that cannot join."""
+    """Attempts to join that may fail because of this group. It leaves early, since each of them
+    costs those in training an attempt of their sync."""
 
     POLL_S = 0.5
     SAY_EVERY_S = 30.0
@@ -51,6 +51,7 @@ class StartBarrier:
         self._manager = manager
         self._policy = policy
         self._failures = 0
+        self._last_failure: str | None = None
         self._began = time.monotonic()
         self._said = self._began - self.SAY_EVERY_S + 2.0
 
@@ -85,21 +86,29 @@ class StartBarrier:
             log.warning("Starting although %s", situation)
         return True
 
+    def check_failures(self, was_anothers_fault: bool) -> None:
+        """In the quorum after a start that failed, which says whose fault that was.
+
+        Raises:
+            TimeoutError: It has failed too often because of this group.
+        """
+        failure, self._last_failure = self._last_failure, None
+        if failure is None or was_anothers_fault:
+            return
+        self._failures += 1
+        if self._failures == self.MAX_FAILURES:
+            raise TimeoutError(f"{failure}. This group has tried {self._failures} times and leaves")
+
     def wait(self, error: Exception | None, cause: str) -> None:
         """After a start that did not commit: wait a moment.
 
         Raises:
-            TimeoutError: Too few groups came in time, or it has failed too often otherwise.
+            TimeoutError: Too few groups came in time.
         """
         situation = str(error)
         if not isinstance(error, TooFewGroups):  # for example since a group left again
-            self._failures += 1
-            situation = f"the start did not commit: {cause}"
+            situation = self._last_failure = f"the start did not commit: {cause}"
             log.warning("%s%s", situation[0].upper(), situation[1:])
-            if self._failures == self.MAX_FAILURES:
-                raise TimeoutError(
-                    f"{situation}. This group has tried {self._failures} times and leaves"
-                )
         ends = self._policy.on_start_timeout == "error" or self._policy.must_not_start is not None
         if self._is_late() and ends:
             raise TimeoutError(
@@ -165,7 +174,7 @@ class Patience:
 def agree_on_settings(
     manager: DiLoCoManager, fingerprint: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Compare this group's fingerprint with that of the quorum's first group.
+    """Compare this group's fingerprint and min_replica_size with those of the quorum's first group.
 
     Before any tensor is sent: other shapes or dtypes at the far end would abort the process inside
     gloo. The sum of a table, in which each group fills its own row, gathers the rows.
@@ -173,7 +182,10 @@ def agree_on_settings(
     Raises:
         SettingsMismatch: They differ; the message lists every differing key with both values.
     """
-    text = json.dumps(fingerprint, sort_keys=True).encode()
+    # With unequal ones a group would go on alone while another waits for more. It is no part of the
+    # fingerprint, which is in checkpoints too: a resume may have another.
+    compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
+    text = json.dumps(compared, sort_keys=True).encode()
     if len(text) > FINGERPRINT_BYTES:
         raise ValueError(
             f"the settings take {len(text)} bytes as JSON, more than {FINGERPRINT_BYTES}: "

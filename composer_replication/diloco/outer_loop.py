@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +22,12 @@ from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.reports import SyncClock, SyncReport
 from composer_replication.diloco.roll_call import RollCall
 from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
-from composer_replication.diloco.torchft_boundary import DiLoCoManager
+from composer_replication.diloco.torchft_boundary import DiLoCoManager, fault_of_last_sync
 
 log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Back-off between the attempts of a sync: what fails at once may work a moment later."""
 
 
 class OuterLoop:
@@ -119,34 +123,58 @@ class OuterLoop:
 
         Local and global parameters are untouched until the vote, so that the retry forms the same
         pseudo-gradient again. (torchft resets the model and drops the round.)
+
+        An attempt counts against ``max_sync_retries`` if nobody can be blamed for its failure. (A
+        group in training that is to blame leaves after a time, see ``QuorumWatch``.)
+
+        Raises:
+            SyncError: Too many such attempts in a row have failed.
         """
-        retries = 0
+        attempts = unexplained = 0
         patience = Patience(self._manager, self._give_up_after_s)
         while not self._fragments[self.turn].committed:
-            cause = self._why_not_committed()
-            if patience.has_too_few():
+            cause, has_too_few = self._why_not_committed(), patience.has_too_few()
+            if has_too_few:
                 patience.wait()
-            elif retries == self._max_retries:
-                raise SyncError(
-                    f"the sync after outer step {self._state.outer_step} did not commit in "
-                    f"{retries + 1} attempts, the last one because {cause}. Local parameters are "
-                    "kept. Check that the other replica groups and the lighthouse are alive, or "
-                    f"raise max_sync_retries={retries}"
-                )
             else:
-                retries += 1
+                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempts)
+                attempts += 1
                 log.warning(
-                    "The sync after outer step %d did not commit: %s. Nothing is lost; retry %d "
-                    "of %d",
+                    "The sync after outer step %d did not commit, attempt %d: %s. Nothing is lost; "
+                    "trying again in %.1f s",
                     self._state.outer_step,
+                    attempts,
                     cause,
-                    retries,
-                    self._max_retries,
+                    pause_s,
                 )
+                time.sleep(pause_s)
             self._manager.start_quorum()
+            # Only this quorum says who is to blame for the failure before it.
+            counts = None if not self._fragments[self.turn].is_joining else "this"
+            if fault_of_last_sync(self._manager) not in (None, counts):
+                unexplained = 0
+            elif not has_too_few:
+                unexplained += 1
+                self._check_attempts(unexplained, cause)
             # If a peer has committed it, that quorum healed us, and the next fragment has its turn.
             self._sync_in_quorum()
-        self._account(self._fragments[self.turn], retries)
+        self._account(self._fragments[self.turn], attempts)
+
+    def _check_attempts(self, failed: int, cause: str) -> None:
+        """Give up after too many attempts: a joiner before those in training, and of those one
+        group at a time, the last of the quorum first. The others may go on without it."""
+        if self._fragments[self.turn].is_joining:
+            limit = StartBarrier.MAX_FAILURES - 1
+        else:
+            rank = self._manager.participating_rank() or 0
+            limit = self._max_retries + self._manager.num_participants() - 1 - rank
+        if failed > limit:
+            raise SyncError(
+                f"the sync after outer step {self._state.outer_step} did not commit in "
+                f"{failed} attempts, the last one because {cause}. Local parameters are "
+                "kept. Check that the other replica groups and the lighthouse are alive, or "
+                f"raise max_sync_retries={self._max_retries}"
+            )
 
     def _why_not_committed(self) -> str:
         error = self._manager.errored()
@@ -250,6 +278,7 @@ class OuterLoop:
         device = self._fragments[0].device
         while True:
             self._manager.start_quorum()
+            barrier.check_failures(fault_of_last_sync(self._manager) == "another")
             if self._manager.current_step() == 0:
                 starts = barrier.hears_start(device)
                 if self._start() if starts else self._manager.should_commit():

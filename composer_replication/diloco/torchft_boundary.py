@@ -33,7 +33,12 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_merge_parameters",
         "_outer_optimizer",
     ),
-    "torchft.process_group.ProcessGroupGloo": ("_pg", "_rendezvous_store"),
+    "torchft.process_group.ProcessGroupGloo": (
+        "_pg",
+        "_rendezvous_store",
+        "_create_pg",
+        "_timeout",
+    ),
     "torchft.manager.Manager": (
         "_use_async_quorum",
         "_min_replica_size",
@@ -42,12 +47,18 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_client",
         "_connect_timeout",
         "_executor",
+        "_group_rank",
         "_group_world_size",
+        "_load_state_dict_fns",
+        "_manager",
         "_quorum_future",
         "_quorum_id",
         "_reconfigure_pg",
+        "_store",
         "_timeout",
+        "_user_state_dicts",
     ),
+    "torchft.manager.ManagerServer": ("address", "shutdown"),  # ours is put in its place
     "torchft.manager._ManagedWork": ("_work", "wait"),
     "torchft.work._DummyWork": ("wait",),
     "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
@@ -86,3 +97,12 @@ class DiLoCoManager(Protocol):
     ) -> None: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+
+def fault_of_last_sync(manager: Any) -> str | None:
+    """Where the reason lies why the last sync failed: in ``this`` group, or in ``another`` one.
+
+    The quorum after it says so, where members report to each other (``ReplicaManager``). None if
+    nobody can be named; torchft's own Manager, and the simulated one, can name nobody.
+    """
+    return getattr(manager, "fault", None)

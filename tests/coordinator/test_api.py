@@ -4,7 +4,14 @@ Real: FastAPI and SQLite in ``tmp_path``; requests go straight into the applicat
 """
 
 import dataclasses
+import json
+import logging
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
+import httpx
 import pytest
 import schemathesis
 from fastapi.testclient import TestClient
@@ -15,11 +22,14 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from composer_replication.coordinator.api import create_app
+from composer_replication.coordinator.audit import AUDIT, Audit
 from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_model import fingerprint_of
 from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
 
@@ -52,14 +62,18 @@ def make(tmp_path, clock, *, settings=SETTINGS, token="secret", **arguments):
         registry,
         Streams(database, registry, journal),
         journal,
-        token=token,
+        audit=Audit(tmp_path / AUDIT),
+        strangers=Strangers("http://127.0.0.1:1", registry, journal),
+        tokens=[token] if token else [],
         lighthouse_addr="http://head:1",
         num_replicas=2,
         min_replicas=1,
         model_section={"d_model": 8},
     )
     headers = {"Authorization": f"Bearer {token}"}
-    return TestClient(app, headers=headers, raise_server_exceptions=False), database
+    client = TestClient(app, headers=headers, raise_server_exceptions=False)
+    client.app_state |= {"database": database, "registry": registry}
+    return client, database
 
 
 @pytest.fixture
@@ -139,6 +153,18 @@ def test_what_cannot_change_in_mid_run_is_no_field(client):
 def test_there_is_no_version_to_come(client):
     answer = client.get("/v1/settings/7")
     assert answer.status_code == 422 and "no settings of version 7" in answer.json()["detail"]
+
+
+def test_a_group_of_another_number_of_ranks_is_refused_while_one_of_the_others_lives(client, clock):
+    register(client)
+    refused = register(client, "1", world_size=1)
+    assert refused.status_code == 422 and refused.json()["detail"] == (
+        "replica group '1' has a world size of 1, and replica group '0' of this run one of 2: "
+        "start every group with the same number of ranks"
+    )
+    assert register(client, "1").status_code == 201
+    clock.now += 10.0
+    assert register(client, "2", world_size=1).status_code == 201  # nobody else is left
 
 
 # ---- what lasts ------------------------------------------------------------------------------
@@ -392,6 +418,139 @@ def test_a_full_disk_is_told_as_such(tmp_path, clock):
 # ---- the boundary ----------------------------------------------------------------------------
 
 
+def test_heartbeats_are_answered_while_the_disk_stands_still(client, tmp_path):
+    """Also when as many other requests wait for it as there are threads."""
+    database = client.app_state["database"]
+    register(client)
+    service = HttpService("127.0.0.1:0")
+    service.start(client.app)
+    address = f"http://127.0.0.1:{service.port}/v1"
+    told = {"headers": client.headers, "timeout": 20, "trust_env": False}
+    with ThreadPoolExecutor(60) as pool:
+        with database.transaction():
+            waiting = [pool.submit(httpx.get, f"{address}/info", **told) for _ in range(60)]
+            progress = {"session": "one", "outer_step": 4}
+            for _ in range(3):
+                answer = httpx.post(f"{address}/replicas/0/heartbeat", json=progress, **told)
+                assert answer.json() == {"settings_version": 1}
+            assert not any(request.done() for request in waiting)
+        assert {request.result().json()["outer_step"] for request in waiting} == {4}
+    service.close()
+
+
+def test_losses_are_read_while_heartbeats_add_groups(tmp_path, clock):
+    client, database = make(tmp_path, clock)
+    registry = client.app_state["registry"]
+    with database.transaction() as cursor:
+        rows = [(str(number), "one", "{}", 1) for number in range(2000)]
+        cursor.executemany("INSERT INTO replicas VALUES (?, ?, ?, ?)", rows)
+    registry._sessions.update((name, session) for name, session, _, _ in rows)
+    ended = threading.Event()
+
+    def beat_all():
+        for name, *_ in rows:
+            registry.heartbeat(name, "one", {"batch": 1, "loss": 1.0})
+        ended.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=beat_all)
+        thread.start()
+        while not ended.is_set():
+            registry.losses()
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(registry.losses()) == 2000
+    database.close()
+
+
+@pytest.mark.parametrize("name", ["eu/west", "a?b", "..", "-a", "a b", "a:b", "x" * 65, "", "é"])
+def test_a_group_has_a_name_that_can_stand_everywhere(client, name):
+    answer = register(client, name)
+    assert answer.status_code == 422 and "replica_id" in answer.json()["detail"]
+    assert register(client, "eu-west_1.b").status_code == 201
+
+
+@pytest.mark.parametrize("character", ["\u0085", "\u2028", "\u009b", "\u202e"])
+def test_a_name_has_printable_characters_only(client, character):
+    answer = register(client, host=f"a{character}b")
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == "body.host: Value error, use printable characters only"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("commits", '{"outer_step":1,"ledger":[],"present":[],"age_s":NaN}', "body.age_s: "),
+        ("commits", '{"outer_step":1,"ledger":[],"present":[],"age_s":Infinity}', "body.age_s: "),
+        ("replicas/0/heartbeat", '{"session":"s","oops":NaN}', "body.oops: Extra inputs"),
+        ("replicas/0/heartbeat", '{"session":"s","batch":NaN}', "body.batch: "),
+        ("replicas/0/heartbeat", r'{"session":"s","phase":"\ud800secret"}', "body.phase: "),
+        ("replicas/0/heartbeat", r'{"session":"s","\ud800":1}', "body: Input should be"),
+        ("replicas", '{"replica_id":"secret value"}', "body.replica_id: "),
+        ("commits", "[" * 200_000, "body"),
+    ],
+    ids=range(8),
+)
+def test_an_invalid_request_is_explained_without_its_values(client, path, body, message):
+    headers = {"Content-Type": "application/json"}
+    answer = client.post(f"/v1/{path}", content=body, headers=headers)
+    assert answer.status_code in (400, 422)
+    detail = answer.json()["detail"]
+    assert message in detail and "secret" not in detail and len(detail) <= 500
+
+
+AUDITED = {
+    "registration": lambda client: register(client),
+    "settings": lambda client: client.patch("/v1/settings", json={"outer_lr": 0.4}),
+    "rewind": lambda client: client.post("/v1/rewind", json={"outer_step": 0, "ledger": []}),
+}
+
+
+def audit_of(tmp_path):
+    return [json.loads(line) for line in (tmp_path / AUDIT).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("what", AUDITED)
+def test_who_changes_a_run_is_written_down(client, tmp_path, caplog, what):
+    caplog.set_level(logging.INFO, "composer_replication.audit")
+    assert AUDITED[what](client).is_success
+    (line,) = audit_of(tmp_path)
+    assert (line["what"], line["from"], line["outcome"]) == (what, "testclient", "done")
+    assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    assert line["who"] == ("0" if what == "registration" else None)
+    assert (tmp_path / AUDIT).stat().st_mode & 0o777 == 0o600
+    told = [json.loads(r.message) for r in caplog.records if r.name.endswith(".audit")]
+    assert told == [line]
+
+
+def test_a_refusal_is_written_down_with_its_reason(client, tmp_path):
+    register(client)
+    register(client, "0", "two")
+    client.patch("/v1/settings", json={"outer_lr": -1.0})
+    _, twin, settings = audit_of(tmp_path)
+    assert (twin["who"], twin["outcome"]) == ("0", "refused") and "'0' is alive" in twin["why"]
+    assert settings["outcome"] == "refused" and settings["changes"] == {"outer_lr": -1.0}
+
+
+def test_wrong_tokens_are_written_down_once_a_minute(client, tmp_path):
+    for _ in range(5):
+        client.get("/v1/info", headers={"Authorization": "Bearer guessed"})
+    (line,) = audit_of(tmp_path)
+    assert (line["what"], line["from"], line["requests"]) == ("wrong token", "testclient", 1)
+    assert "guessed" not in (tmp_path / AUDIT).read_text()
+
+
+def test_an_audit_that_cannot_be_written_stops_nothing(client, tmp_path, caplog):
+    (tmp_path / AUDIT).mkdir()
+    for name in "01":
+        assert register(client, name).status_code == 201
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "the log alone has the audit" in warnings[0]
+
+
 @pytest.mark.parametrize("header", [{"Authorization": ""}, {"Authorization": "Bearer wrong"}])
 def test_without_the_token_nothing_is_told(client, header):
     for method, path in (("GET", "/v1/info"), ("GET", "/v1/status"), ("PATCH", "/v1/settings")):
@@ -446,3 +605,10 @@ def test_a_late_rewind_changes_nothing_though_heartbeats_came_before_the_report(
     assert client.get("/v1/info").json()["outer_step"] == 3
     (epoch,) = dataset(client)["epochs"]
     assert epoch["done"] == 2
+
+
+def test_the_page_shows_strangers_and_keeps_the_token_out_of_the_address_bar(client):
+    assert client.get("/v1/status").json()["strangers"] == []
+    page = client.get("/").text
+    assert "status.strangers" in page and 'id="strangers"' in page
+    assert page.index("if (given) keepToken()") < page.index("history.replaceState(")

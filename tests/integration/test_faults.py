@@ -355,7 +355,7 @@ def commit_while_a_slow_one_joins(group: Group) -> Any:
         train(group, diloco, optimizer, 8, move=-1.0, step_s=0.1)
         rounds = []
         began = time.monotonic()
-        while (now := time.monotonic()) - began < 20.0:
+        while (now := time.monotonic()) - began < 28.0:
             if now - began > 5.0:
                 group.signal.set()
             for _ in range(2):
@@ -393,13 +393,13 @@ def test_a_joiner_on_a_slow_line_leaves_with_the_reason_and_costs_the_others_not
         commit_while_a_slow_one_joins, num_replicas=3, timeout_s=90.0
     )
     assert re.search(r"did not arrive in time: \d+ of 4002\d+ bytes", reason)
-    assert left - began > 2.0 + 4.0  # the timeout, and a second for each MB
+    assert left - began > 2 * (2.0 + 4.0)  # two donors; the timeout, and a second for each MB
     for rounds in healthy:
-        last_15_s = [seconds for at, seconds in rounds if at > rounds[0][0] + 5.0]
+        since_then = [seconds for at, seconds in rounds if at > rounds[0][0] + 5.0]
         before = [seconds for at, seconds in rounds if at < began - 0.5]
         after = [seconds for at, seconds in rounds if at > left + 0.5]
         assert min(len(before), len(after)) > 10
-        assert mean(before + after) > 0.95 * mean(last_15_s)
+        assert mean(before + after) > 0.95 * mean(since_then)
         assert median(before) > 0.9 * median(after), "nor does it leave anything behind"
 
 

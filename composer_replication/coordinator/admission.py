@@ -1,0 +1,110 @@
+"""What every request has to pass before its body is read."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+
+from composer_replication.coordinator.audit import Audit
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_BODY = 32 * 2**20
+"""Bytes. The registration of a model with 2,000 tensors has 0.2 MB."""
+
+_OPEN = ("/", "/openapi.json")
+"""Paths without a token: the page, which asks for it, and the description of the interface."""
+
+
+class Admission:
+    """ASGI middleware: token first, then a bounded body.
+
+    A dependency of the route would not do: FastAPI reads and parses the body before it calls one,
+    so that a stranger could fill the memory and keep the event loop from answering heartbeats.
+
+    Args:
+        app: What answers the requests that pass.
+        tokens: Those accepted; none for no such check.
+        hosts: Accepted host names in the ``Host`` header; None for any. A web page can point a
+            name of its own at this machine and then reads answers as its own (DNS rebinding);
+            without a token only the name tells.
+        audit: Of requests with a wrong token.
+    """
+
+    def __init__(
+        self, app: App, tokens: Collection[str], hosts: Collection[str] | None, audit: Audit
+    ) -> None:
+        self._app = app
+        self._audit = audit
+        self._tokens = [token.encode() for token in tokens]
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope["path"], Headers(scope=scope))
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            if refusal.status_code == 401 and self._audit.count_wrong_token():
+                await run_in_threadpool(self._audit.note_wrong_tokens, address_of(scope))
+            return
+        size = 0
+
+        async def bounded() -> MutableMapping[str, Any]:
+            # Content-Length is checked above; a chunked body does not say how long it is.
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY:
+                raise HTTPException(413, _TOO_LARGE)
+            return message
+
+        await self._app(scope, bounded, send)
+
+    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+        host = _name_of(headers.get("host", ""))
+        if self._hosts is not None and host not in self._hosts:
+            detail = f"Host {host!r} is not this coordinator's: use {' or '.join(self._hosts)}"
+            return JSONResponse({"detail": _ascii(detail)}, 421)
+        if path not in _OPEN and not self._is_authorized(headers):
+            detail = "wrong token: set COMPOSER_REPLICATION_TOKEN to this run's secret"
+            return JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
+        length = headers.get("content-length", "0")
+        if not (length.isdecimal() and len(length) < 12 and int(length) <= MAX_BODY):
+            return JSONResponse({"detail": _TOO_LARGE}, 413)
+        return None
+
+    def _is_authorized(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # All are compared, in constant time: how long it takes tells nothing of either.
+        matches = [hmac.compare_digest(given.encode(), token) for token in self._tokens]
+        return not matches or (scheme.lower() == "bearer" and any(matches))
+
+
+def address_of(scope: MutableMapping[str, Any]) -> str | None:
+    """Where a request comes from: the address of the client, or of the proxy before it."""
+    client = scope.get("client")
+    return client[0] if client else None
+
+
+_TOO_LARGE = f"the body is larger than {MAX_BODY // 2**20} MiB"
+
+
+def _name_of(host: str) -> str:
+    """The name in a ``Host`` header, without the port and in lower case."""
+    name, _, port = host.rpartition(":")
+    return (name if name and port.isdecimal() else host).lower()
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()[:300]

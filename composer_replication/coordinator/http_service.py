@@ -1,0 +1,270 @@
+"""The coordinator's HTTP server: where it listens, and how much a stranger can take of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from composer_replication.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY, check_tls_dir
+
+MAX_CONNECTIONS = 500
+RECEIVE_TIMEOUT_S = 10.0
+"""From a request's first byte, or from the connection's begin, to the request's last byte."""
+ANSWER_TIMEOUT_S = 60.0
+"""From then on until the client has read the answer and begun the next request."""
+FILES = 4096
+"""File descriptors that this process asks for; the usual soft limit is 1,024."""
+_BACKLOG = 128
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP protocol, with limits that it does not have.
+
+    uvicorn itself waits for ever for a request that does not come, and for a client that does not
+    read its answer. There are at most ``MAX_CONNECTIONS``: a new one takes the place of the one
+    that has been silent for longest, so that idle connections never keep a group out.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    _is_receiving = True
+    _last_active = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._last_active = self.loop.time()
+        self._limit(RECEIVE_TIMEOUT_S)
+        if len(self.connections) > _max_connections():
+            others: Any = self.connections - {self}
+            silent = min(others, key=lambda other: other._last_active)
+            self.connections.discard(silent)  # now: more may be accepted before it is gone
+            silent.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._last_active = self.loop.time()
+        super().data_received(data)
+        is_receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        # Bytes of the same request do not give it more time.
+        if not (is_receiving and self._is_receiving):
+            self._limit(RECEIVE_TIMEOUT_S if is_receiving else ANSWER_TIMEOUT_S)
+        self._is_receiving = is_receiving
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _limit(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        # Not close: that would wait until the client has read what was written.
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """uvicorn has no setting for how long a client may take to begin TLS; asyncio's limit is 60 s,
+    and ``BoundedProtocol`` sees a connection only after that."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
+        if kwargs.get("ssl") is not None:
+            kwargs["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
+        return await super().create_server(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The certificate that the service shows, as PEM files.
+
+    Args:
+        certfile: The certificate, with those that lead to its CA.
+        keyfile: Its private key.
+        ca_certs: The CA of the clients' certificates. None: clients need none, and the token says
+            who they are.
+        needs_client_certificate: Whether a client without a certificate is refused.
+    """
+
+    certfile: Path
+    keyfile: Path
+    ca_certs: Path | None = None
+    needs_client_certificate: bool = True
+
+    @classmethod
+    def of_folder(cls, tls_dir: str | None) -> TlsFiles | None:
+        """Those of the folder of a member of the run; None without a folder.
+
+        A browser that shows the page has no certificate of the run, and the token is required of
+        everybody. Who does show a certificate needs one of the run's authority.
+
+        Raises:
+            ValueError: They cannot be used.
+        """
+        if tls_dir is None:
+            return None
+        check_tls_dir(tls_dir)
+        folder = Path(tls_dir)
+        return cls(folder / CERT, folder / KEY, folder / CA, needs_client_certificate=False)
+
+    @classmethod
+    def of(
+        cls, certfile: Path | None, keyfile: Path | None, ca_certs: Path | None
+    ) -> TlsFiles | None:
+        """Those of the command's options; None if there are none.
+
+        Raises:
+            ValueError: One is missing.
+        """
+        if certfile is None and keyfile is None and ca_certs is None:
+            return None
+        if certfile is None or keyfile is None:
+            missing = "--ssl-keyfile" if certfile is not None else "--ssl-certfile"
+            raise ValueError(f"{missing} is missing: HTTPS needs a certificate and its key")
+        return cls(certfile, keyfile, ca_certs)
+
+
+class HttpService:
+    """An application that is served by a thread of its own.
+
+    Args:
+        bind: Where it listens, ``address:port``; port 0 is a free one.
+        tls: The certificate; None for plain HTTP.
+
+    Raises:
+        ValueError: ``bind`` is no address, or the certificates cannot be used.
+        OSError: Nothing can listen there.
+    """
+
+    def __init__(self, bind: str, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
+        _raise_file_limit()
+        self._socket = _listen(bind)
+        self.port: int = self._socket.getsockname()[1]
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, app: Any) -> None:
+        """Serve an ASGI application.
+
+        Raises:
+            ValueError: The certificate cannot be used.
+            OSError: The server has not started.
+        """
+        logging.getLogger("asyncio").addFilter(_FILES_RUN_OUT)
+        config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            backlog=_BACKLOG,
+            # A line for every request, or for every malformed one, would bury ours.
+            log_level="error",
+            access_log=False,
+            **_tls_settings(self._tls),
+        )
+        try:
+            config.load()
+        except OSError as error:  # of ssl, too
+            raise ValueError(f"the certificate cannot be used ({error}): {self._tls}") from error
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+        if not self._server.started:
+            raise OSError("the coordinator's HTTP service has not started: the log says why")
+
+    def _run(self) -> None:
+        assert self._server is not None
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(self._server.serve([self._socket]))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the service answers."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the service."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(5.0)
+        self._socket.close()
+
+
+def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
+    """What uvicorn is told of a certificate."""
+    if tls is None:
+        return {}
+    needed = ssl.CERT_NONE
+    if tls.ca_certs is not None:
+        needed = ssl.CERT_REQUIRED if tls.needs_client_certificate else ssl.CERT_OPTIONAL
+    return {
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_ca_certs": None if tls.ca_certs is None else str(tls.ca_certs),
+        "ssl_cert_reqs": needed,
+    }
+
+
+class _OncePerMinute(logging.Filter):
+    """Lets asyncio say once a minute that there are no file descriptors left.
+
+    It says so for every place in the backlog, with a traceback, every second.
+    """
+
+    _next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "socket.accept() out of system resource" not in record.getMessage():
+            return True
+        is_due = time.monotonic() >= self._next
+        if is_due:
+            self._next = time.monotonic() + 60.0
+        return is_due
+
+
+_FILES_RUN_OUT = _OncePerMinute()
+
+
+def _max_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The other half is for the lighthouse, which is in this process, and for the database.
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _listen(bind: str) -> socket.socket:
+    address, _, port = bind.rpartition(":")
+    if not port.isdecimal() or not address:
+        raise ValueError(f"--bind {bind!r}: write address:port, e.g. 0.0.0.0:29512 or [::]:0")
+    host = address.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server(
+            (host, int(port)),
+            family=family,
+            dualstack_ipv6=host == "::",
+            reuse_port=False,
+            backlog=_BACKLOG,
+        )
+        # Accepted ones inherit it. asyncio does not set it on sockets that are not its own, and
+        # without it the second packet of an answer waits 40 ms for the client to say it has one.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
+    except OSError as error:
+        raise OSError(f"cannot listen at --bind {bind}: {error}. Choose another port") from error

@@ -1,0 +1,106 @@
+"""Ends a process whose training hangs, so that the other groups do not wait for it for ever."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+log = logging.getLogger(__name__)
+
+HANG_TIMEOUT_S = 1800.0
+"""How long a group may make no progress before it ends, in seconds."""
+
+
+class HangWatch:
+    """A thread that ends the process when training has made no progress for too long.
+
+    torchft's heartbeats come from a thread of their own, so a group whose training thread hangs (a
+    dead file server, a deadlocked loader, a hung card) looks alive, and the lighthouse has the
+    others wait for it: half of the groups, or one of two, stop all.
+
+    Progress is what ``note_progress`` is called for. Without it a process is taken for hung after
+    ``timeout_s`` in which it did nothing at all, or after ``BUSY_FACTOR`` times that if it was
+    busy: a long backward pass, evaluation batch or save uses the processor or the disk, which a
+    thread that waits for something does not.
+
+    Args:
+        timeout_s: In seconds; ``math.inf`` for never.
+    """
+
+    BUSY_FACTOR = 5
+    BUSY_CPU = 0.2
+    """Of a core. Heartbeats, and threads that wait for an answer, use less."""
+    BUSY_BLOCKS_PER_S = 200
+    """Of 512 bytes, to and from storage. Log lines are less."""
+    EXIT_STATUS = 1
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._progress_at = self._alive_at = time.monotonic()
+        self._waits = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="hang_watch", daemon=True).start()
+
+    def note_progress(self) -> None:
+        """Something was completed. Cheap enough for every event of a training loop."""
+        self._progress_at = time.monotonic()
+
+    @contextmanager
+    def waiting_for_others(self) -> Iterator[None]:
+        """Whatever takes long in this context lies in other groups, and has limits of its own."""
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self.note_progress()
+
+    def stop(self) -> None:
+        """Training is over."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        pause_s = min(1.0, self.timeout_s / 20)
+        used, looked_at = self._used(), time.monotonic()
+        while not self._ended.wait(pause_s):
+            now, now_used = time.monotonic(), self._used()
+            passed = now - looked_at
+            if passed > 10 * pause_s:  # the process was stopped, as by Ctrl-Z: that is no hang
+                self._progress_at += passed
+                self._alive_at += passed
+            cpu_s, blocks = now_used[0] - used[0], now_used[1] - used[1]
+            is_busy = cpu_s > self.BUSY_CPU * passed or blocks > self.BUSY_BLOCKS_PER_S * passed
+            if is_busy or self._waits:
+                self._alive_at = now
+            if self._waits:
+                self._progress_at = now
+            self._alive_at = max(self._alive_at, self._progress_at)
+            used, looked_at = now_used, now
+            if now - self._alive_at > self.timeout_s:
+                self._end(f"nothing for {now - self._alive_at:.0f} s")
+            elif now - self._progress_at > self.BUSY_FACTOR * self.timeout_s:
+                self._end(f"no step, sync, save or evaluation for {now - self._progress_at:.0f} s")
+
+    def _used(self) -> tuple[float, int]:
+        """Processor seconds, and blocks of storage traffic, of this process so far."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime, used.ru_inblock + used.ru_oublock
+
+    def _end(self, why: str) -> None:
+        log.error(
+            "This replica group hangs: it has completed %s, above hang_timeout_s=%g. It ends, so "
+            "that the others can go on; what each of its threads was doing follows on stderr. "
+            "Raise hang_timeout_s if this was no hang",
+            why,
+            self.timeout_s,
+        )
+        with suppress(OSError, ValueError):
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        os._exit(self.EXIT_STATUS)

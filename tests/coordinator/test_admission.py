@@ -1,0 +1,110 @@
+"""What a request passes before its body is read. Run: pytest tests/coordinator/test_admission.py
+
+Requests go straight into the middleware, around the real application where that matters.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from coordinator.test_api import make
+from fastapi import HTTPException
+from fastapi.testclient import TestClient
+
+from composer_replication.coordinator.admission import MAX_BODY, Admission
+from composer_replication.coordinator.audit import Audit
+
+
+async def answer_ok(scope, receive, send):
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+def ask(headers, chunks=(b"",), *, path="/v1/replicas", tokens=("secret",), hosts=None):
+    """Send a request; the status, the answer, and how many chunks of the body were read."""
+    left, sent = list(chunks), []
+
+    async def receive():
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message):
+        sent.append(message)
+
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
+    asyncio.run(Admission(answer_ok, tokens, hosts, Audit(Path("/dev/null")))(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"]), len(chunks) - len(left)
+
+
+@pytest.mark.parametrize(
+    "given", [None, "Bearer wrong", "Bearer", "Basic secret", "secret", "Bearer s\u00e9cret"]
+)
+def test_without_the_token_no_byte_of_the_body_is_read(given):
+    headers = {} if given is None else {"authorization": given}
+    status, answer, num_read = ask(headers | {"content-length": "5"}, [b"1", b"2"])
+    assert (status, num_read) == (401, 0)
+    assert "COMPOSER_REPLICATION_TOKEN" in answer["detail"]
+
+
+@pytest.mark.parametrize("path", ["/v1/info", "//v1/info", "/V1/info", "/docs", "/other"])
+def test_only_the_page_and_the_description_are_without_a_token(path):
+    assert ask({}, path=path)[0] == 401
+    assert ask({}, path="/")[0] == ask({}, path="/openapi.json")[0] == 200
+
+
+def test_while_a_token_is_replaced_both_are_accepted():
+    for given, status in (("new", 200), ("old", 200), ("older", 401)):
+        assert ask({"authorization": f"bearer {given}"}, tokens=("new", "old"))[0] == status
+
+
+@pytest.mark.parametrize("length", [str(MAX_BODY + 1), "9" * 5000, "-1", "x"])
+def test_a_body_that_says_it_is_too_large_is_not_read(length):
+    headers = {"authorization": "Bearer secret", "content-length": length}
+    status, answer, num_read = ask(headers, [b"1"])
+    assert (status, num_read) == (413, 0)
+    assert answer["detail"] == "the body is larger than 32 MiB"
+
+
+def test_a_chunked_body_is_read_up_to_the_limit():
+    headers = {"authorization": "Bearer secret"}
+    half = bytes(MAX_BODY // 2)
+    assert ask(headers, [half, half])[0] == 200
+    with pytest.raises(HTTPException) as error:
+        ask(headers, [half, half, b"1", half])
+    assert error.value.status_code == 413
+
+
+def test_the_application_answers_413_to_a_chunked_body(tmp_path):
+    client, database = make(tmp_path, lambda: 0.0)
+
+    def chunks():
+        for _ in range(MAX_BODY // 2**20 + 1):
+            yield bytes(2**20)
+
+    answer = client.post("/v1/replicas", content=chunks())
+    assert (answer.status_code, answer.json()["detail"]) == (413, "the body is larger than 32 MiB")
+    database.close()
+
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+@pytest.mark.parametrize("host", ["localhost:29512", "127.0.0.1", "[::1]:29512", "LOCALHOST"])
+def test_on_loopback_without_a_token_this_machines_names_are_accepted(host):
+    assert ask({"host": host}, tokens=(), hosts=LOCAL)[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example:29512", "", "localhost.evil.example"])
+def test_on_loopback_without_a_token_a_web_pages_own_name_is_refused(host):
+    status, answer, num_read = ask({"host": host}, tokens=(), hosts=LOCAL)
+    assert (status, num_read) == (421, 0) and "use localhost or 127.0.0.1" in answer["detail"]
+
+
+def test_the_description_loads_nothing_from_elsewhere(tmp_path):
+    client, database = make(tmp_path, lambda: 0.0)
+    assert client.get("/docs").status_code == client.get("/redoc").status_code == 404
+    assert TestClient(client.app).get("/openapi.json").status_code == 200
+    database.close()

@@ -1,0 +1,147 @@
+"""The coordinator as a whole. Run: pytest tests/coordinator/test_server.py
+
+Real: HTTP, SQLite, torchft's lighthouse, and a member of its quorum.
+"""
+
+import logging
+import os
+import shutil
+import ssl
+import subprocess
+from contextlib import ExitStack
+from datetime import timedelta
+
+import httpx
+import pytest
+from torchft.coordination import LighthouseClient
+
+from composer_replication.coordinator.database import StorageError
+from composer_replication.coordinator.http_service import TlsFiles
+from composer_replication.coordinator.server import Coordinator
+from composer_replication.coordinator.strangers import Strangers
+from composer_replication.coordinator_client import CoordinatorClient
+from composer_replication.coordinator_http import CoordinatorAwayError
+from composer_replication.diloco.settings import DiLoCoSettings
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts coordinators, and ends them with the test."""
+    with ExitStack() as started:
+
+        def start(folder="state", **arguments):
+            arguments = {"bind": "127.0.0.1:0", "tokens": ["secret"]} | arguments
+            coordinator = Coordinator(
+                DiLoCoSettings(), "x.yaml", num_replicas=2, state_dir=tmp_path / folder, **arguments
+            )
+            started.callback(coordinator.shutdown)
+            return coordinator
+
+        yield start
+
+
+def test_a_second_coordinator_on_one_state_folder_is_refused(start, tmp_path):
+    first = start()
+    message = f"{tmp_path / 'state'} is served by pid {os.getpid()} on "
+    with pytest.raises(ValueError, match=message):
+        start()
+    start("other")
+    first.shutdown()
+    start()
+
+
+def test_what_a_failed_start_has_opened_is_closed(start, tmp_path):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "coordinator.sqlite").write_text("no database, but a text " * 100)
+    for _ in range(2):  # the second one would find the folder locked
+        with pytest.raises(StorageError, match="file is not a database"):
+            start()
+
+
+@pytest.mark.parametrize("hostname", ["::1", "[::1]"])
+def test_an_ipv6_address_has_brackets_in_a_url(start, hostname):
+    coordinator = start(bind="[::1]:0", hostname=hostname)
+    client = CoordinatorClient(coordinator.address, "secret")
+    assert client.info().lighthouse_addr.startswith("http://[::1]:")
+    client.close()
+
+
+def test_on_loopback_without_a_token_a_web_page_cannot_read_the_run(start):
+    coordinator = start(tokens=[])
+    told = {"timeout": 5, "trust_env": False}
+    rebound = {"Host": "evil.example"}
+    assert httpx.get(f"{coordinator.address}/v1/info", **told).status_code == 200
+    assert httpx.get(f"{coordinator.address}/v1/info", headers=rebound, **told).status_code == 421
+
+
+def ask_for_quorum(lighthouse_addr, name):
+    client = LighthouseClient(lighthouse_addr, timedelta(seconds=5))
+    client.quorum(
+        replica_id=f"{name}:0b1c", timeout=timedelta(seconds=10), address="a", store_address="s"
+    )
+
+
+def test_a_member_of_the_quorum_that_nobody_registered_is_named_once(start, caplog, monkeypatch):
+    monkeypatch.setattr(Strangers, "EVERY_S", 0.05)
+    caplog.set_level(logging.INFO)
+    coordinator = start(straggler_timeout_s=0.1)
+    ask_for_quorum(coordinator.lighthouse_addr, "mallory")
+    told = {"headers": {"Authorization": "Bearer secret"}, "timeout": 5, "trust_env": False}
+    strangers = []
+    while not strangers:
+        status = httpx.get(f"{coordinator.address}/v1/status", **told).json()
+        strangers = status["strangers"]
+    assert strangers == ["mallory"]
+    assert (
+        "'mallory' takes part in syncs and has not registered here" in status["events"][0]["text"]
+    )
+    assert sum("mallory" in record.message for record in caplog.records) == 1
+
+
+# ---- TLS ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """For localhost, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    options = "-newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext".split()
+    names = ["subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(
+        ["openssl", "req", "-x509", *options, *names, "-keyout", key, "-out", cert],
+        check=True,
+        capture_output=True,
+    )
+    return TlsFiles(cert, key)
+
+
+def test_a_client_trusts_the_ca_that_ssl_cert_file_names(start, certificate, monkeypatch):
+    coordinator = start(tls=certificate)
+    assert coordinator.address.startswith("https://127.0.0.1:")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.certfile))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    client = CoordinatorClient(coordinator.address, "secret", patience_s=0.0)
+    assert client.info().num_replicas == 2
+    client.close()
+    monkeypatch.delenv("SSL_CERT_FILE")
+    client = CoordinatorClient(coordinator.address, "secret", patience_s=0.0)
+    with pytest.raises(CoordinatorAwayError, match="certificate verify failed"):
+        client.info()
+    client.close()
+
+
+def test_with_a_ca_for_clients_nobody_comes_in_without_a_certificate(start, certificate):
+    files = TlsFiles(certificate.certfile, certificate.keyfile, ca_certs=certificate.certfile)
+    coordinator = start(tls=files)
+    context = ssl.create_default_context(cafile=certificate.certfile)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(coordinator.address, verify=context, trust_env=False)
+    context.load_cert_chain(certificate.certfile, certificate.keyfile)
+    assert httpx.get(coordinator.address, verify=context, trust_env=False).status_code == 200
+
+
+def test_a_certificate_that_cannot_be_used_is_named(start, certificate, tmp_path):
+    with pytest.raises(ValueError, match="the certificate cannot be used .*missing.pem"):
+        start(tls=TlsFiles(certificate.certfile, tmp_path / "missing.pem"))

@@ -1,0 +1,96 @@
+"""What the coordinator says of a group reaches each of its ranks. Run: pytest -m integration
+tests/integration/test_coordinated_ranks.py. Real processes, gloo, a real coordinator."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from integration.test_composer_launchers import free_port
+
+from composer_replication.coordinator.server import Coordinator
+from composer_replication.coordinator_client import CoordinatorClient
+from composer_replication.diloco.settings import DiLoCoSettings
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+RANK = """
+import sys, time
+import torch, torch.distributed as dist
+from composer_replication.coordinated_run import CoordinatedRun
+from composer_replication.coordinator_http import RefusedByCoordinatorError
+from composer_replication.options import ReplicaOptions
+
+class Training:  # what coordinated_run tells of new settings
+    def offer_settings(self, versions): pass
+
+dist.init_process_group("gloo")
+options = ReplicaOptions(replica_id="a", coordinator_addr=sys.argv[1], heartbeat_interval_s=0.1)
+run = CoordinatedRun(options, {})
+run.register([{"w": torch.zeros(1)}])
+print("registered", flush=True)
+for step in range(600):  # a minute
+    time.sleep(0.1)
+    try:
+        run.offer_settings(Training())
+    except RefusedByCoordinatorError as error:
+        print("refused:", error)
+        break
+    run.report({"batch": step})
+run.leave()
+"""
+
+
+def test_every_rank_hears_that_another_group_has_its_name(tmp_path):
+    coordinator = Coordinator(
+        DiLoCoSettings(),
+        "x.yaml",
+        num_replicas=1,
+        state_dir=tmp_path,
+        bind="127.0.0.1:0",
+        tokens=["secret"],
+    )
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, coordinator.address],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            | {"COMPOSER_REPLICATION_TOKEN": "secret", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        client = CoordinatorClient(coordinator.address, "secret")
+        info = client.info()
+        deadline = time.monotonic() + 60
+        while not coordinator._registry.names():
+            assert time.monotonic() < deadline and ranks[0].poll() is None
+            time.sleep(0.1)
+        coordinator.group_has_ended("a")
+        client.register(
+            {
+                "replica_id": "a",
+                "session": "another",
+                "host": "here",
+                "world_size": 1,
+                "composer_replication": info.version,
+                "torchft": info.torchft,
+                "model": [{"name": "w", "shape": [1], "dtype": "torch.float32"}],
+            }
+        )
+        client.heartbeat("a", {"session": "another"})
+        client.close()
+        said = [rank.communicate(timeout=50)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        coordinator.shutdown()
+    for rank, text in zip(ranks, said, strict=True):
+        assert rank.returncode == 0 and "refused: " in text and "'a' is alive" in text, text
