@@ -147,6 +147,7 @@ class DiLoCoCallback(Callback):
         on_bad_state: str = ReplicaOptions.on_bad_state,
         digest_every: int = ReplicaOptions.digest_every,
         run_dir: str | None = None,
+        tls_dir: str | None = None,
         manager: Any = None,
     ) -> None:
         self.settings = DiLoCoSettings(
@@ -190,6 +191,7 @@ class DiLoCoCallback(Callback):
             on_bad_state=on_bad_state,
             digest_every=digest_every,
             run_dir=run_dir,
+            tls_dir=tls_dir,
         ).with_environment()
         name_the_node()
         if package_log.level == logging.NOTSET:

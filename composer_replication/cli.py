@@ -150,6 +150,10 @@ def coordinator(
     hostname: Annotated[
         str | None, typer.Option(help="How groups reach this machine; else its host name.")
     ] = None,
+    tls_dir: Annotated[
+        str | None,
+        typer.Option(help="The folder of its certificates, for TLS. Else: the environment's."),
+    ] = None,
     heartbeat_timeout_s: Annotated[
         float, typer.Option(help="Seconds of silence after which a group is dead.", min=0.1)
     ] = HEARTBEAT_TIMEOUT_S,
@@ -165,7 +169,7 @@ def coordinator(
     ] = None,
 ) -> None:
     """Say to all replica groups what the settings are, and bring the lighthouse."""
-    from composer_replication.coordinate import choose_tokens, coordinate
+    from composer_replication.coordinate import choose_tokens, coordinate, tls_dir_of
     from composer_replication.coordinator.http_service import TlsFiles
 
     checked = load_config(config, overrides or [])
@@ -178,7 +182,8 @@ def coordinator(
         replicas=replicas,
         hostname=hostname,
         heartbeat_timeout_s=heartbeat_timeout_s,
-        tls=TlsFiles.of(ssl_certfile, ssl_keyfile, ssl_ca_certs),
+        tls=TlsFiles.of(ssl_certfile, ssl_keyfile, ssl_ca_certs)
+        or TlsFiles.of_folder(tls_dir or tls_dir_of(checked)),
     )
 
 
@@ -311,6 +316,35 @@ def plan(
     planned.print(Console())
     if json_out is not None:
         json_out.write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+
+
+@app.command()
+def certificates(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write them: a group's tls_dir.")
+    ],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or address for which a browser accepts it; several times."),
+    ] = None,
+    authority: Annotated[
+        Path | None,
+        typer.Option(help="The run's authority, made if it is not there. Else: DIR-authority."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1)] = 365,
+) -> None:
+    """Make a certificate for TLS within a run, and the run's authority if there is none."""
+    from composer_replication.certificates import CA_KEY, make_certificates
+
+    folder = folder.absolute()
+    authority = authority or folder.with_name(f"{folder.name}-authority")
+    until, is_new = make_certificates(folder, host or [], authority, days)
+    print(f"{folder}: certificate valid until {until:%Y-%m-%d}")
+    print(f"Set COMPOSER_REPLICATION_TLS_DIR={folder} for a group, launch and the coordinator.")
+    print(
+        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: it makes members of this "
+        "run, so keep it on one machine."
+    )
 
 
 @app.command()

@@ -105,6 +105,7 @@ def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
         store_port=port,
         hostname=options.hostname,
         backend=_backend(options, state),
+        tls_dir=options.tls_dir,
     )
     manager.store = store
     return manager

@@ -109,3 +109,9 @@ def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
     section = (config.get("callbacks") or {}).get("diloco") or {}
     names = {field.name for field in dataclasses.fields(DiLoCoSettings)}
     return DiLoCoSettings(**{name: value for name, value in section.items() if name in names})
+
+
+def tls_dir_of(config: Mapping[str, Any]) -> str | None:
+    """The folder of certificates that a config names, or else the environment."""
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    return section.get("tls_dir") or ReplicaEnv.from_env().tls_dir

@@ -109,11 +109,18 @@ class CoordinatorClient:
         address: ``http://host:port``.
         token: The run's secret, if it has one.
         patience_s: How long a request is tried again while nobody answers, in seconds.
+        tls_dir: The folder of certificates, see ``CoordinatorHttp``.
     """
 
-    def __init__(self, address: str, token: str | None, patience_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        patience_s: float = 5.0,
+        tls_dir: str | None = None,
+    ) -> None:
         self.address = address
-        self._http = CoordinatorHttp(address, token, patience_s)
+        self._http = CoordinatorHttp(address, token, patience_s, tls_dir)
 
     def info(self) -> RunInfo:
         """What a group has to know before it starts.

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from composer_replication.tls import client_context
+
 Fields = Mapping[str, type]
 """The fields that an answer must have, with their types."""
 
@@ -36,15 +38,33 @@ class CoordinatorHttp:
         address: ``http://host:port`` or ``https://host:port``.
         token: The run's secret, if it has one.
         patience_s: How long ``ask`` repeats a request that nobody answers, in seconds.
+        tls_dir: The folder of certificates with which the two prove to each other that they belong
+            to the run. None: an ``https`` server, for example a proxy, needs a certificate of an
+            authority that this machine trusts, or of those in ``SSL_CERT_FILE``.
+
+    Raises:
+        ValueError: The certificates cannot be used, or there are some and the address is ``http``.
     """
 
-    def __init__(self, address: str, token: str | None, patience_s: float) -> None:
+    def __init__(
+        self, address: str, token: str | None, patience_s: float, tls_dir: str | None = None
+    ) -> None:
+        if tls_dir is not None and not address.startswith("https://"):
+            raise ValueError(
+                f"coordinator_addr={address!r} is no https:// address, and tls_dir={tls_dir!r} is "
+                "set: the token would travel unencrypted. Start the coordinator with --tls-dir "
+                "and give its https:// address, or leave tls_dir out everywhere"
+            )
         self._address = address
         self._patience_s = patience_s
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         # trust_env would take proxies from the environment, too: groups talk to it directly.
         self._client = httpx.Client(
-            base_url=address, headers=headers, timeout=5.0, trust_env=False, verify=_trusted()
+            base_url=address,
+            headers=headers,
+            timeout=5.0,
+            trust_env=False,
+            verify=_trusted() if tls_dir is None else client_context(tls_dir),
         )
 
     def ask(

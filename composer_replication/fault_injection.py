@@ -128,14 +128,19 @@ def install(faults: Faults) -> None:
                 self._close_connections()
             super().start_quorum(*arguments, **named)
 
-        def _check_reachable(self, addresses: Mapping[str, str]) -> None:
+        def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
             order = faults.current("one_way")
             target = None if order is None else order.target
-            told = {n: NOWHERE if _group(n) == target else a for n, a in addresses.items()}
-            super()._check_reachable(told)
+            super()._check_reachable(
+                {
+                    name: handle | ({"store": NOWHERE} if _group(name) == target else {})
+                    for name, handle in handles.items()
+                }
+            )
 
         def take_over(self, *arguments: Any, **named: Any) -> ReplicaManager:
-            own_handle = self._pg.get_reconfigure_handle
+            pg: Any = self._pg
+            own_handle = pg.get_reconfigure_handle
 
             def handle() -> str:
                 told = json.loads(own_handle())
@@ -143,7 +148,7 @@ def install(faults: Faults) -> None:
                     told | ({"store": NOWHERE} if faults.current("unreachable") else {})
                 )
 
-            self._pg.get_reconfigure_handle = handle
+            pg.get_reconfigure_handle = handle
             return super().take_over(*arguments, **named)
 
     from composer_replication import replica

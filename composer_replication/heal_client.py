@@ -6,6 +6,7 @@ import contextlib
 import json
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,11 +87,13 @@ class HealClient:
         tokens: The run's accepted tokens; the first one signs.
         name: Of this replica group, for the peers' audit log.
         timeout: How long a peer may be silent, in seconds.
+        context: For TLS. None: no TLS.
     """
 
     tokens: Sequence[str] = field(repr=False)
     name: str
     timeout: float
+    context: ssl.SSLContext | None = None
 
     def ask(self, address: str, path: str, deadline: float) -> Offer:
         """Ask a peer what it has, and check that it is a peer of this run.
@@ -146,7 +149,7 @@ class HealClient:
             HealError: In place of whatever goes wrong, also in the body of the ``with``.
         """
         try:
-            with _connected(address, self.timeout, deadline) as connection:
+            with _connected(address, self.timeout, deadline, self.context) as connection:
                 watchdog = threading.Timer(_left(deadline), _break_off, (connection.sock,))
                 watchdog.daemon = True
                 watchdog.start()
@@ -194,13 +197,25 @@ def _stranger(address: str) -> HealError:
 
 
 @contextlib.contextmanager
-def _connected(address: str, timeout: float, deadline: float) -> Iterator[HTTPConnection]:
-    """A connection to ``http://host:port``; ``timeout`` in seconds limits each single wait."""
+def _connected(
+    address: str, timeout: float, deadline: float, context: ssl.SSLContext | None
+) -> Iterator[HTTPConnection]:
+    """A connection to ``http://host:port``, or to ``https://host:port`` with a context.
+
+    ``timeout`` in seconds limits each single wait.
+    """
     parts = urlsplit(address)
+    if parts.scheme != ("http" if context is None else "https"):
+        raise HealError(
+            f"{address} is {'no' if context else 'a'} TLS server: set tls_dir "
+            "(COMPOSER_REPLICATION_TLS_DIR) in all groups, or in none"
+        )
     connection = HTTPConnection(parts.hostname or "", parts.port)
     connection.auto_open = 0  # a challenge is valid on its connection only
     connection.sock = _connect(parts.hostname or "", parts.port or 80, timeout, deadline)
     try:
+        if context is not None:
+            connection.sock = context.wrap_socket(connection.sock)
         yield connection
     finally:
         connection.close()

@@ -13,6 +13,7 @@ import io
 import logging
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -44,6 +45,9 @@ SILENT_S = 60
 PARTS_A_CALL = 1024
 """What the kernel takes at a time (``IOV_MAX``)."""
 
+TLS_CHUNK = 1 << 20
+"""Bytes of an encrypted answer that a joiner has to take within ``SILENT_S``."""
+
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -55,6 +59,7 @@ class HealServer(ThreadingMixIn, TCPServer):
         address: ``http://host:port`` under which peers reach it. A proof for another is refused.
         tokens: The run's accepted tokens; the first one signs.
         answer: What a path gets; a KeyError says that there is nothing.
+        context: For TLS. None: no TLS.
     """
 
     daemon_threads = True
@@ -66,7 +71,9 @@ class HealServer(ThreadingMixIn, TCPServer):
         address: str,
         tokens: Sequence[str],
         answer: Callable[[str], Body],
+        context: ssl.SSLContext | None = None,
     ) -> None:
+        self._context = context
         self.address, self.tokens, self.answer = address, tokens, answer
         self.refusals = Seldom()
         self._shortages = Seldom()
@@ -78,7 +85,13 @@ class HealServer(ThreadingMixIn, TCPServer):
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
-            return super().get_request()
+            connection, place = super().get_request()
+            if self._context is not None:
+                # The first read of the connection's own thread shakes hands, within its deadline.
+                connection = self._context.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+            return connection, place
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
                 # The connection stays in the queue: without a pause the loop would spin.
@@ -231,6 +244,12 @@ def _send(connection: socket.socket, body: Body) -> None:
     The limit is the kernel's: with Python's own every few MB are a call, after which this thread
     waits for the interpreter that the group trains with.
     """
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(SILENT_S)
+        for part in body:
+            for start in range(0, len(part), TLS_CHUNK):
+                connection.sendall(part[start : start + TLS_CHUNK])
+        return
     connection.settimeout(None)
     limit = struct.pack("ll", SILENT_S, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -24,6 +24,7 @@ from composer_replication import audit, heal_format
 from composer_replication.addresses import bracketed, listen
 from composer_replication.heal_client import HealClient, HealError, Offer, Part, load
 from composer_replication.heal_server import Body, HealServer
+from composer_replication.tls import client_context, server_context
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,19 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             name, and every interface.
         timeout: How long a peer may be silent, in seconds.
         name: Of this replica group, for the audit log of its peers.
+        tls_dir: The folder of certificates for TLS. None: no TLS.
     """
 
     def __init__(
-        self, tokens: Sequence[str], hostname: str | None, timeout: float, name: str = ""
+        self,
+        tokens: Sequence[str],
+        hostname: str | None,
+        timeout: float,
+        name: str = "",
+        tls_dir: str | None = None,
     ) -> None:
-        self.client = HealClient(tokens, name, timeout)
+        context = None if tls_dir is None else client_context(tls_dir)
+        self.client = HealClient(tokens, name, timeout, context)
         self._lock = threading.Condition()
         self._one_copy = threading.Lock()
         self._bodies: dict[str, tuple[float, Body]] = {}
@@ -61,8 +69,10 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self.fetched: dict[str, memoryview] = {}
         listener = listen(hostname)
         self.port = listener.getsockname()[1]
-        address = f"http://{bracketed(hostname or socket.gethostname())}:{self.port}"
-        self._server = HealServer(listener, address, tokens, self.answer)
+        scheme = "http" if tls_dir is None else "https"
+        address = f"{scheme}://{bracketed(hostname or socket.gethostname())}:{self.port}"
+        context = None if tls_dir is None else server_context(tls_dir)
+        self._server = HealServer(listener, address, tokens, self.answer, context)
         threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="heal", daemon=True
         ).start()

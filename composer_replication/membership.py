@@ -159,4 +159,5 @@ class Membership:
 
 def client_of(options: ReplicaOptions) -> CoordinatorClient:
     assert options.coordinator_addr is not None, "asked only where there is one"
-    return CoordinatorClient(options.coordinator_addr, ReplicaEnv.from_env(os.environ).token)
+    token = ReplicaEnv.from_env(os.environ).token
+    return CoordinatorClient(options.coordinator_addr, token, tls_dir=options.tls_dir)

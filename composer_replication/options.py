@@ -78,6 +78,9 @@ class ReplicaOptions:
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+        tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
+            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
+            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -107,6 +110,7 @@ class ReplicaOptions:
     on_bad_state: str = "error"
     digest_every: int = 0
     run_dir: str | None = None
+    tls_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in _SECONDS:
@@ -157,6 +161,7 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
+    | ``COMPOSER_REPLICATION_TLS_DIR`` | the folder of this process's certificates, for TLS |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, the new one first, with a comma between them |
@@ -170,6 +175,7 @@ class ReplicaEnv:
     run_dir: str | None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
+    tls_dir: str | None = None
     hang_timeout_s: float | None = None
     hostname: str | None = None
 
@@ -196,6 +202,7 @@ class ReplicaEnv:
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
+            tls_dir=environ.get("COMPOSER_REPLICATION_TLS_DIR") or None,
             hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
             hostname=environ.get(HOSTNAME) or None,
         )

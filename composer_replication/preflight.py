@@ -9,6 +9,7 @@ from typing import Any
 from composer_replication.config import ConfigError
 from composer_replication.lighthouse import check_lighthouse
 from composer_replication.options import ReplicaEnv, ReplicaOptions
+from composer_replication.tls import check_tls_dir
 
 
 def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
@@ -17,11 +18,14 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
     section = (config.get("callbacks") or {}).get("diloco") or {}
     env = ReplicaEnv.from_env(environ)
     address = section.get("lighthouse_addr") or env.lighthouse_addr
+    tls_dir = section.get("tls_dir") or env.tls_dir
+    if tls_dir is not None:
+        check_tls_dir(tls_dir)
     coordinator_addr = section.get("coordinator_addr") or env.coordinator_addr
     if coordinator_addr:
         from composer_replication.coordinator_client import CoordinatorClient
 
-        client = CoordinatorClient(coordinator_addr, env.token)
+        client = CoordinatorClient(coordinator_addr, env.token, tls_dir=tls_dir)
         info = client.info()
         info.check_given(section, coordinator_addr)
         info.check_versions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -16,6 +17,8 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 from composer_replication.addresses import bracketed, interface_of, listen, own_address
+from composer_replication.tls_gloo import TlsTunnel, TunnelStore
+from composer_replication.tls_relay import OWN
 
 
 class AdvertisedHost(ProcessGroup):
@@ -44,11 +47,47 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
     By itself gloo listens where the machine's own name points, often to 127.0.1.1. The variable
     that changes this, ``GLOO_SOCKET_IFNAME``, holds for every gloo group of the process, also for
     those of the training job; where it is set, it is followed.
+
+    With a tunnel it listens on a loopback address, and its connections go over TLS.
     """
+
+    tunnel: TlsTunnel | None = None
+    _relays: Sequence[str] = ()
+    _rendezvous: TunnelStore | None = None
+
+    def get_reconfigure_handle(self) -> str:
+        handle = super().get_reconfigure_handle()
+        if self.tunnel is None:
+            return handle
+        self.tunnel.start()
+        return json.dumps(json.loads(handle) | {"tls": self.tunnel.address})
+
+    def is_secured(self, handle: Mapping[str, Any], timeout: float) -> bool:
+        """Whether a member offers what this group needs: TLS where it has a tunnel.
+
+        Raises:
+            RuntimeError: The member has TLS and this group has not.
+        """
+        if self.tunnel is not None:
+            return self.tunnel.answers(handle.get("tls"), timeout)
+        if "tls" in handle:
+            raise RuntimeError(
+                "the other replica groups use TLS and this one has no tls_dir: set "
+                "callbacks.diloco.tls_dir or COMPOSER_REPLICATION_TLS_DIR"
+            )
+        return True
+
+    def reconfigure(self, opts: Any) -> Any:
+        self._relays = [json.loads(handle).get("tls") for handle in opts.handles]
+        return super().reconfigure(opts)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
         address = own_address(self.advertised_host)
-        if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        if self.tunnel is not None:
+            # Kept: torch holds its C++ half alone, which calls the Python half.
+            self._rendezvous = store = TunnelStore(store, self.tunnel, rank, self._relays)
+            address = OWN
+        elif address is None or "GLOO_SOCKET_IFNAME" in os.environ:
             return super()._create_pg(store, rank, world_size)
         options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = self._timeout
@@ -100,14 +139,25 @@ class Nccl(AdvertisedHost, ProcessGroupNCCL):
     """torchft's NCCL group."""
 
 
-def make_process_group(backend: str, timeout: float, hostname: str | None = None) -> ProcessGroup:
+def make_process_group(
+    backend: str, timeout: float, hostname: str | None = None, tls_dir: str | None = None
+) -> ProcessGroup:
     """The group over which replicas average, one that works on this torch.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         timeout: How long a collective may take, in seconds.
         hostname: How peers reach this machine. None: its host name.
+        tls_dir: The folder of certificates for TLS between the groups. None: no TLS.
+
+    Raises:
+        ValueError: There is no such backend, it has no TLS, or the certificates cannot be used.
     """
+    if tls_dir is not None and backend != "gloo":
+        raise ValueError(
+            f"tls_dir={tls_dir!r} with backend={backend!r}, which has no TLS: set backend: gloo, "
+            "or leave tls_dir out and run the groups in a private network (docs/security.md)"
+        )
     kinds: dict[str, type[AdvertisedHost]] = {"nccl": Nccl, "gloo": Gloo}
     if backend not in kinds:
         raise ValueError(f"backend={backend!r}: use 'gloo' or 'nccl'")
@@ -115,6 +165,9 @@ def make_process_group(backend: str, timeout: float, hostname: str | None = None
         kinds["gloo"] = GlooOnTorch27
     group = kinds[backend](timeout=timedelta(seconds=timeout))  # pyright: ignore[reportCallIssue]
     group.advertised_host = hostname
+    if tls_dir is not None:
+        assert isinstance(group, Gloo)
+        group.tunnel = TlsTunnel(tls_dir, hostname or socket.gethostname(), listen(hostname))
     interface = interface_of(hostname)  # also an error if hostname leads nowhere
     if backend == "nccl" and interface is not None:
         # NCCL reads it once, for all of the process: it has no option for one group.

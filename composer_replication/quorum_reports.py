@@ -139,7 +139,6 @@ def among(quorum: Any, kept: Sequence[int], reports: Sequence[Report], group_ran
         max_replica_rank=donors.index(rank) if rank in donors else None,
         max_world_size=len(donors),
         heal=source is not None,
-        commit_failures=quorum.commit_failures,
         replica_ids=[quorum.replica_ids[place] for place in kept],
         reconfigure_handles=[quorum.reconfigure_handles[place] for place in kept],
     )

@@ -46,6 +46,7 @@ def make_manager(
     hostname: str | None = None,
     token: str | None = None,
     backend: str = "gloo",
+    tls_dir: str | None = None,
 ) -> ReplicaManager:
     """A torchft Manager that is ready for DiLoCo.
 
@@ -70,6 +71,8 @@ def make_manager(
         token: The run's secret, equal in all groups, without which no state is given or taken.
             None: ``COMPOSER_REPLICATION_TOKEN``.
         backend: ``gloo`` or ``nccl``, for the averages between groups.
+        tls_dir: The folder of certificates with which the averages and heals go over TLS, in all
+            groups or in none. None: ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Returns:
         The manager; call ``shutdown()`` at the end.
@@ -92,7 +95,8 @@ def make_manager(
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    process_group = make_process_group(backend, timeout, hostname)
+    tls_dir = tls_dir or ReplicaEnv.from_env().tls_dir
+    process_group = make_process_group(backend, timeout, hostname, tls_dir)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
     check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
@@ -103,7 +107,7 @@ def make_manager(
             "another. Set it to the same secret in all groups",
             TOKEN,
         )
-    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id))
+    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id), tls_dir)
     try:
         own_name = hostname or socket.gethostname()
         check_hostname(own_name, transport.port, lighthouse_addr, connect_timeout)

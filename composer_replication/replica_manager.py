@@ -21,6 +21,7 @@ from torchft.work import _DummyWork
 from composer_replication.group_layout import GroupLayout
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
+from composer_replication.process_group import Gloo
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
 from composer_replication.sync_alarm import SyncAlarm
 from composer_replication.waiting import DaemonExecutor, InterruptibleWork
@@ -223,8 +224,9 @@ class ReplicaManager(Manager):
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
-        addresses = [json.loads(handle)["store"] for handle in handles]
-        self._check_reachable(dict(zip(self._watch.members, addresses, strict=True)))
+        found = [json.loads(handle) for handle in handles]
+        addresses = [each["store"] for each in found]
+        self._check_reachable(dict(zip(self._watch.members, found, strict=True)))
         identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         super()._reconfigure_pg(unique, handles)
@@ -232,26 +234,30 @@ class ReplicaManager(Manager):
             self._alarm = SyncAlarm(addresses[0], unique, self._connect_timeout)
         self._watch.connected(communicator_id, unique)
 
-    def _check_reachable(self, addresses: Mapping[str, str]) -> None:
+    def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
         """Check that every member's address answers, and note for the others which do not.
 
         Raises:
             ConnectionError: One of them does not.
         """
-        with futures.ThreadPoolExecutor(min(16, len(addresses))) as pool:
-            answers = dict(zip(addresses, pool.map(self._answers, addresses.values()), strict=True))
+        with futures.ThreadPoolExecutor(min(16, len(handles))) as pool:
+            answers = dict(zip(handles, pool.map(self._answers, handles.values()), strict=True))
         self._watch.unreachable = tuple(name for name, answer in answers.items() if not answer)
         if self._watch.unreachable:
             name = self._watch.unreachable[0]
             raise ConnectionError(
-                f"replica group {name.partition(':')[0]} says it is at {addresses[name]}, which "
-                "does not answer here: it has died, or set hostname (callbacks.diloco.hostname) in "
-                "that group to a name or address of its machine that this one can reach"
+                f"replica group {name.partition(':')[0]} says it is at {handles[name]['store']}, "
+                "which does not answer here: it has died, or set hostname (callbacks.diloco."
+                "hostname) in that group to a name or address of its machine that this one can "
+                "reach"
             )
 
-    def _answers(self, address: str) -> bool:
-        host, _, port = address.rpartition(":")
-        return can_connect(host.strip("[]"), int(port), self._connect_timeout.total_seconds())
+    def _answers(self, handle: Mapping[str, Any]) -> bool:
+        host, _, port = handle["store"].rpartition(":")
+        limit = self._connect_timeout.total_seconds()
+        if not can_connect(host.strip("[]"), int(port), limit):
+            return False
+        return not isinstance(self._pg, Gloo) or self._pg.is_secured(handle, limit)
 
     def allreduce(
         self,

@@ -68,7 +68,7 @@ class SyncAlarm:
             with suppress(BlockingIOError):
                 probe.recv(1)  # nothing is ever sent: the far end has closed
                 raise ConnectionError(f"{self._host}:{self._port} has closed the connection")
-            if store.check([self._key]):
+            if store.check([self._key]):  # pyright: ignore[reportAttributeAccessIssue]
                 self._note()
 
     def _note(self) -> None:

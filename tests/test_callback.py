@@ -93,6 +93,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "on_bad_state": "fresh",
         "digest_every": 13,
         "run_dir": "/runs/1",
+        "tls_dir": "/certificates",
     }
     callback = DiLoCoCallback(**given)
     seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)

@@ -17,6 +17,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from composer_replication.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY, check_tls_dir
+
 MAX_CONNECTIONS = 500
 RECEIVE_TIMEOUT_S = 10.0
 """From a request's first byte, or from the connection's begin, to the request's last byte."""
@@ -70,6 +72,16 @@ class BoundedProtocol(H11Protocol):
         self._timer = self.loop.call_later(seconds, self.transport.abort)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """uvicorn has no setting for how long a client may take to begin TLS; asyncio's limit is 60 s,
+    and ``BoundedProtocol`` sees a connection only after that."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
+        if kwargs.get("ssl") is not None:
+            kwargs["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
+        return await super().create_server(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class TlsFiles:
     """The certificate that the service shows, as PEM files.
@@ -77,13 +89,31 @@ class TlsFiles:
     Args:
         certfile: The certificate, with those that lead to its CA.
         keyfile: Its private key.
-        ca_certs: The CA of the clients' certificates: a client without one is refused. None: any
-            client is accepted, and the token says who it is.
+        ca_certs: The CA of the clients' certificates. None: clients need none, and the token says
+            who they are.
+        needs_client_certificate: Whether a client without a certificate is refused.
     """
 
     certfile: Path
     keyfile: Path
     ca_certs: Path | None = None
+    needs_client_certificate: bool = True
+
+    @classmethod
+    def of_folder(cls, tls_dir: str | None) -> TlsFiles | None:
+        """Those of the folder of a member of the run; None without a folder.
+
+        A browser that shows the page has no certificate of the run, and the token is required of
+        everybody. Who does show a certificate needs one of the run's authority.
+
+        Raises:
+            ValueError: They cannot be used.
+        """
+        if tls_dir is None:
+            return None
+        check_tls_dir(tls_dir)
+        folder = Path(tls_dir)
+        return cls(folder / CERT, folder / KEY, folder / CA, needs_client_certificate=False)
 
     @classmethod
     def of(
@@ -110,7 +140,7 @@ class HttpService:
         tls: The certificate; None for plain HTTP.
 
     Raises:
-        ValueError: ``bind`` is no address.
+        ValueError: ``bind`` is no address, or the certificates cannot be used.
         OSError: Nothing can listen there.
     """
 
@@ -145,14 +175,17 @@ class HttpService:
         except OSError as error:  # of ssl, too
             raise ValueError(f"the certificate cannot be used ({error}): {self._tls}") from error
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="coordinator", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
         if not self._server.started:
             raise OSError("the coordinator's HTTP service has not started: the log says why")
+
+    def _run(self) -> None:
+        assert self._server is not None
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(self._server.serve([self._socket]))
 
     @property
     def is_serving(self) -> bool:
@@ -171,7 +204,9 @@ def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
     """What uvicorn is told of a certificate."""
     if tls is None:
         return {}
-    needed = ssl.CERT_NONE if tls.ca_certs is None else ssl.CERT_REQUIRED
+    needed = ssl.CERT_NONE
+    if tls.ca_certs is not None:
+        needed = ssl.CERT_REQUIRED if tls.needs_client_certificate else ssl.CERT_OPTIONAL
     return {
         "ssl_certfile": tls.certfile,
         "ssl_keyfile": tls.keyfile,
