@@ -88,7 +88,7 @@ def test_an_order_holds_from_the_next_sync_on_for_so_long(tmp_path):
 def test_a_group_cannot_be_reached_or_cannot_reach_another(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(replica, "ReplicaManager", replica.ReplicaManager)  # put back at the end
     lighthouse = start_lighthouse(min_replicas=2)
-    about = {"lighthouse_addr": lighthouse.address(), "timeout": 3.0}
+    about = {"lighthouse_addr": lighthouse.address(), "timeout": 8.0}
     managers = [replica.make_manager(replica_id="a", **about)]
     faults = Faults(tmp_path)
     faults.watch()
