@@ -15,8 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.config import ConfigError, save_config
-from composer_replication.coordinate import settings_of, tls_dir_of
-from composer_replication.coordinator.http_service import TlsFiles
+from composer_replication.coordinate import settings_of
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.display import Display
 from composer_replication.known_errors import FAILED, INTERRUPTED
@@ -66,7 +65,7 @@ def launch(
     hang_timeout_s: float = HANG_TIMEOUT_S,
     saboteur: Saboteur | None = None,
     command: Command | None = None,
-    make_coordinator: Callable[..., Coordinator] = Coordinator,
+    make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:
     """Train a config in several replica groups on this machine, and say what came of it.
 
@@ -108,7 +107,6 @@ def launch(
         min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
-        tls=TlsFiles.of_folder(tls_dir_of(config)),
         tokens=tokens,
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
