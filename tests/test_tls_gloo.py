@@ -214,6 +214,14 @@ def test_a_relay_that_was_killed_is_started_again_at_the_same_address(tunnel):
     assert peer.answers(own.address, 5.0)
 
 
+def test_the_relay_goes_with_the_group_that_had_it(certificates):
+    tunnel = TlsTunnel(certificates(), "127.0.0.1", listen("127.0.0.1"))
+    tunnel.start()
+    process = tunnel._process
+    del tunnel
+    assert process.wait(10) == 0
+
+
 def test_the_end_of_a_peer_reaches_gloo_at_once(tunnel):
     sender, receiver = tunnel(), tunnel()
     with socket.create_server((OWN, 0)) as gloo:
