@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ from composer_replication.options import ReplicaOptions
 from composer_replication.progress import Progress, max_batches
 from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
-from composer_replication.stopping import expect_end, watch_for_stops
+from composer_replication.stopping import end_if_stuck_in_close
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -241,7 +242,6 @@ class DiLoCoCallback(Callback):
             return
         check_parallelism(state)
         resumed = self._resume.read(state)
-        watch_for_stops()
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -322,7 +322,7 @@ class DiLoCoCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         # A collective under FSDP, and every rank is asked.
         if self.diloco is not None:
-            return self._packed(self._diloco_state(copies=False))  # Composer writes it at once
+            return self._packed(self._diloco_state())  # Composer writes it at once
         return self._resume.state_dict() if self._ended is None else self._packed(self._ended)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -339,15 +339,19 @@ class DiLoCoCallback(Callback):
             "final_loss": self._progress.final_loss,
             "eval": {},
         }
-        self._folder.write_result(self.result)
         if self._data is not None:
             self._data.end(self.diloco)
-        self._ended = self._diloco_state()
+        self._ended = self._diloco_state()  # no copies: there is no next inner step
         self._leave()
+        # Last, since it fails on a full disk: the others and the coordinator know all by then.
+        self._folder.write_result(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
-        if self.diloco is not None:  # after an exception, since fit_end has not come
-            expect_end(status=1)  # Composer's barrier comes next, and the other ranks may not
+        error = sys.exc_info()[1]
+        if (
+            self.diloco is not None or error is not None
+        ):  # fit_end has not come, or later code fails
+            end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
         self._leave()
         if self._weights is not None:
             self._weights.remove()
@@ -416,9 +420,10 @@ class DiLoCoCallback(Callback):
         if self._run is not None:
             self._run.offer_settings(self.diloco)
 
-    def _diloco_state(self, *, copies: bool = True) -> dict[str, Any]:
+    def _diloco_state(self) -> dict[str, Any]:
+        """DiLoCo's state, with its own tensors: good until the next inner step."""
         assert self.diloco is not None, "while there is one"
-        diloco_state = self.diloco.state_dict(copies=copies)
+        diloco_state = self.diloco.state_dict(copies=False)
         if self._data is not None:
             diloco_state["reading"] |= self._data.place_state()
         return diloco_state

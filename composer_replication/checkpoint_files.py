@@ -61,7 +61,7 @@ def asked_for(config: Mapping[str, Any], save_folder: str | None) -> Path | None
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder that looks whole."""
+    """The newest checkpoint in a folder that looks whole. Nothing that is in one is run."""
     files = [p for p in folder.glob("*") if not p.is_symlink()]
     files = [p for p in files if p.suffix == ".pt" or (p / ".metadata").exists()]
     newest_first = sorted(files, key=lambda path: -path.stat().st_mtime)
@@ -85,10 +85,10 @@ def what_is_wrong(path: Path) -> str | None:
 
 
 def _wrong_with_folder(path: Path) -> str | None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from composer_replication.sharded_folder import read_metadata  # imports torch
 
     try:
-        metadata = FileSystemReader(path).read_metadata()
+        metadata = read_metadata(path)
     except Exception as error:  # of many kinds: whatever unpickling half a file may give
         return f"its .metadata cannot be read ({type(error).__name__}: {error})"
     needed: dict[str, int] = {}

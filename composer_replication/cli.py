@@ -21,8 +21,9 @@ from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.known_errors import INTERRUPTED, report_error
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.lossy_output import lose_what_cannot_be_printed
 from composer_replication.preflight import check_reachable
-from composer_replication.supervision import MAX_RESTARTS
+from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer: several replica groups train one model.",
@@ -50,6 +51,10 @@ MaxRestarts = Annotated[
 StragglerTimeout = Annotated[
     float,
     typer.Option(help="Seconds that a sync waits for a group that is alive.", min=0.1),
+]
+HangTimeout = Annotated[
+    float,
+    typer.Option(help="Seconds without any progress after which a group ends itself.", min=1.0),
 ]
 
 
@@ -86,6 +91,7 @@ def root(
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train one replica group; also under `composer -n N` or torchrun."""
+    lose_what_cannot_be_printed()
     checked = load_config(config, overrides or [])
     check_reachable(checked)
     # Here: importing Composer takes seconds, and what is wrong should be said before.
@@ -102,6 +108,7 @@ def launch(
     nproc: Nproc = 1,
     max_restarts: MaxRestarts = MAX_RESTARTS,
     straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S,
+    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
     """Train in several replica groups on this machine, with a lighthouse of its own."""
     from composer_replication.launch import launch as run
@@ -114,6 +121,7 @@ def launch(
         nproc=nproc,
         max_restarts=max_restarts,
         straggler_timeout_s=straggler_timeout_s,
+        hang_timeout_s=hang_timeout_s,
     )
     raise typer.Exit(status)
 
@@ -188,8 +196,12 @@ def chaos(
     faults_per_minute: Annotated[float, typer.Option(help="How often.", min=0.1)] = 2.0,
     duration: Annotated[float, typer.Option(help="Seconds of training.", min=10.0)] = 600.0,
     seed: Annotated[int, typer.Option(help="Of what strikes whom, and when.")] = 0,
+    kinds: Annotated[
+        str | None,
+        typer.Option(help="Which faults, e.g. kill,hang; docs/chaos.md lists them. None: all."),
+    ] = None,
 ) -> None:
-    """Train as launch does, kill, stop and end groups at random, and tell what it cost."""
+    """Train as launch does under faults of all kinds, check it meanwhile, and tell the cost."""
     from composer_replication.chaos import chaos as run
 
     checked = load_config(config, overrides or [])
@@ -201,6 +213,7 @@ def chaos(
         faults_per_minute=faults_per_minute,
         duration_s=duration,
         seed=seed,
+        kinds=None if kinds is None else kinds.split(","),
     )
     raise typer.Exit(status)
 

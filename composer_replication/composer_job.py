@@ -149,7 +149,7 @@ def build_diloco(
         must_not_start=must_not_start,
         give_up_after_s=options.give_up_after_s,
         digest_every=options.digest_every,
-        ranks=torch.distributed.group.WORLD if state.is_model_ddp else None,
+        ranks=torch.distributed.group.WORLD if dist.get_world_size() > 1 else None,
         message_device="cpu" if _backend(options, state) == "gloo" else None,
         hang_timeout_s=options.hang_timeout_s or HANG_TIMEOUT_S,
     )

@@ -1,12 +1,13 @@
 """A YAML file -> a checked, plain config. Imports neither torch nor Composer: it answers at once.
 
-OmegaConf lives here only; plain dicts leave.
+OmegaConf lives here only; dicts leave.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -75,16 +76,66 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         if not isinstance(loaded, DictConfig):
             raise ConfigError(f"{path} is a list: write key: value pairs")
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
-        config = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    assert isinstance(config, dict)
-    return check_config({str(key): value for key, value in config.items()})
+    assert isinstance(resolved, dict)
+    config = Config({str(key): value for key, value in resolved.items()}, merged)
+    check_config(config)
+    return config
+
+
+class Config(dict[str, Any]):
+    """A config as a plain dict, that knows which of its values were ``${...}`` in the file."""
+
+    def __init__(self, values: Mapping[str, Any], source: DictConfig) -> None:
+        super().__init__(values)
+        self.source = source
+
+    def __or__(self, changes: Mapping[str, Any]) -> Config:  # type: ignore[override]
+        return Config({**self, **changes}, self.source)
+
+    def unresolved(self) -> dict[str, Any]:
+        """The same values, but ``${...}`` where it stood in the file and is not changed since."""
+        resolved = OmegaConf.to_container(self.source, resolve=True)
+        return _unresolved(dict(self), resolved, OmegaConf.to_container(self.source))
+
+
+def _unresolved(value: Any, resolved: Any, written: Any) -> Any:
+    if value == resolved:
+        return written
+    if isinstance(value, dict) and isinstance(resolved, dict) and isinstance(written, dict):
+        return {
+            key: _unresolved(value[key], resolved[key], written[key]) if key in resolved else item
+            for key, item in value.items()
+        }
+    return value
 
 
 def save_config(config: Mapping[str, Any], path: str | Path) -> None:
-    """Write a config as YAML."""
-    OmegaConf.save(OmegaConf.create(dict(config)), path)
+    """Write a config as YAML that only its owner can read.
+
+    What came from ``${oc.env:NAME}`` is written like that: it may be a secret, and is resolved
+    again when the file is read.
+    """
+    values = config.unresolved() if isinstance(config, Config) else dict(config)
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(number, "w") as file:
+        os.fchmod(number, 0o600)  # of a file that was there before
+        OmegaConf.save(OmegaConf.create(values), file)
+
+
+def read_value(path: Path, key: str) -> Any:
+    """One value of a config's file; None if the file is missing or damaged, or has no such value.
+
+    Args:
+        path: The file.
+        key: With dots between the sections.
+    """
+    try:
+        return OmegaConf.select(OmegaConf.load(path), key)
+    except (OSError, ValueError, OmegaConfBaseException, YAMLError):
+        return None
 
 
 def check_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.run_folder import METRICS, STATUS
-from composer_replication.run_record import duration, implied_sync_every, read_lines
+from composer_replication.json_files import JsonLineReader, read_json
+from composer_replication.run_folder import METRICS, OUTER_STEP, STATUS
+from composer_replication.run_record import duration, implied_sync_every
+
+log = logging.getLogger(__name__)
 
 TABLE_EVERY_S = 0.3
-
-
 LINE_EVERY_S = 10.0
+
+MAX_DIGESTS = 1000
+"""How many of a group's digests are kept, to be compared with those of the groups behind it."""
 
 
 class Progress:
@@ -31,24 +35,23 @@ class Progress:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._offset = 0
+        self._metrics = JsonLineReader(folder / METRICS)
         self.status: dict[str, Any] = {}
         self.participants: int | None = None
         self.digests: dict[int, str] = {}
 
     def read(self, exit_status: int | None) -> None:
         """Read what is new; a group that has ended has its exit status for a phase."""
-        path = self._folder / STATUS
-        if path.exists():
-            self.status = json.loads(path.read_text())
+        self.status = read_json(self._folder / STATUS) or self.status
         if exit_status is not None:
             self.status["phase"] = "failed" if exit_status else "finished"
-        # From where we stopped: a long run's file has thousands of lines.
-        lines, self._offset = read_lines(self._folder / METRICS, self._offset)
-        for line in lines:
+        for line in self._metrics.read():
             self.participants = int(line["diloco/num_participants"])
             if line.get("diloco/global_digest"):
-                self.digests[line["diloco/outer_step"]] = line["diloco/global_digest"]
+                self.digests.pop(line[OUTER_STEP], None)  # made again after a resume
+                self.digests[line[OUTER_STEP]] = line["diloco/global_digest"]
+                if len(self.digests) > MAX_DIGESTS:
+                    del self.digests[next(iter(self.digests))]
 
     @property
     def phase(self) -> str:
@@ -80,14 +83,23 @@ class Display:
         console: Where to.
         run_dir: The run's folder.
         replicas: Number of groups.
+        seconds_left: Asked for the time left, where the groups do not know when they end.
     """
 
-    def __init__(self, console: Console, run_dir: Path, replicas: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        run_dir: Path,
+        replicas: int,
+        seconds_left: Callable[[], float | None] | None = None,
+    ) -> None:
         self._console = console
+        self._seconds_left = seconds_left
         # Drawn when we say, by this thread: nothing flickers, and nothing is drawn after the end.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._groups = [Progress(run_dir / f"replica_{i}") for i in range(replicas)]
         self._began = self._shown = time.monotonic()
+        self._has_failed = False
 
     def __enter__(self) -> Display:
         if self._live:
@@ -125,6 +137,16 @@ class Display:
         self._shown = time.monotonic()
         for replica_id, group in enumerate(self._groups):
             group.read(exit_statuses.get(replica_id))
+            if self._seconds_left is not None:
+                group.status |= {"max_batches": None, "seconds_left": self._seconds_left()}
+        try:
+            self._show()
+        except OSError as error:  # stdout may be a file on a full disk: the groups train on
+            if not self._has_failed:
+                log.warning("Cannot show how the groups are doing (%s)", error)
+            self._has_failed = True
+
+    def _show(self) -> None:
         if self._live:
             self._live.update(Group(self._table(), Text(self._agreement())), refresh=True)
         else:

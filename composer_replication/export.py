@@ -6,18 +6,18 @@ import datetime
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.torch_version import TorchVersion
+
+from composer_replication.sharded_folder import read_entries, read_metadata
 
 CALLBACK = "DiLoCoCallback"
 _MODEL = "state.model."
@@ -36,7 +36,7 @@ _COMPOSERS_OWN = [
 
 
 def export(checkpoint: str | Path, out: str | Path) -> dict[str, Any]:
-    """Write the global weights of a checkpoint alone.
+    """Write the global weights of a checkpoint alone. Nothing that is in it is run.
 
     Args:
         checkpoint: A Composer checkpoint of a DiLoCo run: a file, or a sharded one's folder.
@@ -67,10 +67,14 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Any]:
     told = json.loads(progress) if progress else {}
     notes = {"outer_step": str(told["outer_step"])} if told else {}
     whole = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
-    draft = Path(f"{out}.part")
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    save_file(whole, draft, metadata={"format": "pt", **notes})
-    os.replace(draft, out)  # never half a file under the name that was asked for
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Never half a file under the name that was asked for; and in a new folder, since a name beside
+    # it could be somebody's symbolic link to another file.
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        draft = Path(folder) / out.name
+        save_file(whole, draft, metadata={"format": "pt", **notes})
+        os.replace(draft, out)
     return {
         "num_tensors": len(whole),
         "num_parameters": sum(tensor.numel() for tensor in whole.values()),
@@ -97,8 +101,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], str]:
 
 
 def _read_sharded(path: Path) -> tuple[dict[str, Tensor], str]:
-    reader = FileSystemReader(path)
-    stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    stored = read_metadata(path).state_dict_metadata
     wanted: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in stored.items()
@@ -106,6 +109,6 @@ def _read_sharded(path: Path) -> tuple[dict[str, Tensor], str]:
     }
     if _PROGRESS in stored:
         wanted[_PROGRESS] = ""
-    load(wanted, storage_reader=reader, no_dist=True)
+    read_entries(path, wanted)
     progress = wanted.pop(_PROGRESS, "")
     return {key.removeprefix(_MODEL): tensor for key, tensor in wanted.items()}, progress

@@ -15,12 +15,16 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.config import ConfigError, save_config
-from composer_replication.coordinate import settings_of, tls_dir_of
-from composer_replication.coordinator.http_service import TlsFiles
+from composer_replication.coordinate import settings_of
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.display import Display
 from composer_replication.known_errors import FAILED, INTERRUPTED
-from composer_replication.launched_group import Command, environment, train_command
+from composer_replication.launched_group import (
+    HANG_TIMEOUT,
+    Command,
+    environment,
+    train_command,
+)
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.processes import Interrupts, ReplicaGroups
@@ -41,16 +45,13 @@ from composer_replication.run_record import (
     write_summary,
 )
 from composer_replication.run_token import TOKEN_FILE, write_token_file
-from composer_replication.supervision import MAX_RESTARTS, Supervisor
+from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Saboteur, Supervisor
 
 _LOCAL = "127.0.0.1"
 """Where the coordinator listens: the groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """After how long a silent group is gone: short, since on one machine no network loses packets."""
-
-Saboteur = Callable[[Supervisor], None]
-"""Does harm to the groups of a supervisor."""
 
 
 def launch(
@@ -61,8 +62,10 @@ def launch(
     nproc: int = 1,
     max_restarts: int = MAX_RESTARTS,
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
     saboteur: Saboteur | None = None,
     command: Command | None = None,
+    make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:
     """Train a config in several replica groups on this machine, and say what came of it.
 
@@ -74,8 +77,11 @@ def launch(
         max_restarts: How often in a row a group that dies is started again.
         straggler_timeout_s: How long a sync waits for a group that is alive and not there yet. It
             then goes on without it, and that group takes over the others' state, losing its steps.
-        saboteur: Called all the while with the supervisor, to do harm on purpose.
+        hang_timeout_s: After how long without any progress a group ends itself, to be started
+            again; unless the config names another ``hang_timeout_s``.
+        saboteur: Does harm on purpose.
         command: What a group runs, by its id. None: ``composer-replication train``.
+        make_coordinator: ``Coordinator``, or what stands in for it.
 
     Returns:
         An exit status: 0, 1 if the run failed, 130 if it was interrupted.
@@ -95,7 +101,7 @@ def launch(
     began = time.monotonic()
     given = ReplicaEnv.from_env().tokens
     tokens = given or (secrets.token_hex(16),)
-    coordinator = Coordinator(
+    coordinator = make_coordinator(
         settings_of(config),
         str(config_path),
         num_replicas=replicas,
@@ -121,12 +127,15 @@ def launch(
                 def start(replica_id: int) -> None:
                     coordinator.group_has_ended(replica_id)  # if there was one before
                     place = environment(replica_id, replicas, nproc, coordinator, run_dir)
-                    groups.start(replica_id, command(replica_id), place | {TOKEN: ",".join(tokens)})
+                    place |= {TOKEN: ",".join(tokens), HANG_TIMEOUT: f"{hang_timeout_s:g}"}
+                    groups.start(replica_id, command(replica_id), place)
 
                 supervisor = Supervisor(groups, run_dir, start, replicas, max_restarts, interrupts)
                 for replica_id in range(replicas):
                     start(replica_id)
-                failed = watch(supervisor, Display(console, run_dir, replicas), saboteur)
+                seconds_left = None if saboteur is None else saboteur.seconds_left
+                display = Display(console, run_dir, replicas, seconds_left)
+                failed = watch(supervisor, display, saboteur)
                 for replica_id, status in failed.items():
                     _explain_failure(run_dir, replica_id, status)
                 if interrupts.count:

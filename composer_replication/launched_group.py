@@ -15,15 +15,20 @@ from composer_replication.run_folder import CONFIG, log_path
 Command = Callable[[int], list[str]]
 """The command line of a replica group, by its id."""
 
+HANG_TIMEOUT = "COMPOSER_REPLICATION_HANG_TIMEOUT_S"
+"""Names the environment variable with a group's ``hang_timeout_s``."""
+
 # What torchrun or Composer's launcher sets; a group must not take its place in theirs for its own.
 _PLACE_IN_A_JOB = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK BASE_RANK MASTER_ADDR MASTER_PORT"
 ).split()
 
 
-def train_command(run_dir: Path, nproc: int, replica_id: int) -> list[str]:
+def train_command(
+    run_dir: Path, nproc: int, replica_id: int, module: str = "composer_replication"
+) -> list[str]:
     """The command of a replica group: of one process, or of several under Composer's launcher."""
-    train = ["composer_replication", "train", str(run_dir / CONFIG)]
+    train = [module, "train", str(run_dir / CONFIG)]
     if nproc == 1:
         return [sys.executable, "-m", *train]
     with socket.socket() as free:

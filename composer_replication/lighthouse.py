@@ -69,11 +69,12 @@ def can_connect(host: str, port: int, timeout_s: float) -> bool:
 @dataclass(frozen=True)
 class Member:
     """A replica group in a lighthouse's last quorum: torchft's name for it, with a uuid; the
-    manager's step when it asked; the address of its manager server."""
+    manager's step when it asked; the address of its manager server; how many ranks it has."""
 
     replica_id: str
     step: int
     manager_addr: str
+    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class LighthouseStatus:
     alive: frozenset[str] = frozenset()
 
 
-_MEMBER = re.compile(r"<b>([^<]+)</b>.*?Step: (\d+).*?Manager: (\S+)", re.DOTALL)
+_MEMBER = re.compile(
+    r"<b>([^<]+)</b>.*?Step: (\d+).*?Manager: (\S+).*?World size: (\d+)", re.DOTALL
+)
 _HEARTBEAT = re.compile(r'class="heartbeat([^"]*)">\s*(\S+): seen')
 _SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
 
@@ -103,7 +106,8 @@ def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatu
             page = answer.read().decode(errors="replace")
     except (URLError, OSError) as error:
         return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")
-    members = tuple(Member(name, int(step), addr) for name, step, addr in _MEMBER.findall(page))
+    found = _MEMBER.findall(page)
+    members = tuple(Member(name, int(step), addr, int(ranks)) for name, step, addr, ranks in found)
     situation = _SITUATION.search(page)
     heartbeats = _HEARTBEAT.findall(page)
     return LighthouseStatus(

@@ -42,7 +42,7 @@ class ReplicaOptions:
         coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
             None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
         heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
         on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.

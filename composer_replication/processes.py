@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
 from composer_replication.run_folder import log_path
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long processes may take to end after SIGTERM before they are killed, in seconds."""
@@ -22,10 +25,11 @@ GRACE_S = 5.0
 POLL_S = 0.1
 
 
-# Reads the pid of each group; when the launcher is gone, however it died, ends what is left.
+# Reads which process groups live, all of them in each line; when the launcher is gone, however it
+# died, ends these. Not those that have ended before: their numbers may be a stranger's by then.
 _WATCHDOG = """
-while read -r pid; do groups="$groups -$pid"; done
-kill -s TERM -- $groups; sleep 5; kill -s KILL -- $groups
+while read -r line; do groups=$line; done
+[ -z "$groups" ] || { kill -s TERM -- $groups; sleep 5; kill -s KILL -- $groups; }
 """
 
 
@@ -67,6 +71,8 @@ class ReplicaGroups:
         self._run_dir = run_dir
         self._interrupts = interrupts
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._leaders: dict[int, int] = {}
+        """The pids, which are sessions too, of the groups of which something may be alive."""
         # A process of its own, since no handler runs in a launcher that is killed; a pipe, since
         # PR_SET_PDEATHSIG reaches children only, and not the ranks below Composer's launcher.
         self._watchdog = subprocess.Popen(
@@ -88,8 +94,7 @@ class ReplicaGroups:
     def start(self, replica_id: int, command: list[str], environ: dict[str, str]) -> None:
         """Start a replica group."""
         path = log_path(self._run_dir, replica_id)
-        path.parent.mkdir(exist_ok=True)
-        with path.open("ab") as output:  # a group that is started again goes on in it
+        with _open_log(path) as output:  # a group that is started again goes on in it
             process = subprocess.Popen(
                 command,
                 env=environ,
@@ -99,27 +104,38 @@ class ReplicaGroups:
                 start_new_session=True,
             )
         self._processes[replica_id] = process
-        assert self._watchdog.stdin is not None, "opened as a pipe"
-        self._watchdog.stdin.write(f"{process.pid}\n".encode())
-        self._watchdog.stdin.flush()
+        self._leaders[replica_id] = process.pid
+        self._tell_watchdog()
 
     def exit_statuses(self) -> dict[int, int | None]:
         """The exit status of each group; None while it runs, negative if a signal ended it."""
         return {replica_id: process.poll() for replica_id, process in self._processes.items()}
 
     def end(self, replica_id: int) -> None:
-        """Kill what is left of one group: ranks and loader workers of a leader that has died."""
-        pid = self._processes[replica_id].pid
-        _send(self._members({pid}), psutil.Process.kill)
+        """Kill what is left of one group: ranks and loader workers of a leader that has ended."""
+        pid = self._leaders.pop(replica_id, None)
+        if pid is not None:
+            _send(self._members({pid}), psutil.Process.kill)
+            self._tell_watchdog()
+
+    def members(self, replica_id: int) -> set[psutil.Process]:
+        """Every process of one group; empty if it has ended."""
+        pid = self._leaders.get(replica_id)
+        return set() if pid is None else self._members({pid})
 
     def signal(self, replica_id: int, number: int) -> None:
         """Send a signal to every process of one group."""
-        members = self._members({self._processes[replica_id].pid})
-        _send(members, lambda process: process.send_signal(number))
+        _send(self.members(replica_id), lambda process: process.send_signal(number))
+
+    def _tell_watchdog(self) -> None:
+        assert self._watchdog.stdin is not None, "opened as a pipe"
+        line = " ".join(f"-{pid}" for pid in self._leaders.values())
+        self._watchdog.stdin.write(f"{line}\n".encode())
+        self._watchdog.stdin.flush()
 
     def stop(self) -> None:
         """End every process of every group: SIGTERM, and SIGKILL after ``GRACE_S``."""
-        members = self._members(self._leaders())
+        members = self._members(set(self._leaders.values()))
         _send(members, psutil.Process.resume)  # a process that is stopped does not end on SIGTERM
         _send(members, psutil.Process.terminate)
         deadline = time.monotonic() + GRACE_S
@@ -128,13 +144,10 @@ class ReplicaGroups:
             if self._interrupts.count > patience:
                 break
             time.sleep(0.05)
-        members |= self._members(self._leaders())  # what was started in the meantime
+        members |= self._members(set(self._leaders.values()))  # what was started in the meantime
         _send(members, psutil.Process.kill)
         while self._any_alive(members) and time.monotonic() < deadline + 2:
             time.sleep(0.02)
-
-    def _leaders(self) -> set[int]:
-        return {process.pid for process in self._processes.values()}
 
     def _members(self, leaders: set[int]) -> set[psutil.Process]:
         """Every process of these groups: of a leader's session, or below one that is."""
@@ -148,6 +161,15 @@ class ReplicaGroups:
     def _any_alive(self, members: set[psutil.Process]) -> bool:
         self.exit_statuses()  # reaps our children, which would stay as zombies
         return any(_is_alive(process) for process in members)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("ab")
+    except OSError as error:  # a full disk must not end the groups that train
+        log.warning("Cannot open %s (%s): what the group says is lost", path, error)
+        return open(os.devnull, "ab")
 
 
 def _send(members: set[psutil.Process], send: Callable[[psutil.Process], None]) -> None:

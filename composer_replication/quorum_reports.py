@@ -23,6 +23,8 @@ class Report:
         connection: The id, the size and the number of the connection it has, if it has one.
         unreachable: The members of its last quorum whose address did not answer it.
         has_failed: Whether its last sync failed by an error of its own, and not by a peer's.
+        num_ranks: Ranks of the group.
+        num_shards: Into how many parts they divide the model; see ``GroupLayout``.
     """
 
     step: int = 0
@@ -32,6 +34,8 @@ class Report:
     connection: list[Any] | None = None
     unreachable: tuple[str, ...] = ()
     has_failed: bool = False
+    num_ranks: int = 1
+    num_shards: int = 1
 
 
 _FIELDS = tuple(field.name for field in fields(Report))
@@ -77,6 +81,8 @@ def read_handle(handle: str, name: str, tokens: Sequence[str]) -> Report | None:
             and (report.last is None or _types(report.last) == [int, list])
             and (report.connection is None or _types(report.connection) == [int, int, int])
             and isinstance(report.has_failed, bool)
+            and isinstance(report.num_ranks, int)
+            and isinstance(report.num_shards, int)
             and all(
                 isinstance(each, str)
                 for each in [*report.awaits, *report.unreachable, *(report.last or [0, []])[1]]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from composer_replication.group_layout import GroupLayout
 from composer_replication.quorum_reports import Report, among, at_fault, read_handle, write_handle
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class QuorumWatch:
         self._timeout = timeout
         self._tokens = tuple(tokens) or ("",)
         self.should_commit = client.should_commit
+        self.layout = GroupLayout(world_size)
         self.members: tuple[str, ...] = ()
         self.max_step = 0
         self.awaits: frozenset[str] = frozenset()
@@ -107,6 +109,7 @@ class QuorumWatch:
             QuorumFailed: There is none.
             QuorumDeclined: There is one that its members do not use.
             AtFaultError: Syncs have been failing because of this group, for too long.
+            SettingsMismatch: This group has other ranks or shards than the run.
             TimeoutError: Another rank of this group has not voted on it.
         """
         report = Report(
@@ -117,6 +120,8 @@ class QuorumWatch:
             connection=self._connection,
             unreachable=self.unreachable,
             has_failed=self.has_failed,
+            num_ranks=self.layout.num_ranks,
+            num_shards=self.layout.num_shards,
         )
         handle = write_handle(request["reconfigure_handle"], report, self._name, self._tokens[0])
         request["reconfigure_handle"] = handle
@@ -128,9 +133,11 @@ class QuorumWatch:
         quorum, reports = self._without_strangers(quorum, request["group_rank"])
         before = self.members
         is_used = self._is_usable(quorum, quorum_as_given, reports)
+        is_used = self.layout.fits(dict(zip(self.members, reports, strict=True))) and is_used
         if self._world_size > 1:
             is_used = self._do_all_vote_for_it(request["group_rank"], request["step"], is_used)
         if not is_used:
+            self.layout.check()
             raise QuorumDeclined
         self._judge(dict(zip(quorum.replica_ids, reports, strict=True)), before)
         self._connect_if_needed(quorum.quorum_id, reports)
@@ -147,7 +154,13 @@ class QuorumWatch:
                 f"somebody else asks the lighthouse in the name of this group, {self._name!r}"
             )
         reports = [report for report in read if report is not None]
-        strangers = frozenset(quorum.replica_ids) - {quorum.replica_ids[place] for place in kept}
+        strangers = frozenset(
+            name
+            for name, handle, report in zip(
+                quorum.replica_ids, quorum.reconfigure_handles, read, strict=True
+            )
+            if report is None and not self.layout.is_missing_rank(handle)
+        )
         for name in sorted(strangers - self._strangers):
             log.warning(
                 "Left %r out of the quorum: it does not prove that it knows this run's token. It "
@@ -155,7 +168,9 @@ class QuorumWatch:
                 name,
             )
         self._strangers = strangers
-        return (among(quorum, kept, reports, group_rank) if strangers else quorum), reports
+        if len(kept) < len(read):
+            quorum = among(quorum, kept, reports, group_rank)
+        return quorum, reports
 
     def _do_all_vote_for_it(self, group_rank: int, step: int, vote: bool) -> bool:
         try:

@@ -16,8 +16,9 @@ import torchft.manager
 from torchft._torchft import ManagerServer
 
 from composer_replication.addresses import bracketed, check_hostname, own_address
+from composer_replication.group_layout import check_ranks
 from composer_replication.heal_transport import HealTransport
-from composer_replication.lighthouse import check_lighthouse
+from composer_replication.lighthouse import check_lighthouse, read_status
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.prefetch import prefetch
 from composer_replication.process_group import host_store, make_process_group
@@ -52,7 +53,7 @@ def make_manager(
     Args:
         replica_id: Name of the replica group, different in each.
         lighthouse_addr: ``http://host:port`` of the lighthouse.
-        min_replica_size: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
             which groups differ between two syncs.
@@ -78,6 +79,7 @@ def make_manager(
 
     Raises:
         ValueError: An argument is missing or out of range, or ``hostname`` leads nowhere.
+        SettingsMismatch: The groups in training have another number of ranks.
         ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
             had (``HealError``). This group has not been seen by the others then.
     """
@@ -97,6 +99,7 @@ def make_manager(
     process_group = make_process_group(backend, timeout, hostname, tls_dir)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
+    check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
     tokens = read_tokens(token, "token") if token else ReplicaEnv.from_env().tokens
     if not tokens:
         log.warning(

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
 from torchft.work import _DummyWork
 
+from composer_replication.group_layout import GroupLayout
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
 from composer_replication.process_group import Gloo
@@ -27,8 +28,8 @@ from composer_replication.waiting import DaemonExecutor, InterruptibleWork
 
 log = logging.getLogger(__name__)
 
-_left: list[object] = []
-"""Process groups of managers that have left, kept until the process ends."""
+_left: list[ReplicaManager] = []
+"""Managers that have left. Their connections stay until the next one of this process commits."""
 
 
 class ReplicaManager(Manager):
@@ -58,6 +59,7 @@ class ReplicaManager(Manager):
     _lighthouse_addr = ""
     _is_shut_down = False
     _watch: QuorumWatch
+    layout: GroupLayout
     _alarm: SyncAlarm | None = None
 
     def take_over(
@@ -81,6 +83,8 @@ class ReplicaManager(Manager):
             self._timeout,
             tokens,
         )
+        self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
+        self._watch.layout = self.layout
         return self
 
     @property
@@ -218,7 +222,7 @@ class ReplicaManager(Manager):
         """
         self._watch.disconnected()
         if self._alarm is not None:
-            self._alarm.raise_for_all()  # of the connection before: nobody listens to it any more
+            self._alarm.close()
             self._alarm = None
         found = [json.loads(handle) for handle in handles]
         addresses = [each["store"] for each in found]
@@ -230,7 +234,7 @@ class ReplicaManager(Manager):
             self._alarm = SyncAlarm(addresses[0], unique, self._connect_timeout)
         self._watch.connected(communicator_id, unique)
 
-    def _check_reachable(self, handles: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
         """Check that every member's address answers, and note for the others which do not.
 
         Raises:
@@ -295,20 +299,38 @@ class ReplicaManager(Manager):
         It waits for the other ranks of the group, one of which may have died.
         """
         if torch.accelerator.is_available():  # it synchronises the device of the calling thread
-            return super().should_commit(timeout)
-        return self._executor.submit(super().should_commit, timeout).result()
+            commits = super().should_commit(timeout)
+        else:
+            commits = self._executor.submit(super().should_commit, timeout).result()
+        while commits and _left:
+            _left.pop().release()
+        return commits
 
     def shutdown(self, wait: bool = False) -> None:
         """Leave: heartbeats stop, so that the peers go on without this group.
 
-        Connections stay until the process ends: a peer may still be receiving this group's part
-        of the last allreduce, and would fail there.
+        Connections stay for now: a peer may still be receiving this group's part of the last
+        allreduce, and would fail there.
         """
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
-            _left.append(self._pg)
+            _left.append(self)
             self.store = None
+
+    def release(self) -> None:
+        """Close what ``shutdown`` has left open: sockets, threads and ports.
+
+        The group has taken part in a sync since, so its peers are through with the one before.
+        """
+        if self._alarm is not None:
+            self._alarm.close()
+        self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
+        # Each of these ends with its last reference. A cycle has this object live on for a while.
+        for name in ("_pg", "_store", "_client", "_watch", "_manager", "_checkpoint_transport"):
+            setattr(self, name, None)
+        self._load_state_dict_fns.clear()
+        self._user_state_dicts.clear()
 
 
 def _is_own_failure(error: Exception) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from composer_replication.run_folder import METRICS
-from composer_replication.run_record import Run, count, read_run, that_count
+from composer_replication.run_folder import METRICS, OUTER_STEP
+from composer_replication.run_record import Run, count, read_run
 
 PICTURE = "loss.png"
 
@@ -15,6 +17,14 @@ PICTURE = "loss.png"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.")
+
+MAX_POINTS = 4000
+"""How many syncs of a group are drawn; of a longer run, evenly spaced ones."""
+
+_DRAWN = (OUTER_STEP, "inner_steps", "loss", "diloco/sync_seconds")
+
+Points = dict[str, list[dict[str, Any]]]
+"""The syncs of each group that are drawn."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -46,8 +56,9 @@ def write_report(run_dir: str | Path) -> Path:
         f"{run.run_dir.resolve().name}: {count(len(run.metrics), 'replica group')}, "
         f"{count(run.outer_steps, 'outer step')}"
     )
-    _draw_losses(losses, run)
-    _draw_costs(costs, run)
+    points = {replica_id: thin_out(lines) for replica_id, lines in run.metrics.items()}
+    _draw_losses(losses, run, points)
+    _draw_costs(costs, run, points)
     rounds = f"round (1 round = {run.sync_every} inner steps)"
     costs.set_xlabel(rounds if run.sync_every else "inner steps")
     costs.set_xlim(left=0)
@@ -61,12 +72,31 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def _draw_losses(axes: Any, run: Run) -> None:
+def thin_out(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most ``MAX_POINTS`` of a group's syncs, without those that it made again after a resume.
+
+    It keeps no more than these in memory, however many there are.
+    """
+    kept: list[dict[str, Any]] = []
+    every = 1
+    for index, line in enumerate(lines):
+        while kept and kept[-1][OUTER_STEP] >= line[OUTER_STEP]:
+            kept.pop()
+        if index % every:
+            continue
+        kept.append({key: line[key] for key in _DRAWN if key in line})
+        if len(kept) > MAX_POINTS:
+            kept = kept[::2]
+            every *= 2
+    return kept
+
+
+def _draw_losses(axes: Any, run: Run, points: Points) -> None:
     # A byte-level model's loss is in nats per byte; its evaluation is in bits.
     evaluation = run.evaluation
     scale = 1 / math.log(2) if "bits_per_byte" in evaluation else 1.0
     axes.set_ylabel("training loss (bits per byte)" if scale > 1 else "training loss (nats)")
-    _draw_groups(axes, run, "loss", scale)
+    _draw_groups(axes, run, points, "loss", scale)
     for key, style, name in (
         ("unigram_bits_per_byte", (0, (1, 2)), "byte frequencies alone"),
         ("bits_per_byte", (0, (6, 2)), "held-out at the end"),
@@ -77,23 +107,23 @@ def _draw_losses(axes: Any, run: Run) -> None:
     axes.legend(frameon=False, loc="upper right", ncols=2 if len(run.metrics) > 4 else 1)
 
 
-def _draw_costs(axes: Any, run: Run) -> None:
-    _draw_groups(axes, run, "diloco/sync_seconds", 1.0)
-    lines = [line for lines in run.metrics.values() for line in lines]
-    seconds = sorted(line["diloco/sync_seconds"] for line in lines)
+def _draw_costs(axes: Any, run: Run, points: Points) -> None:
+    _draw_groups(axes, run, points, "diloco/sync_seconds", 1.0)
+    seconds = sorted(line["diloco/sync_seconds"] for lines in points.values() for line in lines)
     # One slow sync, such as the first, would press all others onto the axis.
     if seconds[0] > 0 and seconds[-1] > 20 * seconds[len(seconds) // 2]:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    computing = sum(line["diloco/compute_fraction"] for line in lines) / len(lines)
+    computing = fmean(
+        line["diloco/compute_fraction"] for lines in run.metrics.values() for line in lines
+    )
     axes.set_ylabel("blocked per sync\n(seconds)")
     axes.set_title(f"training {computing:.0%} of the time", fontsize="medium", loc="right")
 
 
-def _draw_groups(axes: Any, run: Run, key: str, scale: float) -> None:
-    for i, (replica_id, all_lines) in enumerate(run.metrics.items()):
-        lines = that_count(all_lines)
+def _draw_groups(axes: Any, run: Run, drawn: Points, key: str, scale: float) -> None:
+    for i, (replica_id, lines) in enumerate(drawn.items()):
         points = [
             (x["inner_steps"] / (run.sync_every or 1), x[key] * scale)
             for x in lines

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
+import logging
 import os
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from composer_replication.folder_lock import lock_folder
+from composer_replication.json_files import (
+    JsonLineWriter,
+    read_json,
+    read_last_line,
+    replace_json,
+)
+
+log = logging.getLogger(__name__)
+
 CONFIG = "config.yaml"
+LOCK = "launch.lock"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -19,20 +32,29 @@ STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
 
 STATUS_EVERY_S = 0.5
+WARN_EVERY_S = 60.0
+"""How often the log says that a file cannot be written."""
+
+OUTER_STEP = "diloco/outer_step"
 
 
 def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
     """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
 
-    With ``autoresume`` a run that is in it goes on.
+    With ``autoresume`` a run that is in it goes on. Until this process ends no other one can run in
+    that folder.
 
     Raises:
-        ValueError: There is a run in it, or it is no folder.
+        ValueError: There is a run in it, another process runs in it, or it is no folder.
     """
-    default = Path("runs") / f"{Path(config_path).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(config.get("run_dir") or default).absolute()
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
+    if config.get("run_dir"):
+        run_dir = Path(config["run_dir"]).absolute()
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ValueError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
+        run_dir.mkdir(parents=True, exist_ok=True)
+    else:
+        run_dir = _make_new_folder(Path("runs").absolute(), Path(config_path).stem)
+    lock_folder(run_dir, LOCK, "give another run_dir=...")
     written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
     goes_on = bool(config.get("autoresume"))
     if not goes_on and any(path for pattern in written for path in run_dir.glob(pattern)):
@@ -41,7 +63,6 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
             "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
             "remove that one"
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
     # What is left of a start that failed, or of the end of the run that goes on, is not the new
     # one's. Metrics and logs stay.
     for pattern in (SUMMARY, STOP, f"replica_*/{RESULT}"):
@@ -49,10 +70,21 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
             path.unlink()
     for path in run_dir.glob(f"replica_*/{STATUS}"):
         if goes_on:  # it says how far the group had come
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "starting"}))
+            replace_json(path, read_json(path) | {"phase": "starting"})
         else:
             path.unlink()
     return run_dir
+
+
+def _make_new_folder(parent: Path, name: str) -> Path:
+    """Two runs that start in the same second get a folder each."""
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError("there is always a next number")
 
 
 def log_path(run_dir: Path, replica_id: str | int) -> Path:
@@ -63,16 +95,7 @@ def log_path(run_dir: Path, replica_id: str | int) -> Path:
 def last_outer_step(run_dir: str | Path | None) -> int:
     """Outer steps that the groups of a run have made by now, as its folder says; 0 without one."""
     paths = [] if run_dir is None else Path(run_dir).glob(f"replica_*/{METRICS}")
-    lines = (line for path in paths if (line := _last_line(path)))
-    return max((int(line["diloco/outer_step"]) for line in lines), default=0)
-
-
-def _last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines: its writer may have been killed in the next."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2**14))
-        whole, _, _ = file.read().rpartition(b"\n")
-    return json.loads(whole.rpartition(b"\n")[2]) if whole else None
+    return max((int(read_last_line(path).get(OUTER_STEP, 0)) for path in paths), default=0)
 
 
 class ReplicaFolder:
@@ -84,22 +107,39 @@ class ReplicaFolder:
       batches and outer steps since then are made again;
     * ``result.json``: how it ended.
 
+    A disk that is full or broken does not end training: lines wait in memory until there is room,
+    a status is dropped, and the log has a warning once a minute. Only a result that cannot be
+    written is an error.
+
     Args:
         run_dir: The run's folder; None writes nothing.
         replica_id: Of this group.
+
+    Raises:
+        PermissionError: The folder may not be made, or not there.
+        NotADirectoryError: ``run_dir`` is a file.
     """
 
     def __init__(self, run_dir: str | Path | None, replica_id: str | int) -> None:
         self._folder = None if run_dir is None else Path(run_dir) / f"replica_{replica_id}"
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
         self._phase = ""
         self._status_due = 0.0
+        self._warning_due = 0.0
+        self._lines: dict[str, JsonLineWriter] = {}
+        if self._folder is None:
+            return
+        self._lines = {name: JsonLineWriter(self._folder / name) for name in (METRICS, RESUMES)}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except (PermissionError, NotADirectoryError, FileExistsError):
+            raise  # a mistake of whoever named the folder, and nobody waits for this group yet
+        except OSError as error:
+            self._warn(error)
 
     @property
     def asks_to_stop(self) -> bool:
         """Whether somebody has put a file ``STOP`` into the run's folder."""
-        return self._folder is not None and (self._folder.parent / STOP).exists()
+        return self._folder is not None and os.path.exists(self._folder.parent / STOP)
 
     def append_sync(self, line: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
@@ -109,40 +149,69 @@ class ReplicaFolder:
         """How far the group has come, before it was stopped: ``batch`` and ``outer_step``."""
         if self._folder is None:
             return {}
-        line = _last_line(self._folder / METRICS) if (self._folder / METRICS).exists() else None
-        path = self._folder / STATUS
-        status = json.loads(path.read_text()) if path.exists() else {}
+        line = read_last_line(self._folder / METRICS)
+        status = read_json(self._folder / STATUS)
         return {
-            "batch": max(int(status.get("batch") or 0), line["batch"] if line else 0),
-            "outer_step": int(line["diloco/outer_step"]) if line else 0,
+            "batch": max(int(status.get("batch") or 0), int(line.get("batch") or 0)),
+            "outer_step": int(line.get(OUTER_STEP) or 0),
         }
 
     def append_resume(self, line: dict[str, Any]) -> None:
         """Append a line to ``resumes.jsonl``."""
         self._append(RESUMES, line)
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        if self._folder is not None:
-            with (self._folder / name).open("ab+") as file:
-                # A line that its writer was killed in must not swallow this one.
-                file.seek(0, os.SEEK_END)
-                if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-                    file.write(b"\n")
-                file.write(json.dumps(line).encode() + b"\n")
-
     def write_status(self, phase: str, **progress: float | None) -> None:
         """Replace ``status.json``; within a phase not more often than ``STATUS_EVERY_S``."""
         now = time.monotonic()
-        if phase != self._phase or now >= self._status_due:
-            self._phase, self._status_due = phase, now + STATUS_EVERY_S
-            self._replace(STATUS, {"phase": phase, **progress})
+        if self._folder is None or (phase == self._phase and now < self._status_due):
+            return
+        self._phase, self._status_due = phase, now + STATUS_EVERY_S
+        self._flush()
+        try:
+            replace_json(self._folder / STATUS, {"phase": phase, **progress})
+        except OSError as error:
+            self._warn(error)
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Replace ``result.json``."""
-        self._replace(RESULT, result)
+        """Replace ``result.json``.
 
-    def _replace(self, name: str, content: dict[str, Any]) -> None:
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._folder is None:
+            return
+        self._flush()
+        path = self._folder / RESULT
+        try:
+            replace_json(path, result, survives_power_cut=True)
+        except OSError as error:
+            problem = f"{error.strerror}; training is complete and only its result is not written"
+            raise OSError(error.errno, f"{problem}: make room or mend the disk", path) from error
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is not None:
-            draft = self._folder / f".{name}"
-            draft.write_text(json.dumps(content))
-            os.replace(draft, self._folder / name)  # a reader never sees half a file
+            self._lines[name].append(line)
+            self._flush()
+
+    def _flush(self) -> None:
+        for lines in self._lines.values():
+            try:
+                lines.flush()
+            except OSError as error:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        now = time.monotonic()
+        if now < self._warning_due:
+            return
+        self._warning_due = now + WARN_EVERY_S
+        waiting = sum(lines.num_waiting for lines in self._lines.values())
+        lost = sum(lines.num_lost for lines in self._lines.values())
+        log.warning(
+            "Cannot write into %s (%s). Training goes on; %d lines wait in memory until there is "
+            "room, and %d older ones are lost",
+            self._folder,
+            error,
+            waiting,
+            lost,
+        )

@@ -5,22 +5,54 @@ Reads that folder only, so it works on a run that is over, still going or was ki
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from composer_replication.run_folder import CONFIG, METRICS, RESULT, RESUMES, STATUS, SUMMARY
+from composer_replication.config import read_value
+from composer_replication.json_files import JsonLineReader, read_json, replace_json
+from composer_replication.run_folder import (
+    CONFIG,
+    METRICS,
+    OUTER_STEP,
+    RESULT,
+    RESUMES,
+    STATUS,
+    SUMMARY,
+)
 
 # Colours, and the rank that torch writes before every line of a traceback.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
 
 # What Composer's launcher adds below the error of a rank that it quotes.
 _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
+
+
+class Syncs(Collection[dict[str, Any]]):
+    """The committed syncs of a replica group, in the order of their making.
+
+    They are read from the file whenever they are iterated over: millions do not fit into memory.
+
+    Attributes:
+        num_damaged: Lines that cannot be read, and are left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        reader = JsonLineReader(path)
+        self._length = sum(1 for _ in reader.read())
+        self.num_damaged = reader.num_damaged
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return JsonLineReader(self._path).read()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, line: object) -> bool:
+        return any(line == other for other in self)
 
 
 @dataclass(frozen=True)
@@ -33,18 +65,20 @@ class Run:
         metrics: The committed syncs of each replica group, by its id, in the order of their making.
         resumes: Where each group continued from a checkpoint, and what it made again.
         results: How each group ended, by its id; those that did are in it.
+        num_damaged: Lines of each group's metrics that cannot be read, and are left out.
     """
 
     run_dir: Path
     sync_every: int | None
-    metrics: dict[str, list[dict[str, Any]]]
+    metrics: Mapping[str, Collection[dict[str, Any]]]
     results: dict[str, dict[str, Any]]
     resumes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    num_damaged: dict[str, int] = field(default_factory=dict)
 
     @property
     def outer_steps(self) -> int:
         """Outer steps of the group that has made most."""
-        steps = [line["diloco/outer_step"] for lines in self.metrics.values() for line in lines]
+        steps = (line[OUTER_STEP] for lines in self.metrics.values() for line in lines)
         return int(max(steps, default=0))
 
     @property
@@ -77,55 +111,23 @@ def read_run(run_dir: str | Path) -> Run:
             "or start one with `composer-replication launch CONFIG --replicas 2`"
         )
     ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
+    metrics = {id: Syncs(folders[id] / METRICS) for id in ids}
     return Run(
         run_dir=run_dir,
         sync_every=_sync_every(run_dir),
-        metrics={id: read_lines(folders[id] / METRICS)[0] for id in ids},
-        resumes={id: read_lines(folders[id] / RESUMES)[0] for id in ids},
-        results={
-            id: json.loads((folders[id] / RESULT).read_text())
-            for id in ids
-            if (folders[id] / RESULT).exists()
-        },
+        metrics=metrics,
+        resumes={id: list(JsonLineReader(folders[id] / RESUMES).read()) for id in ids},
+        results={id: result for id in ids if (result := read_json(folders[id] / RESULT))},
+        num_damaged={id: syncs.num_damaged for id, syncs in metrics.items()},
     )
 
 
-def that_count(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A group's syncs without those that it made again after a resume: these are void."""
-    kept: list[dict[str, Any]] = []
-    for line in lines:
-        while kept and kept[-1]["diloco/outer_step"] >= line["diloco/outer_step"]:
-            kept.pop()
-        kept.append(line)
-    return kept
-
-
-def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The JSON lines of a file from a byte on, and the byte after them.
-
-    A last line without its end is left for the next time: its writer is at it, or was killed.
-    """
-    if not path.exists():
-        return [], offset
-    with path.open("rb") as file:
-        file.seek(offset)
-        whole, end, _ = file.read().rpartition(b"\n")
-    lines = [json.loads(line) for line in whole.splitlines() if _is_whole(line)]
-    return lines, offset + len(whole) + len(end)
-
-
-def _is_whole(line: bytes) -> bool:
-    """A writer that was killed leaves half a line, and goes on below it when it is back."""
-    return line.startswith(b"{") and line.endswith(b"}")
-
-
 def _sync_every(run_dir: Path) -> int | None:
-    path = run_dir / CONFIG  # a training script of somebody's own leaves none
-    config = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
-    section = (config.get("callbacks") or {}).get("diloco") or {}
-    if "sync_every" in section:
-        return section["sync_every"]
-    statuses = [json.loads(path.read_text()) for path in run_dir.glob(f"replica_*/{STATUS}")]
+    # A training script of somebody's own leaves no config.
+    sync_every = read_value(run_dir / CONFIG, "callbacks.diloco.sync_every")
+    if sync_every is not None:
+        return sync_every
+    statuses = [read_json(path) for path in run_dir.glob(f"replica_*/{STATUS}")]
     return next(filter(None, map(implied_sync_every, statuses)), None)
 
 
@@ -168,7 +170,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
         ],
         "eval": run.evaluation,
     }
-    (run.run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    replace_json(run.run_dir / SUMMARY, summary, survives_power_cut=True, indent=2)
     return summary
 
 
@@ -183,6 +185,11 @@ def describe(run: Run) -> list[tuple[str, str]]:
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
     rows += [("resumed", text) for text in _describe_resumes(run)]
+    rows += [
+        ("damaged", f"{count(number, 'line')} of replica_{id}/{METRICS}, left out")
+        for id, number in run.num_damaged.items()
+        if number
+    ]
     rows += _describe_traffic(run)
     return rows
 
@@ -213,12 +220,15 @@ def describe_digests(run: Run) -> str:
 
 def _describe_traffic(run: Run) -> list[tuple[str, str]]:
     lines = max(run.metrics.values(), key=len)
-    sent = sum(line["diloco/bytes_sent"] for line in lines)
+    sent = inner_steps = 0
+    per_fragment = {}
+    for line in lines:
+        sent += line["diloco/bytes_sent"]
+        inner_steps = max(inner_steps, line["inner_steps"])
+        per_fragment[line["diloco/fragment"]] = line["diloco/bytes_float32"]
     if not sent:
         return []
     # Data parallel averages every parameter in every inner step: each fragment once.
-    per_fragment = {line["diloco/fragment"]: line["diloco/bytes_float32"] for line in lines}
-    inner_steps = max(line["inner_steps"] for line in lines)
     data_parallel = inner_steps * sum(per_fragment.values())
     text = (
         f"{_size(sent)} in {count(len(lines), 'sync')}; data parallel: {_size(data_parallel)} in "

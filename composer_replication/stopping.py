@@ -1,89 +1,81 @@
-"""Ends a process that was told to stop and hangs in a collective that its peers will never join.
+"""Ends a rank that waits in the barrier of Composer's ``Trainer.close`` for ranks that never come.
 
-Inside a collective no Python runs, a signal's handler neither. And Composer's ``Trainer.close``
-has a barrier: a rank that stops waits there for one that still waits for it in an allreduce, for as
-long as torch.distributed's timeout.
+After an exception or SIGTERM one rank closes its Trainer and waits in that barrier, while another
+still waits for it in an allreduce, where no Python runs, a signal's handler neither. Both would
+wait as long as torch.distributed's timeout.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
-import signal
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from types import FrameType
+
+from composer import Trainer
+from composer.utils import dist
 
 log = logging.getLogger(__name__)
 
-STUCK_S = 3.0
-"""How long the main thread may stand at one place of ``COLLECTIVES`` after a stop, in seconds."""
+GRACE_S = 10.0
+"""How long a rank may wait in that barrier: the others may still be closing their loggers."""
 
-WATCHED_S = 120.0
-"""How long after a stop it is looked at: saving and uploading may take their time."""
-
-COLLECTIVES = ("torch/distributed/", "torch/autograd/", "composer/utils/dist.py")
-
-_installed: int | None = None
+POLL_S = 0.2
 
 
-def watch_for_stops() -> None:
-    """Watch for SIGTERM and SIGINT, once in a process; call it in the main thread.
+def end_if_stuck_in_close(error: BaseException | None) -> None:
+    """End this process if the ``Trainer.close`` that calls this waits too long for other ranks.
 
-    The interpreter writes a signal's number into a pipe at once, whatever the main thread is at.
-    Without handlers of its own, or where somebody else has such a pipe, nothing is changed.
+    A thread looks at the calling thread until ``Trainer.close`` has returned, and at nothing but
+    its barrier: what the process does afterwards, or another Trainer, is never taken for it. Where
+    it is not ``Trainer.close`` that calls, nothing happens.
+
+    Args:
+        error: Why it closes; the process ends with the status that this would have given it.
     """
-    global _installed
-    if _installed is not None or threading.current_thread() is not threading.main_thread():
-        return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        os.close(reading)
-        os.close(writing)
-        return
-    _installed = writing
-    threading.Thread(target=_watch, args=(reading,), name="stop watch", daemon=True).start()
+    closing = next((f for f in _stack(sys._getframe()) if f.f_code is Trainer.close.__code__), None)
+    if closing is not None:
+        arguments = (threading.get_ident(), closing, _exit_status(error))
+        threading.Thread(target=_watch, args=arguments, name="close watch", daemon=True).start()
 
 
-def expect_end(status: int) -> None:
-    """Say that this process is ending for another reason than a signal, with this exit status."""
-    if _installed is not None:
-        os.write(_installed, bytes([0, status]))
+def _watch(thread_id: int, closing: FrameType, status: int) -> None:
+    since = time.monotonic()
+    while closing in (stack := list(_stack(sys._current_frames().get(thread_id)))):
+        in_barrier = any(
+            frame.f_code is dist.barrier.__code__ and frame.f_back is closing for frame in stack
+        )
+        if not in_barrier:
+            since = time.monotonic()
+        elif time.monotonic() - since > GRACE_S:
+            _end(status)
+        time.sleep(POLL_S)
 
 
-def _watch(reading: int) -> None:
-    while True:
-        number = os.read(reading, 1)[0]
-        if number in (signal.SIGTERM, signal.SIGINT):
-            _end_if_stuck(128 + number)
-        elif number == 0:
-            _end_if_stuck(os.read(reading, 1)[0])
+def _end(status: int) -> None:
+    log.error(
+        "The other ranks of this group have not come to the end of Trainer.close within %g s: this "
+        "rank ends with status %d. Below is what its threads are doing",
+        GRACE_S,
+        status,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    os._exit(status)
 
 
-def _end_if_stuck(status: int) -> None:
-    end = time.monotonic() + WATCHED_S
-    place, since = None, time.monotonic()
-    while time.monotonic() < end:
-        now_at = _where_the_main_thread_waits()
-        if now_at is None or now_at != place:
-            place, since = now_at, time.monotonic()
-        elif time.monotonic() - since > STUCK_S:
-            log.warning("Told to stop while waiting in %s: ended with status %d", now_at[0], status)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        time.sleep(0.1)
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
-def _where_the_main_thread_waits() -> tuple[str, int, int] | None:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return None
-    path = Path(frame.f_code.co_filename).as_posix()
-    if not any(part in path for part in COLLECTIVES):
-        return None
-    return f"{frame.f_code.co_name} ({path})", id(frame), frame.f_lasti
+def _exit_status(error: BaseException | None) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code  # Composer turns signals into these
+    return 1

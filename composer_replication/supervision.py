@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from composer_replication.json_files import read_json, replace_json
 from composer_replication.known_errors import BAD_INPUT
 from composer_replication.processes import POLL_S, Interrupts, ReplicaGroups
 from composer_replication.run_folder import METRICS, STATUS, log_path
 
+HANG_TIMEOUT_S = 600.0
+"""After how long without any progress a group ends itself, in seconds."""
+
+log = logging.getLogger(__name__)
+
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+
+JOINED = ("training", "evaluating", "finished")
+"""The phases of a group that has joined the others."""
 
 
 @dataclass
@@ -28,6 +38,7 @@ class GroupRecord:
         due: When to start it again; None while it runs or has ended for good.
         status: The exit status it ended with for good; None before.
         is_given_up: Whether it died when there was no one left to join.
+        deaths: The exit statuses of its lives that ended too early.
     """
 
     restarts: int = 0
@@ -36,14 +47,16 @@ class GroupRecord:
     due: float | None = None
     status: int | None = None
     is_given_up: bool = False
+    deaths: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Supervisor:
     """Watches the groups until all have ended, one has failed for good, or we are interrupted.
 
-    A group that dies is started again, after 1, 2, 4, ... s. It has failed for good if it was given
-    bad input, if nobody has committed anything yet, or after ``max_restarts`` in a row without a
+    A group that dies is started again, after 1, 2, 4, ... s. It has failed for good if its exit
+    status says bad input, if it had an error of its own before it ever joined the others (an
+    import, a setting: its next start would fail too), or after ``max_restarts`` in a row without a
     sync of its own. When all others have finished there is nothing to join, and it is given up.
 
     Args:
@@ -92,6 +105,12 @@ class Supervisor:
         """How often each group was started again, by its name."""
         return {str(replica_id): record.restarts for replica_id, record in self.records.items()}
 
+    def trains(self, replica_id: int) -> bool:
+        """Whether a group is in training now."""
+        record = self.records[replica_id]
+        is_there = record.status is None and record.due is None
+        return is_there and self._phase(replica_id) == "training"
+
     def _look(self) -> None:
         for replica_id, status in self.groups.exit_statuses().items():
             record = self.records[replica_id]
@@ -100,6 +119,7 @@ class Supervisor:
             if record.due is not None:
                 self._start_again_if_due(replica_id, record)
             elif status == 0:
+                self.groups.end(replica_id)
                 record.status = 0
             elif status is not None:
                 self._has_died(replica_id, record, status)
@@ -107,19 +127,30 @@ class Supervisor:
                 self._give_up(replica_id, record)
 
     def _has_died(self, replica_id: int, record: GroupRecord, status: int) -> None:
+        record.deaths.append(status)
         self.groups.end(replica_id)  # ranks and loader workers that have outlived their parent
         if self._metrics_size(replica_id) > record.committed:
             record.in_a_row = 0
         if self._is_left_alone(replica_id):
             self._give_up(replica_id, record)
             return
-        has_begun = any(self._metrics_size(id) for id in self.records)
-        if status == BAD_INPUT or not has_begun or record.in_a_row >= self.max_restarts:
+        is_hopeless = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
+        if is_hopeless or record.in_a_row >= self.max_restarts:
             record.status = status
             return
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
         self._say_phase(replica_id, "restarting")
+
+    def _has_failed_to_start(self, replica_id: int, status: int) -> bool:
+        """Whether a group ended with an error of its own before it had joined, in its first life.
+
+        Not if a signal ended it, nor once a group has died: what one that waits for the start then
+        says may be that the other is missing.
+        """
+        is_signal = status < 0 or status >= 128  # Composer's launcher exits with -9 as 247
+        has_died = any(record.restarts or record.due for record in self.records.values())
+        return not is_signal and not has_died and self._phase(replica_id) not in JOINED
 
     def _start_again_if_due(self, replica_id: int, record: GroupRecord) -> None:
         if time.monotonic() < (record.due or 0.0):
@@ -154,9 +185,21 @@ class Supervisor:
 
     def _phase(self, replica_id: int) -> str:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        return json.loads(path.read_text())["phase"] if path.exists() else ""
+        return read_json(path).get("phase", "")
 
     def _say_phase(self, replica_id: int, phase: str) -> None:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        status = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(status | {"phase": phase}))
+        try:
+            replace_json(path, read_json(path) | {"phase": phase})
+        except OSError as error:  # a full disk must not end the groups that train
+            log.warning("Cannot write %s (%s): group %d is %s", path, error, replica_id, phase)
+
+
+class Saboteur(Protocol):
+    """Does harm to a run on purpose."""
+
+    def __call__(self, supervisor: Supervisor) -> None:
+        """Called all the while."""
+
+    def seconds_left(self) -> float | None:
+        """Until it ends training; None if that is not known yet."""

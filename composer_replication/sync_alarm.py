@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import socket
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
+from weakref import WeakSet
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 log = logging.getLogger(__name__)
 
-_FOR_EVER = timedelta(days=3650)
-
 
 class SyncAlarm:
-    """One connection's alarm, which any of its members can raise and all of them hear.
+    """One connection's alarm, which any of its members can raise and all of them see.
 
     gloo does not tell all members of an error. In a ring of five or more, one that has no
     connection with the failed member may wait for ``timeout`` in a send that nobody receives, and
     the others wait for it in the next quorum. So the first member that sees an error writes a key
-    into the store that the members met at, and each member has a thread that waits for the key.
+    into the store that the members met at, and those that wait for an allreduce look for the key.
     The store is on the first member's machine: when it is gone, that is an alarm too.
 
     Args:
@@ -29,39 +31,55 @@ class SyncAlarm:
         timeout: Limit of reaching the store.
     """
 
+    POLL_S = 0.25
+
     def __init__(self, store_addr: str, number: int, timeout: timedelta) -> None:
         host, _, port = store_addr.rpartition(":")
         self._host, self._port, self._timeout = host.strip("[]"), int(port), timeout
         self._key = f"alarm/{number}"
         self._raised_at: float | None = None
-        self._start(self._listen)
-
-    def _start(self, target: object) -> None:
-        # Daemons: neither the wait nor a store that does not answer may hold up a process's end.
-        threading.Thread(target=target, name="sync_alarm", daemon=True).start()  # pyright: ignore
+        self._asked_at = 0.0
+        self._closed = threading.Event()
+        # A thread, since a store that does not answer blocks whoever asks it for the timeout.
+        self._thread = threading.Thread(target=self._poll, name="sync_alarm", daemon=True)
+        self._thread.start()
+        _open.add(self)
 
     def _store(self) -> TCPStore:
-        # A client of its own for each call: a wait occupies a client until it ends.
         return TCPStore(
             self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout
         )
 
-    def _listen(self) -> None:
+    def _poll(self) -> None:
         try:
-            self._store().wait([self._key], _FOR_EVER)
-        except RuntimeError as error:  # torch's own: the store is gone
+            timeout_s = self._timeout.total_seconds()
+            with socket.create_connection((self._host, self._port), timeout_s) as probe:
+                self._look_for_key(self._store(), probe)
+        except (OSError, RuntimeError) as error:  # Python's own, torch's own
             log.debug("The store of the quorum's first member is gone: %s", error)
-        self._note()
+            self._note()
+
+    def _look_for_key(self, store: TCPStore, probe: socket.socket) -> None:
+        probe.setblocking(False)
+        while not self._closed.wait(self.POLL_S) and self._raised_at is None:
+            if time.monotonic() - self._asked_at > 4 * self.POLL_S:
+                continue  # nobody waits for an allreduce
+            # torch writes a long trace to stderr when it asks a store that is gone.
+            with suppress(BlockingIOError):
+                probe.recv(1)  # nothing is ever sent: the far end has closed
+                raise ConnectionError(f"{self._host}:{self._port} has closed the connection")
+            if store.check([self._key]):  # pyright: ignore[reportAttributeAccessIssue]
+                self._note()
 
     def _note(self) -> None:
         if self._raised_at is None:
             self._raised_at = time.monotonic()
 
     def raise_for_all(self) -> None:
-        """Tell the members, without waiting for them. It also ends the thread that listens."""
+        """Tell the other members, without waiting for them; once."""
         if self._raised_at is None:
             self._note()
-            self._start(self._tell)
+            threading.Thread(target=self._tell, name="raise_sync_alarm").start()
 
     def _tell(self) -> None:
         try:
@@ -70,5 +88,25 @@ class SyncAlarm:
             log.debug("The store of the quorum's first member is gone: %s", error)
 
     def age_s(self) -> float | None:
-        """How long ago it was raised, in seconds; None if it has not been."""
-        return None if self._raised_at is None else time.monotonic() - self._raised_at
+        """How long ago it was raised, in seconds; None if it has not been.
+
+        Who waits for an allreduce asks again and again: only then is the store looked at.
+        """
+        self._asked_at = time.monotonic()
+        return None if self._raised_at is None else self._asked_at - self._raised_at
+
+    def close(self) -> None:
+        """The connection is another one now, or the process ends."""
+        self._closed.set()
+
+
+_open: WeakSet[SyncAlarm] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread that is inside torch when the interpreter ends would abort the process.
+    for alarm in list(_open):
+        alarm.close()
+    for alarm in list(_open):
+        alarm._thread.join(alarm._timeout.total_seconds())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -17,9 +16,10 @@ from composer_replication.callback import DiLoCoCallback
 from composer_replication.checkpoint_files import usable_checkpoint
 from composer_replication.components import COMPONENTS
 from composer_replication.config import ConfigError, check_keys
+from composer_replication.json_files import read_json
 from composer_replication.membership import ask_for_run
 from composer_replication.options import ReplicaEnv, ReplicaOptions
-from composer_replication.run_folder import ReplicaFolder
+from composer_replication.run_folder import STATUS, ReplicaFolder
 from composer_replication.simulation import SimulatedReplica, simulate
 from composer_replication.text_files import check_text_folder, unigram_bits_per_byte
 
@@ -253,5 +253,5 @@ def _evaluation(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, float]
 def _last_status(run_dir: str | None, replica_id: str) -> dict[str, Any]:
     if run_dir is None:
         return {}
-    status = json.loads((Path(run_dir) / f"replica_{replica_id}" / "status.json").read_text())
+    status = read_json(Path(run_dir) / f"replica_{replica_id}" / STATUS)
     return {key: value for key, value in status.items() if key != "phase"}

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import resource
 import threading
 import time
 
@@ -253,6 +254,45 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
     status = json.loads((folder / "status.json").read_text())
     assert (status["phase"], status["batch"], status["max_batches"]) == ("evaluating", 5, 5)
     assert (status["inner_steps"], status["outer_step"]) == (5, 3)
+
+
+def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_and_free(state):
+        room = 300 if 4 <= state.timestamp.batch.value < 12 else limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+
+    try:
+        fit_alone("16ba", diloco={"run_dir": str(tmp_path)}, others=[Each(fill_and_free)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines = (tmp_path / "replica_0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["diloco/outer_step"] for line in lines] == list(range(1, 9))
+    assert json.loads((tmp_path / "replica_0" / "result.json").read_text())["outer_steps"] == 8
+
+
+def test_a_result_that_cannot_be_written_is_an_error_after_the_group_has_left(tmp_path):
+    (tmp_path / "replica_0" / "result.json" / "in the way").mkdir(parents=True)
+
+    def replica(sim):
+        callback = callback_of(sim, run_dir=str(tmp_path))
+        trainer = trainer_of(callback, max_duration="4ba")
+        with pytest.raises(OSError, match="only its result is not written"):
+            trainer.fit()
+        has_left = callback.diloco is None
+        trainer.close()
+        return has_left
+
+    assert simulate(replica, num_replicas=1) == [True]
+
+
+def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():
+    callback, _ = fit_alone("4ba")
+    kept = {name: t for f in callback._ended["fragments"] for name, t in f["theta"].items()}
+    assert kept and all(
+        t.data_ptr() == callback._weights._theta[n].data_ptr() for n, t in kept.items()
+    )
 
 
 def test_gradients_are_still_there_at_the_end_of_a_batch_with_a_sync():
@@ -541,3 +581,24 @@ def test_after_an_exception_the_real_manager_is_shut_down_by_close(lighthouse_ad
     assert callback._manager is None and managers[0]._is_shut_down
     # Nobody waits for it: the next group of another name is alone in its quorum.
     assert fit_for_real(lighthouse_addr, "2ba")["outer_steps"] == 1
+
+
+def test_only_a_close_after_an_error_watches_for_ranks_that_never_come(monkeypatch):
+    watched = []
+    monkeypatch.setattr("composer_replication.callback.end_if_stuck_in_close", watched.append)
+    fit_alone("2ba")
+    assert watched == []
+
+    def fail(state):
+        raise RuntimeError("in training")
+
+    def replica(sim):
+        trainer = trainer_of(callback_of(sim), Each(fail), max_duration="2ba")
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(SimulationError):
+        simulate(replica, num_replicas=1)
+    assert [str(error) for error in watched] == ["in training"]

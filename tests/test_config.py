@@ -1,8 +1,11 @@
 """A config is checked before anything is started: each mistake is a sentence with the fix."""
 
-import pytest
+import stat
 
-from composer_replication.config import ConfigError, load_config, save_config
+import pytest
+from omegaconf import OmegaConf
+
+from composer_replication.config import ConfigError, load_config, read_value, save_config
 
 MINIMAL = """
 max_duration: 4ba
@@ -28,7 +31,7 @@ def test_a_config_comes_back_plain_with_overrides_applied(written):
     path = written(MINIMAL + "variables: {lr: 0.5}\n")
     overrides = ["callbacks.diloco.sync_every=8", "optimizer.lr=${variables.lr}", "seed=3"]
     config = load_config(path, overrides)
-    assert type(config) is dict and type(config["callbacks"]["diloco"]) is dict
+    assert isinstance(config, dict) and type(config["callbacks"]["diloco"]) is dict
     assert config["callbacks"]["diloco"]["sync_every"] == 8
     assert config["optimizer"]["lr"] == 0.5 and config["seed"] == 3
 
@@ -37,6 +40,48 @@ def test_a_config_survives_being_saved(written, tmp_path):
     config = load_config(written(MINIMAL))
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
+
+
+SECRET = "${oc.env:A_SECRET}"
+
+
+def test_a_secret_of_the_environment_is_not_saved_and_is_there_when_it_is_read_again(
+    written, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("A_SECRET", "hunter2")
+    path = written(
+        MINIMAL + f"variables: {{key: '{SECRET}', size: 3}}\nseed: '${{variables.size}}'\n"
+    )
+    config = load_config(path, [f"run_name=run-{SECRET}"])
+    assert config["variables"]["key"] == "hunter2" and config["run_name"] == "run-hunter2"
+    # As launch and chaos change it.
+    callbacks = {"diloco": config["callbacks"]["diloco"] | {"digest_every": 1}}
+    changed = config | {"run_dir": "here", "callbacks": callbacks, "max_duration": "8ba"}
+    changed.pop("train_loader")
+    changed["seed"] = 5
+    saved = tmp_path / "saved.yaml"
+    save_config(changed, saved)
+    assert "hunter2" not in saved.read_text() and saved.read_text().count(SECRET) == 2
+    assert OmegaConf.to_container(OmegaConf.load(saved), resolve=True) == dict(changed)
+
+
+def test_a_saved_config_can_be_read_by_its_owner_alone(written, tmp_path):
+    path = tmp_path / "saved.yaml"
+    path.touch(mode=0o644)
+    save_config(load_config(written(MINIMAL)), path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_one_value_of_a_saved_config_is_read_without_the_others(written, tmp_path):
+    path = written(
+        MINIMAL.replace("sync_every: 2", "sync_every: '${variables.h}'")
+        + f"variables: {{h: 4, key: '{SECRET}'}}\n"
+    )
+    assert read_value(path, "callbacks.diloco.sync_every") == 4
+    assert read_value(path, "callbacks.diloco.outer_lr") is None
+    assert read_value(path, "variables.key") is None  # not in this environment
+    assert read_value(tmp_path / "none.yaml", "seed") is None
+    assert read_value(written("a: ["), "a") is None and read_value(written("- 1"), "a") is None
 
 
 @pytest.mark.parametrize(("override", "message"), [

@@ -371,12 +371,13 @@ class Ranks:
 
     def _quorum(self, group_rank, step, reconfigure_handle):
         del group_rank
+        peers_handle = handle_of("b", Report(num_ranks=2))
         return SimpleNamespace(
             quorum_id=self._id,
             replica_rank=0,
             max_step=step,
             replica_ids=[f"{letter}:1" for letter in self._letters],
-            reconfigure_handles=[reconfigure_handle, handle_of("b")][: len(self._letters)],
+            reconfigure_handles=[reconfigure_handle, peers_handle][: len(self._letters)],
         )
 
     def _vote(self, group_rank, step, should_commit, timeout):

@@ -1,17 +1,19 @@
 """What is read from a run folder, told and drawn. Run: pytest tests/test_report.py."""
 
 import json
+from io import TextIOWrapper
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from composer_replication.display import Display, Progress
-from composer_replication.report import write_report
+from composer_replication.json_files import JsonLineReader
+from composer_replication.report import MAX_POINTS, thin_out, write_report
 from composer_replication.run_record import (
     describe,
     duration,
     last_lines,
-    read_lines,
     read_run,
     write_summary,
 )
@@ -79,6 +81,9 @@ def test_groups_are_in_the_order_of_their_numbers(tmp_path):
 def test_the_length_of_a_round_is_known_without_a_config(tmp_path):
     write_run(tmp_path)
     assert read_run(tmp_path).sync_every == 10
+    text = "callbacks: {diloco: {sync_every: '${variables.h}'}}\nvariables: {h: 20}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    assert read_run(tmp_path).sync_every == 20
     (tmp_path / "config.yaml").unlink()
     assert read_run(tmp_path).sync_every is None
     assert write_report(tmp_path).exists()
@@ -129,12 +134,37 @@ def test_a_run_without_a_sync_has_nothing_to_draw(tmp_path):
 def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    lines, offset = read_lines(path)
-    assert lines == [{"a": 1}, {"a": 2}]
-    assert read_lines(path, offset) == ([], offset)
+    reader = JsonLineReader(path)
+    assert list(reader.read()) == [{"a": 1}, {"a": 2}]
+    assert list(reader.read()) == []
     with path.open("a") as file:
         file.write(": 3}\n")
-    assert read_lines(path, offset) == ([{"a": 3}], path.stat().st_size)
+    assert list(reader.read()) == [{"a": 3}] and reader.num_damaged == 0
+
+
+def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
+    write_run(tmp_path)
+    with (tmp_path / "replica_1" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"diloco/outer' + b"\n" + bytes(64) + b"\n" + b"\n")
+    (tmp_path / "replica_1" / "result.json").write_bytes(b"")
+    run = read_run(tmp_path)
+    assert list(run.results) == ["0"] and len(run.metrics["1"]) == 8
+    assert dict(describe(run))["damaged"] == "3 lines of replica_1/metrics.jsonl, left out"
+    assert write_report(tmp_path).exists()
+
+
+@pytest.mark.parametrize("number", [1, 999, 4000, 4001, 50_000])
+def test_of_a_long_run_evenly_spaced_syncs_are_drawn(number):
+    drawn = thin_out(sync(step) for step in range(1, number + 1))
+    steps = [line["diloco/outer_step"] for line in drawn]
+    assert min(number, MAX_POINTS // 2) <= len(steps) <= MAX_POINTS
+    assert len({later - earlier for earlier, later in pairwise(steps)}) <= 1
+    assert steps[0] == 1 and number - steps[-1] < 2 * number / MAX_POINTS + 1
+
+
+def test_syncs_that_were_made_again_after_a_resume_are_drawn_once():
+    lines = [sync(1), sync(2, loss=9.0), sync(3, loss=9.0), sync(2), sync(3)]
+    assert [line["loss"] for line in thin_out(lines)] == [4.9, 4.8, 4.7]
 
 
 def test_a_groups_progress_follows_its_files(tmp_path):
@@ -149,6 +179,25 @@ def test_a_groups_progress_follows_its_files(tmp_path):
     assert progress.time_left == "1 min 15 s"
     progress.read(-9)
     assert (progress.phase, progress.time_left) == ("failed", "-")
+
+
+def test_a_groups_progress_keeps_the_last_digests_only(tmp_path):
+    progress = Progress(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in [*range(1, 1500), *range(1400, 1600)]:  # 100 made again after a resume
+            file.write(json.dumps(sync(step, **{"diloco/global_digest": "ab"})) + "\n")
+    progress.read(None)
+    assert list(progress.digests) == list(range(600, 1600))
+
+
+def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(tmp_path, caplog):
+    # As stdout is when it is a file on a full disk.
+    with open("/dev/full", "wb", buffering=0) as full:
+        console = Console(file=TextIOWrapper(full, write_through=True))
+        with Display(console, tmp_path, 2) as shown:
+            for _ in range(3):
+                shown.refresh({0: None, 1: None}, is_last=True)
+    assert caplog.text.count("Cannot show how the groups are doing") == 1
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

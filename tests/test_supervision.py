@@ -6,6 +6,7 @@ Stood in for: the processes, by exit statuses; the clock's pauses, by shorter on
 import json
 
 import pytest
+from test_json_files import no_file_above
 
 from composer_replication import supervision
 from composer_replication.processes import Interrupts
@@ -70,7 +71,7 @@ def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path):
     assert failed == {}
     assert supervisor.restarts == {"0": 0, "1": 1}
     assert groups.started == [1]
-    assert groups.ended == [1]  # its other ranks and workers, before it starts again
+    assert groups.ended == [1, 0, 1]  # its other ranks and workers, before it starts again
 
 
 def test_a_group_that_dies_again_and_again_without_a_sync_ends_the_run(tmp_path):
@@ -94,12 +95,63 @@ def test_a_sync_in_between_starts_the_count_anew(tmp_path):
     assert failed == {} and supervisor.restarts["1"] == 6
 
 
-@pytest.mark.parametrize("status", [2, 1])
-def test_bad_input_and_a_run_that_never_began_are_not_tried_again(tmp_path, status):
-    if status == 2:
-        write(tmp_path, 0), write(tmp_path, 1)
-    failed, _, groups = supervise(tmp_path, {0: [None], 1: [status]})
-    assert failed == {1: status} and groups.started == []
+def test_bad_input_is_not_tried_again(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [2]})
+    assert failed == {1: 2} and groups.started == []
+
+
+@pytest.mark.parametrize("phase", [None, "starting", "joining"])
+def test_an_error_of_its_own_before_it_joined_is_not_tried_again(tmp_path, phase):
+    if phase is not None:
+        write(tmp_path, 1, phase, syncs=0)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [1]})
+    assert failed == {1: 1} and groups.started == []
+
+
+@pytest.mark.parametrize(
+    ("status", "phase"),
+    [(-9, None), (-9, "joining"), (143, "joining"), (247, "joining"), (1, "training")],
+)
+def test_a_group_killed_before_the_first_commit_is_started_again(tmp_path, status, phase):
+    if phase is not None:
+        write(tmp_path, 1, phase, syncs=0)
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    failed, supervisor, _ = supervise(
+        tmp_path, {0: [None], 1: [status, None]}, on_look=finish_when_back
+    )
+    assert failed == {} and supervisor.restarts["1"] == 1
+
+
+def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
+    def finish_when_both_are_back(groups, looks):
+        if len(groups.started) == 2:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    # Its two attempts to start have failed, since the other died in them.
+    write(tmp_path, 0, "joining", syncs=0)
+    failed, supervisor, _ = supervise(
+        tmp_path, {1: [-9, None], 0: [1, None]}, on_look=finish_when_both_are_back
+    )
+    assert failed == {} and supervisor.restarts == {"0": 1, "1": 1}
+
+
+def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    status = tmp_path / "replica_1" / "status.json"
+    inode = status.stat().st_ino
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    supervise(tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back)
+    assert json.loads(status.read_text()) == {"phase": "restarting"}
+    assert status.stat().st_ino != inode  # replaced, not overwritten
 
 
 def test_without_restarts_the_first_death_ends_the_run(tmp_path):
@@ -131,3 +183,20 @@ def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_
     )
     assert failed == {}
     assert supervisor.records[1].is_given_up and supervisor.records[2].is_given_up
+
+
+@pytest.mark.parametrize("status", [b"", b'{"phase": "tr', bytes(40), b"[]"])
+def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplog, status):
+    write(tmp_path, 0), write(tmp_path, 1)
+    (tmp_path / "replica_1" / "status.json").write_bytes(status)
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    with no_file_above(0):
+        failed, supervisor, _ = supervise(
+            tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back
+        )
+    assert failed == {} and supervisor.restarts == {"0": 0, "1": 1}
+    assert "status.json (" in caplog.text and "group 1 is restarting" in caplog.text

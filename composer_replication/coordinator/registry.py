@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +103,7 @@ class Registry:
 
         Raises:
             DuplicateError: A living group has its name.
-            RefusedError: It has other versions, or another model.
+            RefusedError: It has other versions, another model, or another number of ranks.
         """
         for name, own in asdict(self.versions).items():
             theirs = getattr(versions, name)
@@ -119,6 +120,7 @@ class Registry:
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
                     "of its own, or end that one"
                 )
+            self._check_ranks(cursor, replica_id, about.get("world_size"))
             check_model(cursor, model)
             count = 1 if known is None else known[1] + (known[0] != session)
             cursor.execute(
@@ -135,6 +137,19 @@ class Registry:
             self._journal.tell(
                 f"replica group {replica_id} registered from {about.get('host')}{again}"
             )
+
+    def _check_ranks(self, cursor: sqlite3.Cursor, replica_id: str, ranks: int | None) -> None:
+        rows = cursor.execute("SELECT replica_id, about FROM replicas").fetchall()
+        for other, text in rows:
+            theirs = json.loads(text).get("world_size")
+            # One that this process has not heard of may have ended before its restart.
+            is_known = other in self._lives and self.is_alive(other)
+            if other != replica_id and is_known and theirs != ranks:
+                raise RefusedError(
+                    f"replica group {replica_id!r} has a world size of {ranks}, and replica group "
+                    f"{other!r} of this run one of {theirs}: start every group with the same "
+                    "number of ranks"
+                )
 
     def model_fingerprint(self) -> str | None:
         """``fingerprint_of`` the model of the run; None before the first group has registered."""

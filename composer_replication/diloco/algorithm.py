@@ -41,6 +41,7 @@ from composer_replication.diloco.settings import (
     DiLoCoSettings,
     StartPolicy,
 )
+from composer_replication.diloco.shards import count_shards
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 __all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
@@ -86,8 +87,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             ever.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and a report has the ``global_digest``; 0 for never.
-        ranks: The ranks of this group that hold the same parameters, as under DDP: each sends a
-            share of the pseudo-gradient. None: this rank sends all that it holds.
+        ranks: All ranks of this group. Under DDP all hold the same, and each sends a share of the
+            pseudo-gradient. Under FSDP2 each sends the shard that it holds, and they decide
+            together whether the group's pseudo-gradient is finite. None: this rank alone, or with
+            FSDP2 all ranks of the default process group.
         message_device: Where pseudo-gradients are formed and summed. None: where the model is, as
             NCCL wants it. ``cpu`` for a model on an accelerator and groups that average over gloo:
             then a sync needs no memory on the accelerator.
@@ -168,10 +171,18 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         if settings.sync_buffers == "none":
             buffers = [{} for _ in fragments]
         backup = torch.device(backup_device or "cpu")
+        num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
+        sharded_over = None
+        if num_shards > 1:
+            sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
         owned = [
-            GlobalParameters(parameters, outer_optimizer, backup, pin_memory, own_buffers)
+            GlobalParameters(
+                parameters, outer_optimizer, backup, pin_memory, own_buffers, sharded_over
+            )
             for parameters, own_buffers in zip(fragments, buffers, strict=True)
         ]
+        if hasattr(manager, "layout"):  # a ReplicaManager, which compares it with its peers'
+            manager.layout.num_shards = num_shards  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(
             cast(Manager, manager),
             [nn.Module() for _ in owned],  # torchft's own fragments stay empty; ours replace them
@@ -422,7 +433,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return self._state.parameters()
 
     def global_digest(self) -> str:
-        """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
+        """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
+
+        Under FSDP2 it is one over the digests of all ranks' shards, and every rank of the group
+        has to call it.
+        """
         return self._state.digest()
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from composer_replication.diloco.flat_memory import FlatMemory
 from composer_replication.diloco.rank_share import RankShare
+from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 CHUNK = 2**18
@@ -78,6 +79,7 @@ class MeanLayout(NamedTuple):
     whole: Collection[int]
     ranks: ProcessGroup | None
     model_device: torch.device | None
+    shards: Shards | None = None
 
 
 class WeightedMean:
@@ -98,6 +100,8 @@ class WeightedMean:
             share of them.
         model_device: Where the values come from, and where ``ranks`` talk to each other. None:
             ``device``.
+        shards: Of the tensors, where each rank of this group holds one: a rank sends all that it
+            holds, and whether all values are finite is one answer for the whole group.
     """
 
     def __init__(
@@ -108,8 +112,10 @@ class WeightedMean:
         whole: Collection[int] = (),
         ranks: ProcessGroup | None = None,
         model_device: torch.device | None = None,
+        shards: Shards | None = None,
     ) -> None:
         model_device = model_device or device
+        self._shards = shards or Shards()
         num_elements = sum(sizes)
         self._bucket = max(1, int(bucket_cap_mb * 2**20) // 4)
         self.device = device
@@ -138,7 +144,8 @@ class WeightedMean:
     ) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
-        ``norm`` then holds the L2 norm of the values, not finite if one of them is not.
+        ``norm`` then holds the L2 norm of the whole group's values, not finite if one of them is
+        not. Every rank of the group calls it, or none.
 
         Args:
             write: Called with a piece of each source, and last with the 1-D fp32 tensor that it
@@ -152,16 +159,18 @@ class WeightedMean:
         inputs = zip(*(cut(source, self._own_pieces) for source in sources), strict=True)
         for piece, values, given in zip(self._own_pieces, places, inputs, strict=True):
             write(*given, values)
-            squares.append(torch.dot(values, values))  # in half the time of a norm
+            square = torch.dot(values, values)  # in half the time of a norm
+            squares.append(self._shards.own_part(square, piece.tensor))
             self._prepare(piece, values, contribution)
-        self.norm = math.sqrt(float(self._share.sum(torch.stack(squares).sum())))
-        own = flat[self._share.start : self._share.stop]
+        own = math.sqrt(float(self._share.sum(torch.stack(squares).sum())))
+        self.norm = self._shards.norm(own)
+        to_send = flat[self._share.start : self._share.stop]
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
-            own.zero_()
-        own[self._filled :] = 0.0
+            to_send.zero_()
+        to_send[self._filled :] = 0.0
         weight = torch.tensor([self.contribution], dtype=torch.float32, device=self.device)
-        self.messages, self._sums = [*own.split(self._bucket), weight], flat
+        self.messages, self._sums = [*to_send.split(self._bucket), weight], flat
 
     def _prepare(self, piece: Piece, values: Tensor, contribution: float) -> None:
         if contribution not in (0.0, 1.0):

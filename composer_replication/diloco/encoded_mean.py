@@ -13,6 +13,7 @@ from composer_replication.diloco.averaging import Piece, WeightedMean
 from composer_replication.diloco.encoded_buckets import ScatteredBucket, SharedBucket
 from composer_replication.diloco.exchange import Exchange
 from composer_replication.diloco.flat_memory import FlatMemory
+from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 from composer_replication.diloco.wire import make_wire_format
 from composer_replication.diloco.wire_sizes import PART, WIRE_FORMATS
@@ -65,11 +66,12 @@ class EncodedMean(WeightedMean):
         whole: Collection[int],
         ranks: ProcessGroup | None,
         model_device: torch.device | None,
+        shards: Shards | None = None,
         *,
         wire_format: str,
         error_feedback: bool,
     ) -> None:
-        super().__init__(sizes, bucket_cap_mb, device, whole, ranks, model_device)
+        super().__init__(sizes, bucket_cap_mb, device, whole, ranks, model_device, shards)
         self._format = make_wire_format(wire_format)
         self._num_elements = sum(sizes)
         self._exchange: Exchange | None = None

@@ -70,7 +70,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         clock: Told when a quorum has formed and when a vote is over.
         state: What the outer step changes.
         roll_call: Goes along with the messages.
-        ranks: Those of this group that hold the same parameters, see ``DiLoCo``.
+        ranks: Those of this group, if all hold the same parameters, see ``DiLoCo``.
         message_device: See there.
     """
 
@@ -112,7 +112,13 @@ class FragmentSync(_StreamingDiLoCoFragment):
         scattered = [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
         self._sizes = [theta.numel() for theta in self._theta]
         self._layout = MeanLayout(
-            self._sizes, settings.bucket_cap_mb, self.device, scattered, ranks, model_device
+            self._sizes,
+            settings.bucket_cap_mb,
+            self.device,
+            scattered,
+            ranks,
+            model_device,
+            global_parameters.shards,
         )
         self.mean = WeightedMean(*self._layout)
         if settings.wire_format != WIRE_FORMATS[0]:

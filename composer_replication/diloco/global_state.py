@@ -55,11 +55,15 @@ class GlobalState:
         }
 
     def digest(self) -> str:
-        """SHA-256, in hex, over the bytes of the global parameters in the order of their names."""
-        return _digest(self.parameters())
+        """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
+
+        Where each rank holds a shard: the SHA-256 over the digests of the ranks' shards, in the
+        order of the ranks, and a collective of them.
+        """
+        return self._fragments[0].shards.digest(_digest(self.parameters()))
 
     def fragment_digests(self) -> list[str]:
-        """The same of each fragment alone."""
+        """Of what this rank holds of each fragment alone: no collective."""
         return [_digest(fragment.theta) for fragment in self._fragments]
 
     def settings_digest(self) -> str:

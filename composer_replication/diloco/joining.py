@@ -174,7 +174,7 @@ class Patience:
 def agree_on_settings(
     manager: DiLoCoManager, fingerprint: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Compare this group's fingerprint with that of the quorum's first group.
+    """Compare this group's fingerprint and min_replica_size with those of the quorum's first group.
 
     Before any tensor is sent: other shapes or dtypes at the far end would abort the process inside
     gloo. The sum of a table, in which each group fills its own row, gathers the rows.
@@ -182,7 +182,10 @@ def agree_on_settings(
     Raises:
         SettingsMismatch: They differ; the message lists every differing key with both values.
     """
-    text = json.dumps(fingerprint, sort_keys=True).encode()
+    # With unequal ones a group would go on alone while another waits for more. It is no part of the
+    # fingerprint, which is in checkpoints too: a resume may have another.
+    compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
+    text = json.dumps(compared, sort_keys=True).encode()
     if len(text) > FINGERPRINT_BYTES:
         raise ValueError(
             f"the settings take {len(text)} bytes as JSON, more than {FINGERPRINT_BYTES}: "

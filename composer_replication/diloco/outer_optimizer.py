@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -14,6 +15,7 @@ from composer_replication.diloco.averaging import WeightedMean, cut
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.shards import Shards
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 """Takes a fragment's global parameters, returns the optimizer that moves them."""
@@ -97,9 +99,11 @@ class GlobalParameters:
         backup_device: Where they and the optimizer's state live.
         pin_memory: Whether to pin them for copies to an accelerator, if there is one.
         buffers: Buffers that are averaged with them; they simply become the mean.
+        ranks: All ranks of the group, if they hold shards of the model.
 
     Raises:
-        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters.
+        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
+            ``Shards``.
     """
 
     def __init__(
@@ -109,8 +113,10 @@ class GlobalParameters:
         backup_device: torch.device,
         pin_memory: bool,
         buffers: Buffers | None = None,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
+        self.shards = Shards(self.local.values(), ranks)
         pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
         self.theta: dict[str, nn.Parameter] = {}
         for name, parameter in self.local.items():
@@ -121,7 +127,7 @@ class GlobalParameters:
             self.theta[name] = nn.Parameter(theta.copy_(shard))
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
-        """As of the last outer step; None if it was not computed in it."""
+        """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
         self._buffers = frozenset(buffers or {})
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -151,7 +157,7 @@ class GlobalParameters:
         buffers = {place for place, name in enumerate(self.theta) if name in self._buffers}
         local = [local_tensor(parameter) for parameter in self.local.values()]
         if mean.device.type == theta[0].device.type == "cpu" and is_plain_sgd(self.optimizer):
-            descent = ChunkedDescent(self.optimizer, theta, buffers)
+            descent = ChunkedDescent(self.optimizer, theta, buffers, self.shards)
             moved = zip(descent.steps(mean), cut(local, mean.pieces), strict=True)
             for theta_piece, local_piece in moved:
                 _mix(local_piece, theta_piece.view(local_piece.shape), alpha)
@@ -252,15 +258,21 @@ class GlobalParameters:
             group.update(changed)
 
     def momentum_norm(self) -> float:
-        """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step."""
-        if self._momentum_norm is not None:
-            return self._momentum_norm
-        buffers = [
-            state["momentum_buffer"]
-            for state in self.optimizer.state.values()
-            if state.get("momentum_buffer") is not None
-        ]
-        return float(torch.stack([b.norm() for b in buffers]).norm()) if buffers else 0.0
+        """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step.
+
+        Over all shards of the group, if it has shards; then a collective of its ranks.
+        """
+        if self._momentum_norm is None:
+            self._momentum_norm = self._compute_momentum_norm()
+        return self.shards.norm(self._momentum_norm)
+
+    def _compute_momentum_norm(self) -> float:
+        squares = []
+        for place, theta in enumerate(self.theta.values()):
+            buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+            if buffer is not None:
+                squares.append(self.shards.own_part(buffer.norm().square(), place))
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_replication.diloco.averaging import WeightedMean, cut
+from composer_replication.diloco.shards import Shards
 
 LANES = 16
 """The widest vector of fp32 that torch computes in: torch's fused step rounds what is left over
@@ -36,6 +37,7 @@ class ChunkedDescent:
         optimizer: See ``is_plain_sgd``. Its state is used and kept, so that it may be saved.
         theta: Global parameters, fp32 and contiguous, in the order of the mean.
         buffers: The places of those that the optimizer does not own, and that become the mean.
+        shards: Which part of them this rank holds.
     """
 
     def __init__(
@@ -43,16 +45,18 @@ class ChunkedDescent:
         optimizer: torch.optim.Optimizer,
         theta: Sequence[nn.Parameter],
         buffers: Collection[int],
+        shards: Shards,
     ) -> None:
         (group,) = optimizer.param_groups
         self._lr, self._momentum = float(group["lr"]), float(group["momentum"])
         self._nesterov = group["nesterov"]
         self._theta = theta
         self._buffers = buffers
+        self._shards = shards
         self._momenta: list[Tensor] = list(theta)  # itself where there is none
         self._is_first: set[int] = set()
         self.momentum_norm = 0.0
-        """L2, once all steps have been taken."""
+        """L2 of this rank's part, once all steps have been taken."""
         for place, parameter in enumerate(theta) if self._momentum else ():
             if place in buffers:
                 continue
@@ -83,7 +87,8 @@ class ChunkedDescent:
                 theta.add_(sums.div_(total), alpha=-self._lr)
             else:
                 self._move(theta, sums, momentum, total, piece.tensor in self._is_first)
-                squares.append(torch.dot(momentum, momentum))
+                square = torch.dot(momentum, momentum)
+                squares.append(self._shards.own_part(square, piece.tensor))
             yield theta
         self.momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
 

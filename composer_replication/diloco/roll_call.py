@@ -19,7 +19,7 @@ from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _VERSION, _CLAIM = range(7)
+_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _VERSION, _MIN_SIZE, _CLAIM = range(8)
 _SETTINGS = _CLAIM + 6  # three numbers, of two columns each
 _DIGESTS = _SETTINGS + 2
 _BITS = 22
@@ -51,8 +51,9 @@ class RollCall:
     * whether all groups of the quorum were in this sum (under a quorum id that was used before they
       can be others, or fewer);
     * whether any group still trains or has steps to send: when none has, training is over for all;
-    * whether all groups hold the same: their settings and their outer step at every sync, and a
-      digest of each fragment every ``digest_every`` outer steps, after a heal and after a resume;
+    * whether all groups hold the same: their settings, ``min_replica_size`` and outer step at every
+      sync, and a digest of each fragment every ``digest_every`` outer steps, after a heal and after
+      a resume;
     * which version of the settings all groups know, so that all adopt it at the same outer step;
     * how far each group's stream of samples is in the model once the sync has committed.
 
@@ -86,6 +87,7 @@ class RollCall:
         table[rank, _HEALED] = float(self._state.was_taken)
         table[rank, _OUTER_STEP] = self._state.outer_step % 2**_BITS
         table[rank, _VERSION] = self.known_version % 2**_BITS
+        table[rank, _MIN_SIZE] = self._manager._min_replica_size
         table[rank, _CLAIM:_SETTINGS] = torch.tensor(_as_columns(fragment.claim))
         table[rank, _SETTINGS:_DIGESTS] = torch.tensor(_as_numbers(self._state.settings_digest()))
         if self._digest_is_due():
@@ -133,20 +135,26 @@ class RollCall:
         joining = table[:, _JOINING].bool().tolist()
         if all(joining):
             return  # they compare them key by key
-        given = [tuple(row) for row in table[:, _SETTINGS:_DIGESTS].tolist()]
-        right = given[joining.index(False)]
-        odd = [rank for rank, value in enumerate(given) if value != right]
+        first = joining.index(False)  # of those in training, who have compared theirs already
+        settings = [tuple(row) for row in table[:, _SETTINGS:_DIGESTS].tolist()]
+        self._refuse_odd(
+            settings, first, "settings", f"with {self._state.fingerprint}: make its settings equal"
+        )
+        sizes = [int(size) for size in table[:, _MIN_SIZE].tolist()]
+        own = self._manager._min_replica_size
+        fix = f"with {own}, and theirs is {sizes[first]}: set it to {sizes[first]}"
+        self._refuse_odd(sizes, first, "min_replica_size", fix)
+
+    def _refuse_odd(self, given: Sequence[object], first: int, what: str, fix: str) -> None:
+        odd = [rank for rank, value in enumerate(given) if value != given[first]]
         if not odd:
             return
         mismatch = SettingsMismatch(
             f"replica groups {', '.join(map(str, odd))} (by their place in the quorum) have other "
-            "settings than those in training"
+            f"{what} than those in training"
         )
         if self._manager.participating_rank() in odd:
-            raise SettingsMismatch(
-                f"{mismatch}. This group is one of them, with {self._state.fingerprint}: make its "
-                "settings equal to theirs"
-            )
+            raise SettingsMismatch(f"{mismatch}. This group is one of them, {fix}")
         self._manager.report_error(mismatch)
 
     def _check_agreement(self, table: Tensor) -> None:

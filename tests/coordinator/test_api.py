@@ -155,6 +155,18 @@ def test_there_is_no_version_to_come(client):
     assert answer.status_code == 422 and "no settings of version 7" in answer.json()["detail"]
 
 
+def test_a_group_of_another_number_of_ranks_is_refused_while_one_of_the_others_lives(client, clock):
+    register(client)
+    refused = register(client, "1", world_size=1)
+    assert refused.status_code == 422 and refused.json()["detail"] == (
+        "replica group '1' has a world size of 1, and replica group '0' of this run one of 2: "
+        "start every group with the same number of ranks"
+    )
+    assert register(client, "1").status_code == 201
+    clock.now += 10.0
+    assert register(client, "2", world_size=1).status_code == 201  # nobody else is left
+
+
 # ---- what lasts ------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from common import Constant, plain_sgd, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.roll_call import DivergenceError
+from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.simulation import Fault, SimulationError
 
 # ---- the end ---------------------------------------------------------------------------------
@@ -171,3 +172,42 @@ def test_after_a_heal_the_digests_are_compared_without_being_asked_for():
     first, second, joiner = simulate(guarded, num_replicas=3, faults=late)
     assert first == second == 4
     assert "replica groups 2 (by" in joiner
+
+
+# ---- min_replica_size ------------------------------------------------------------------------
+
+
+def run_with_size(sim, min_replica_size):
+    sim.manager._min_replica_size = min_replica_size
+    return run_scripted(sim, -1.0, 8, sync_every=2)
+
+
+def test_groups_that_start_with_unequal_min_replica_sizes_are_told_both():
+    with pytest.raises(SimulationError, match="min_replica_size: 2 here, 1 there"):
+        simulate(lambda sim: run_with_size(sim, 1 + sim.replica_id), num_replicas=2)
+
+
+def test_a_joiner_with_another_min_replica_size_leaves_and_those_in_training_go_on():
+    def replica(sim):
+        try:
+            return run_with_size(sim, 3 if sim.replica_id == 2 else 1)
+        except SettingsMismatch as error:
+            return str(error)
+
+    late = [Fault("late", replica_id=2, step=3)]
+    first, second, joiner = simulate(replica, num_replicas=3, faults=late)
+    assert first == second and first[-1] == (2.0, 2.0)
+    assert joiner.endswith(
+        "have other min_replica_size than those in training. This group is one of them, with 3, "
+        "and theirs is 1: set it to 1"
+    )
+
+
+def test_a_resume_may_have_another_min_replica_size():
+    def replica(sim):
+        model = Constant()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, plain_sgd(), 2) as diloco:
+            return diloco.state_dict()["settings"]
+
+    assert all("min_replica_size" not in each for each in simulate(replica, num_replicas=2))

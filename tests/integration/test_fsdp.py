@@ -7,7 +7,9 @@ tensor that two ranks cannot share equally makes their shards unequal.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,26 @@ from torch.distributed.fsdp import fully_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.process_group import host_store
 from composer_replication.replica import make_manager
+from composer_replication.replica_manager import ReplicaManager
 
 pytestmark = pytest.mark.integration
 
 RANKS = 2
 
 
-def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
+@dataclass(frozen=True)
+class ShardedRank:
+    """One rank of a group, with its shards of a model."""
+
+    group: int
+    rank: int
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    manager: ReplicaManager
+
+
+def start_rank(process: Group, folder: str) -> ShardedRank:
     group, rank = divmod(process.replica_id, RANKS)
-    if group == 2:  # it joins two others in training, and each of its ranks has another donor
-        process.signal.wait(60)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/group_{group}",
@@ -58,6 +70,15 @@ def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
         quorum_timeout=60.0,
     )
     manager.store = store
+    return ShardedRank(group, rank, model, optimizer, manager)
+
+
+def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
+    group = process.replica_id // RANKS
+    if group == 2:  # it joins two others in training, and each of its ranks has another donor
+        process.signal.wait(60)
+    started = start_rank(process, folder)
+    model, optimizer, manager = started.model, started.optimizer, started.manager
     seen = []
     with DiLoCo(manager, model, optimizer, sync_every=2, num_replicas=2, digest_every=1) as diloco:
         seen += [(r.outer_step, _digest_of_all(model)) for r in diloco.pop_finished_syncs()]
@@ -100,3 +121,61 @@ def test_sharded_groups_are_equal_also_one_that_healed_from_two_donors(tmp_path:
     joiner = [outer_step for outer_step, _ in processes[-1]]
     assert joiner[0] > 3 and len(joiner) >= 3
     assert len(held) > 4
+
+
+ALL_SICK, ONE_SICK = 7, 3
+"""Inner steps, from 0, before which a value of rank 1's shard becomes infinite: in all groups, or
+in group 0 alone. Every second step is followed by a sync."""
+
+
+def train_with_a_sick_shard(process: Group, folder: str) -> list[dict[str, Any]]:
+    started = start_rank(process, folder)
+    model, optimizer = started.model, started.optimizer
+    seen = []
+    with DiLoCo(
+        started.manager, model, optimizer, sync_every=2, num_replicas=2, digest_every=1
+    ) as diloco:
+        diloco.pop_finished_syncs()
+        for step in range(12):
+            optimizer.zero_grad()
+            mse(model, *batch(started.group, step)).backward()
+            is_sick = step == ALL_SICK or (step == ONE_SICK and started.group == 0)
+            if is_sick and started.rank == 1:
+                with torch.no_grad():
+                    model.layers[2].weight.to_local()[0] = float("inf")
+            optimizer.step()
+            for report in diloco.pop_finished_syncs():
+                seen.append(
+                    {
+                        "outer_step": report.outer_step,
+                        "contribution": report.contribution,
+                        "total": report.total_contribution,
+                        "lost": report.steps_lost,
+                        "norm": report.pseudo_gradient_norm,
+                        "momentum": report.outer_momentum_norm,
+                        "digest": report.global_digest,
+                        "model": _digest_of_all(model),
+                        "is_fresh": not optimizer.state,
+                    }
+                )
+    started.manager.shutdown()
+    return seen
+
+
+def test_one_infinite_shard_makes_the_whole_group_contribute_nothing_and_recover(tmp_path: Path):
+    ranks = run_groups(train_with_a_sick_shard, 2 * RANKS, folder=str(tmp_path))
+    for group in (0, 1):
+        assert ranks[RANKS * group] == ranks[RANKS * group + 1]
+    sick, healthy = ranks[0], ranks[RANKS]
+    assert [line["outer_step"] for line in sick] == [1, 2, 3, 3, 4, 5]
+    assert [line["contribution"] for line in sick] == [1, 0, 1, 0, 1, 1]
+    assert [line["contribution"] for line in healthy] == [1, 1, 1, 0, 1, 1]
+    assert [line["total"] for line in sick] == [2, 1, 2, 0, 2, 2]
+    assert [line["lost"] for line in sick] == [0, 2, 0, 2, 0, 0]
+    assert [line["lost"] for line in healthy] == [0, 0, 0, 2, 0, 0]
+    assert [math.isinf(line["norm"]) for line in sick] == [line["lost"] > 0 for line in sick]
+    assert [line["is_fresh"] for line in sick] == [line["lost"] > 0 for line in sick]
+    for key in ("digest", "model", "momentum"):
+        assert [line[key] for line in sick] == [line[key] for line in healthy]
+    digests = [line["digest"] for line in sick]
+    assert digests[2] == digests[3] and len(set(digests)) == 5

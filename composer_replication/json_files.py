@@ -1,0 +1,193 @@
+"""JSON files of a run: written on a disk that may be full, read after a power cut.
+
+Imports neither torch nor Composer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1000
+"""How many lines of a file that cannot be written are kept in memory."""
+
+_TAIL_BYTES = 2**14
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Returns:
+        The object. It is empty if the file is missing, and also, with a warning in the log, if the
+        file cannot be read or holds no object: a power cut leaves empty, cut and zeroed files.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _warn_once(f"{path} is ignored: it cannot be read ({error})")
+        return {}
+    if not isinstance(content, dict):
+        _warn_once(f"{path} is ignored: it holds {content!r:.40}, which is no JSON object")
+        return {}
+    return content
+
+
+@functools.lru_cache(1000)
+def _warn_once(message: str) -> None:  # the display reads a file several times a second
+    log.warning(message)
+
+
+def replace_json(
+    path: Path, content: Any, *, survives_power_cut: bool = False, indent: int | None = None
+) -> None:
+    """Write a JSON file so that a reader sees the old content or the new, and never half of it.
+
+    Args:
+        path: The file. Its folder is made if it is missing.
+        content: What to write.
+        survives_power_cut: Wait for the disk, since a rename may reach it before the content does.
+        indent: Of nested values, for people; None writes one line.
+
+    Raises:
+        OSError: It cannot be written. The old content stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w") as file:
+        file.write(json.dumps(content, indent=indent) + "\n")
+        file.flush()
+        if survives_power_cut:
+            os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+class JsonLineWriter:
+    """Appends JSON lines to a file. Lines that cannot be written wait in memory.
+
+    Args:
+        path: The file. Its folder is made if it is missing.
+
+    Attributes:
+        num_lost: Lines that were dropped because more than ``MAX_WAITING`` waited.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_lost = 0
+        self._waiting: deque[bytes] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that are in memory only."""
+        return len(self._waiting)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line, for ``flush`` to write. It drops the oldest of too many, and counts it."""
+        self._waiting.append(json.dumps(line).encode() + b"\n")
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self.num_lost += 1
+
+    def flush(self) -> None:
+        """Write the lines that wait, in order.
+
+        Raises:
+            OSError: The file cannot be written now. What is not written waits for the next call.
+        """
+        if not self._waiting:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+", buffering=0) as file:
+            # Another writer may have been killed in the middle of a line.
+            end = file.seek(0, os.SEEK_END)
+            if end and (file.seek(end - 1), file.read(1))[1] != b"\n":
+                _append_whole(file, b"\n")
+            while self._waiting:
+                _append_whole(file, self._waiting[0])
+                self._waiting.popleft()
+
+
+def _append_whole(file: FileIO, data: bytes) -> None:
+    """Append all of it, or nothing: a disk that becomes full takes a part of a line."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(end)
+        raise
+
+
+class JsonLineReader:
+    """Reads a growing file of JSON lines, one line in memory at a time.
+
+    Attributes:
+        num_damaged: Lines read so far that are no JSON object, as a power cut leaves them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.num_damaged = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The lines that have been added since the last call.
+
+        A last line without its end is left for the next call: somebody is writing it.
+        """
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                content = _parse(line)
+                if content is None:
+                    self.num_damaged += 1
+                else:
+                    yield content
+
+
+def read_last_line(path: Path) -> dict[str, Any]:
+    """The last readable line of a file of JSON lines; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            length = 0
+            while length < size:
+                length = min(size, 4 * length or _TAIL_BYTES)
+                file.seek(size - length)
+                lines = file.read(length).split(b"\n")
+                # What follows the last newline is unfinished; what precedes the first is cut off.
+                for line in reversed(lines[0 if length == size else 1 : -1]):
+                    content = _parse(line)
+                    if content is not None:
+                        return content
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _warn_once(f"{path} is ignored: it cannot be read ({error})")
+    return {}
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None

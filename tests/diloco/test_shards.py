@@ -1,0 +1,97 @@
+"""Ranks that hold shards of a model agree on its norms, its digest and whether it is finite.
+
+Run: pytest tests/diloco/test_shards.py. Four real processes over gloo, in a mesh that shards in one
+dimension and replicates in the other, and in one that only shards; each is compared with a single
+rank that holds all.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from composer_replication.diloco.averaging import WeightedMean
+from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.outer_optimizer import GlobalParameters, nesterov_sgd
+from composer_replication.diloco.shards import Shards, count_shards
+
+RANKS = 4
+CPU = torch.device("cpu")
+
+
+def one_rank(rank, folder):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    compare(rank, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)], 2)
+    compare(rank, init_device_mesh("cpu", (RANKS,)), [Shard(0)], RANKS)
+    with pytest.raises(ValueError, match="divided into 4 shards, and ranks has 1 ranks: pass"):
+        pair = [dist.new_group([each]) for each in range(RANKS)][rank]
+        Shards([sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])["first"]], pair)
+    backend = dist.group.WORLD._get_backend(CPU)
+    dist.destroy_process_group()
+    del backend  # after all that has the group, or torch 2.7 may hang: see GlooOnTorch27
+
+
+def whole():
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"first": (7, 3), "second": (1,), "third": (8, 5)}  # not divisible by the ranks
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def sharded(mesh, placements):
+    """``third`` is no DTensor: every rank holds all of it."""
+    tensors = whole()
+    divided = {n: distribute_tensor(t, mesh, placements) for n, t in tensors.items()}
+    return {n: nn.Parameter(t) for n, t in (divided | {"third": tensors["third"]}).items()}
+
+
+def compare(rank, mesh, placements, num_shards):
+    parameters = sharded(mesh, placements)
+    assert [count_shards(t) for t in parameters.values()] == [num_shards, num_shards, 1]
+    alone = step({name: nn.Parameter(t) for name, t in whole().items()}, None)
+    shared = step(parameters, dist.group.WORLD)
+    norms = [(mean.norm, theta.momentum_norm()) for mean, theta in (alone, shared)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    digest = GlobalState([shared[1]], {}).digest()
+    assert one_of_all([norms[1], digest])
+    # A value that is not finite, in the shard of one rank, or of two if they hold the same one.
+    with torch.no_grad():
+        if parameters["first"].to_local().numel() and mesh.get_local_rank(mesh.ndim - 1) == 1:
+            parameters["first"].to_local()[0] = float("inf")
+    sick, theta = step(parameters, dist.group.WORLD)
+    assert sick.contribution == 0.0 and math.isinf(sick.norm)
+    assert all(not message.any() for message in sick.messages)
+    with torch.no_grad():
+        if rank == 1:  # which a digest of rank 0's shard alone would not tell
+            theta.theta["first"][0] += 1.0
+    changed = GlobalState([theta], {}).digest()
+    assert one_of_all(changed) and changed != digest
+
+
+def step(parameters, ranks):
+    """A mean of their values, and the global parameters after an outer step along it."""
+    outer = nesterov_sgd(1.0, 0.9)
+    owned = GlobalParameters(parameters, outer, CPU, False, None, ranks)
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in parameters.values()]
+    mean = WeightedMean([t.numel() for t in local], 32.0, CPU, shards=owned.shards)
+    mean.form(lambda value, into: into.copy_(value.detach().reshape(-1)), (local,), 1.0)
+    mean.receive()
+    if mean.is_finite:
+        owned.take_outer_step(mean, alpha=1.0)
+    return mean, owned
+
+
+def one_of_all(value):
+    gathered = [None] * RANKS
+    dist.all_gather_object(gathered, value)
+    return all(other == gathered[0] for other in gathered)
+
+
+def test_norms_digest_and_finiteness_are_of_all_shards_and_equal_on_all_ranks(tmp_path):
+    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=RANKS)

@@ -1,0 +1,75 @@
+"""A group killed before the first commit. Run: pytest tests/integration/test_first_round.py
+
+Real: the command `launch`, its groups, lighthouse and gloo, SIGKILL.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+
+CONFIG = """
+max_duration: 1000000ba
+global_train_batch_size: 8
+model: {name: byte_gpt, d_model: 64, n_heads: 2, n_layers: 1, max_seq_len: 64}
+train_loader: {name: text, path: null, max_seq_len: 64}
+optimizer: {name: adamw, lr: 1.0e-3}
+callbacks:
+  diloco: {sync_every: 400, digest_every: 1}
+"""
+
+
+def leader_of(launcher, replica_id):
+    """The process of a group, or None while it has not been started."""
+    for process in psutil.Process(launcher.pid).children():
+        if process.environ().get("REPLICA_GROUP_ID") == str(replica_id):
+            return process
+    return None
+
+
+def phase_of(run_dir, replica_id):
+    path = run_dir / f"replica_{replica_id}" / "status.json"
+    return json.loads(path.read_text())["phase"] if path.exists() else ""
+
+
+def wait_until(condition, launcher):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("when", ["joining", "training"])
+def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
+    config, run_dir = tmp_path / "tiny.yaml", tmp_path / "run"
+    config.write_text(CONFIG)
+    command = [sys.executable, "-m", "composer_replication", "launch", str(config)]
+    launcher = subprocess.Popen(
+        [*command, "--replicas", "3", f"run_dir={run_dir}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if when == "training":  # all have taken part in the cold start, and nobody has committed
+        wait_until(lambda: all(phase_of(run_dir, i) == "training" for i in range(3)), launcher)
+    else:
+        wait_until(lambda: phase_of(run_dir, 2) == "joining", launcher)
+    leader_of(launcher, 2).send_signal(signal.SIGKILL)
+    assert not any((run_dir / f"replica_{i}" / "metrics.jsonl").exists() for i in range(3))
+
+    wait_until((run_dir / "replica_2" / "metrics.jsonl").exists, launcher)  # it is back
+    (run_dir / "STOP").touch()
+    output, _ = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, output
+    replicas = json.loads((run_dir / "summary.json").read_text())["replicas"]
+    assert [replica["restarts"] for replica in replicas] == [0, 0, 1]
+    assert len({replica["global_digest"] for replica in replicas}) == 1
+    for replica_id in range(2):
+        lines = (run_dir / f"replica_{replica_id}" / "metrics.jsonl").read_text().splitlines()
+        assert sum(json.loads(line)["diloco/steps_lost"] for line in lines) == 0

@@ -1,0 +1,37 @@
+"""What a process keeps of the managers that have left it, as at every further ``fit`` in it."""
+
+import os
+
+import psutil
+import pytest
+
+from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica import make_manager
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_process_with_one_manager_after_the_other_keeps_what_one_needs():
+    lighthouse = start_lighthouse(bind="127.0.0.1:0", join_timeout_ms=500, heartbeat_timeout_ms=500)
+    address = "http://127.0.0.1:" + lighthouse.address().rpartition(":")[2]
+
+    def one_life():
+        manager = make_manager(
+            replica_id="x", lighthouse_addr=address, hostname="127.0.0.1", timeout=5,
+            quorum_timeout=10, token="secret",
+        )  # fmt: skip
+        manager.start_quorum()
+        assert manager.errored() is None and manager.should_commit()
+        manager.shutdown()
+        process = psutil.Process()
+        ports = [each for each in process.net_connections() if each.status == "LISTEN"]
+        return len(os.listdir("/proc/self/fd")), process.num_threads(), len(ports)
+
+    try:
+        one_life()  # what is loaded at the first use stays
+        first = one_life()
+        lives = [one_life() for _ in range(6)]
+    finally:
+        lighthouse.shutdown()
+    for fds, threads, ports in lives:
+        assert fds <= first[0] + 3 and threads <= first[1] + 2 and ports <= first[2]

@@ -1,0 +1,137 @@
+"""Groups of other ranks or shards are refused in one line, before gloo could abort anybody.
+
+Run: pytest -m integration tests/integration/test_unequal_ranks.py. Real processes, a real
+lighthouse, real gloo inside and between the groups.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import TinyMLP, batch, mse, plain_sgd
+from integration.replicas import Group, run_groups
+from torch.distributed.fsdp import fully_shard
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.process_group import host_store
+from composer_replication.replica import make_manager
+from composer_replication.replica_manager import ReplicaManager
+
+pytestmark = pytest.mark.integration
+
+PLACES = ["a0", "b0", "b1", "c0", "c1"]
+"""Group and rank of each process: groups of one, two and two ranks."""
+
+
+def connect(process: Group, folder: str) -> ReplicaManager:
+    name, rank = PLACES[process.replica_id][0], int(PLACES[process.replica_id][1])
+    ranks = sum(place[0] == name for place in PLACES)
+    init = f"file://{folder}/group_{name}"
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks, timeout=limit)
+    store = host_store("localhost") if rank == 0 else None
+    address: list[Any] = [(store.host, store.port) if store else None]
+    dist.broadcast_object_list(address, src=0)
+    manager = make_manager(
+        replica_id=name,
+        lighthouse_addr=process.lighthouse_addr,
+        rank=rank,
+        world_size=ranks,
+        store_addr=address[0][0],
+        store_port=address[0][1],
+        timeout=20.0,
+        quorum_timeout=30.0,
+    )
+    manager.store = store
+    return manager
+
+
+def train(process: Group, manager: ReplicaManager, steps: int, step_s: float, **start: Any) -> int:
+    model = TinyMLP(width=15)
+    if start.pop("is_sharded", False):
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ranks = dist.group.WORLD if dist.get_world_size() > 1 else None
+    with DiLoCo(manager, model, optimizer, plain_sgd(), 2, ranks=ranks, **start) as diloco:
+        for step in range(steps):
+            optimizer.zero_grad()
+            mse(model, *batch(process.replica_id, step)).backward()
+            optimizer.step()
+            if step == 3:
+                process.signal.set()
+            time.sleep(step_s)
+        assert manager.num_participants() == 1, "nobody joins it"
+        return diloco.outer_step
+
+
+def refused(process: Group, folder: str, **start: Any) -> tuple[str, float]:
+    """The one line with which this rank is refused, and after how many seconds."""
+    began = time.monotonic()
+    manager = None
+    try:
+        manager = connect(process, folder)
+        train(process, manager, 2, 0.0, **start)
+    except SettingsMismatch as error:
+        return str(error), time.monotonic() - began
+    finally:
+        if manager is not None:
+            manager.shutdown()
+    raise AssertionError("it was not refused")
+
+
+def start_together(process: Group, folder: str) -> Any:
+    """a is the first of the first quorum, and b and c leave; a then starts without them."""
+    if PLACES[process.replica_id] != "a0":
+        return refused(process, folder, num_replicas=3)
+    manager = connect(process, folder)
+    start = {"num_replicas": 3, "start_timeout_s": 6.0, "on_start_timeout": "start"}
+    outer_steps = train(process, manager, 6, 0.0, **start)
+    manager.shutdown()
+    return outer_steps
+
+
+def test_groups_of_two_ranks_are_refused_beside_one_of_one_rank(tmp_path: Path):
+    outer_steps, *others = run_groups(start_together, len(PLACES), folder=str(tmp_path))
+    assert outer_steps == 3
+    for line, seconds in others:
+        # The whole line where a is in the same first quorum, the shorter one where it was before.
+        assert re.fullmatch(
+            "this replica group has 2 ranks(| with the whole model on each), and replica group a "
+            r"of this run has 1 rank(| with the whole model on each): start every group with the "
+            "same number of ranks and the same kind of sharding",
+            line,
+        )
+        assert seconds < 10.0
+
+
+def join_later(process: Group, folder: str) -> Any:
+    """b trains with its model whole; then a wants to join with one rank, and c with shards."""
+    if PLACES[process.replica_id][0] != "b":
+        process.signal.wait(30)
+        return refused(process, folder, is_sharded=PLACES[process.replica_id][0] == "c")
+    manager = connect(process, folder)
+    outer_steps = train(process, manager, 40, 0.2)
+    manager.shutdown()
+    return outer_steps
+
+
+def test_joiners_of_another_number_of_ranks_or_shards_are_refused_and_nobody_in_training_ends(
+    tmp_path: Path,
+):
+    a0, b0, b1, *sharded = run_groups(join_later, len(PLACES), folder=str(tmp_path))
+    assert b0 == b1 == 20
+    assert a0[0].startswith("this replica group has 1 rank, and replica group b of this run has 2")
+    for line, _ in sharded:
+        assert line.startswith(
+            "this replica group has 2 ranks with the model in 2 shards, and replica group b of "
+            "this run has 2 ranks with the whole model on each: start every group"
+        )
+    assert all(seconds < 10.0 for _, seconds in [a0, *sharded])
