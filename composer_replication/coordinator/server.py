@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
+from composer_replication.addresses import bracketed
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import create_app
 from composer_replication.coordinator.audit import AUDIT, Audit
@@ -90,7 +91,7 @@ class Coordinator:
                 bind, straggler_timeout_s, lighthouse_heartbeat_ms
             )
             opened.callback(lighthouse.shutdown)
-            host = _in_url(hostname) if hostname else _reachable_as(bind.rpartition(":")[0])
+            host = bracketed(hostname) if hostname else _reachable_as(bind.rpartition(":")[0])
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
             self.address = f"{'https' if tls else 'http'}://{host}:{self._http.port}"
@@ -152,17 +153,13 @@ def _reachable_as(address: str) -> str:
     host = address.strip("[]")
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
-    return _in_url(host)
+    return bracketed(host)
 
 
 def _own_address(bind: str) -> str:
     """How this process reaches what listens there."""
     host = bind.rpartition(":")[0].strip("[]")
-    return "127.0.0.1" if host in ("::", "0.0.0.0") else _in_url(host)
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return "127.0.0.1" if host in ("::", "0.0.0.0") else bracketed(host)
 
 
 def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
