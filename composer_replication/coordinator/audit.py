@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -13,12 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from composer_replication.audit import log, record
 from composer_replication.coordinator.run_settings import RefusedError
 
 AUDIT = "audit.jsonl"
 """The file in the state folder; lines are only ever added."""
-
-log = logging.getLogger("composer_replication.audit")
 
 
 class Audit:
@@ -77,7 +75,7 @@ class Audit:
     def _write(self, what: str, who: str | None, source: str | None, **told: Any) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "what": what, "who": who, "from": source} | told)
-        log.info("%s", line)
+        record(who or "no name given", source or "an unknown address", f"{what} {_words(told)}")
         try:
             with self._lock:
                 # Opened anew each time: the file may be rotated.
@@ -91,3 +89,8 @@ class Audit:
                     "%s cannot be written, the log alone has the audit: %s", self._path, error
                 )
             self._is_failing = True
+
+
+def _words(told: dict[str, Any]) -> str:
+    outcome, *rest = told.values()
+    return outcome if not rest else f"{outcome} ({', '.join(map(str, rest))})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -19,10 +20,10 @@ from composer_replication.coordinator.http_service import HttpService, TlsFiles
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_settings import RunSettings
-from composer_replication.coordinator.state_lock import lock_state
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.folder_lock import open_lock
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 STATE = "coordinator.sqlite"
 """The database in the state folder."""
+
+LOCK = "coordinator.lock"
+"""Locked by the process that serves the state folder; it has its number."""
 
 
 class Coordinator:
@@ -80,7 +84,8 @@ class Coordinator:
     ) -> None:
         state_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # an error here closes what has been opened
-            opened.enter_context(lock_state(state_dir))
+            # Two on one folder would each take the other's groups for dead and end their streams.
+            opened.callback(os.close, open_lock(state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(state_dir / STATE)))
             journal = Journal(database)
             run_settings = RunSettings(database, journal, settings, source, all_start)

@@ -42,7 +42,7 @@ def start(tmp_path):
 
 def test_a_second_coordinator_on_one_state_folder_is_refused(start, tmp_path):
     first = start()
-    message = f"{tmp_path / 'state'} is served by pid {os.getpid()} on "
+    message = f"{tmp_path / 'state'} is in use by process {os.getpid()}: "
     with pytest.raises(ValueError, match=message):
         start()
     start("other")
