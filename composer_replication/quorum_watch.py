@@ -95,6 +95,7 @@ class QuorumWatch:
         self._last: list[Any] | None = None  # a list, as JSON gives it back
         self._connection: list[Any] | None = None
         self._blamed_since: float | None = None
+        self._leaves_because: str | None = None
         self._strangers: frozenset[str] = frozenset()
 
     @property
@@ -112,6 +113,8 @@ class QuorumWatch:
             SettingsMismatch: This group has other ranks or shards than the run.
             TimeoutError: Another rank of this group has not voted on it.
         """
+        if self._leaves_because and not self.is_connected:  # the sync has failed once more
+            raise AtFaultError(self._leaves_because)
         report = Report(
             step=request["step"],
             manager=self._manager_addr,
@@ -201,21 +204,23 @@ class QuorumWatch:
     def _judge(self, reports: Mapping[str, Report], before: tuple[str, ...]) -> None:
         """Find who is to blame for the failure of the last sync, if it has failed.
 
-        Raises:
-            AtFaultError: It is this group, and has been for ``LEAVES_AFTER_S``.
+        If it is this group, and has been for ``LEAVES_AFTER_S``, then it leaves unless the sync in
+        this quorum ends well.
         """
         culprit = at_fault(reports)
         self.fault = "another" if culprit is not None or before != self.members else None
         if culprit == self.name:
             self.fault = "this"
         self.unreachable, self.has_failed = (), False
+        self._leaves_because = None
         now = time.monotonic()
         if self.fault != "this":
             self._blamed_since = None
         elif self._blamed_since is None:
             self._blamed_since = now
         elif now - self._blamed_since > self.LEAVES_AFTER_S:
-            raise AtFaultError(
+            # Not at once: the others have this group in their quorum, and would wait for it there.
+            self._leaves_because = (
                 f"for {now - self._blamed_since:.0f} s syncs have failed because of this replica "
                 f"group: {_complaint(self.name, reports)}. It leaves, and the others go on"
             )

@@ -1,8 +1,9 @@
-"""Where the members of a quorum say that they are going to connect, before any of them does."""
+"""Where the members of a quorum say whether they are going to connect, before any of them does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
@@ -10,52 +11,84 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 
 class Rendezvous:
-    """The answers of one quorum's members, in the store of the first one.
+    """The answers of one quorum's members, in the stores that they host.
 
     gloo waits ``timeout`` for a member that does not connect, for example because it cannot reach
-    one of the others. With the answers all others know at once that there is no need to wait.
+    one of the others. So each member says in the store of the first one that it is going to
+    connect, and waits until all have. One that cannot says so in every store that it reaches, and
+    whoever reads that passes it on: so all know at once, also if the first member's store is what
+    one of them cannot reach.
 
     Args:
-        store_addr: ``host:port`` of the store of the first member.
+        addresses: ``host:port`` of each member's store, by the member's name, in their order.
+        own_name: The name of this member.
         number: The connection's number, different from that of any other.
-        members: The names of all members, in their order.
-        timeout: Limit of connecting to the store; answers may take twice as long.
+        timeout: Limit of reaching a store; answers may take twice as long.
     """
 
+    POLL_S = 0.02
+
     def __init__(
-        self, store_addr: str, number: int, members: Sequence[str], timeout: timedelta
+        self, addresses: Mapping[str, str], own_name: str, number: int, timeout: timedelta
     ) -> None:
-        host, _, port = store_addr.rpartition(":")
-        self._host, self._port, self._timeout = host.strip("[]"), int(port), timeout
-        self._keys = {name: f"connects/{number}/{name}" for name in members}
+        self._addresses = addresses
+        self._own_name = own_name
+        self._timeout = timeout
+        self._declined = f"connects/{number}/declined"
+        self._answers = {name: f"connects/{number}/{name}" for name in addresses}
 
-    def decline(self, name: str) -> None:
-        """Say that this member does not connect, if the store can be reached."""
-        with suppress(RuntimeError):  # torch's own
-            self._store().set(self._keys[name], "no")
+    def decline(self, unreachable: Collection[str], who: str | None = None) -> None:
+        """Say that somebody does not connect, in the stores of the members that can be reached.
 
-    def wait_for_all(self, name: str) -> None:
-        """Say that this member connects, and wait until all members have answered.
+        Args:
+            unreachable: The names of the others.
+            who: The member that does not. None: this one.
+        """
+        for name in self._addresses:
+            if name not in unreachable:
+                with suppress(RuntimeError):  # torch's own: it has gone meanwhile
+                    self._store(name).set(self._declined, who or self._own_name)
+
+    def wait_for_all(self) -> None:
+        """Say that this member connects, and wait until all members have said so.
 
         Raises:
-            ConnectionError: Another one does not connect, or has not answered in time.
+            ConnectionError: One does not connect, or has not answered in time.
         """
         try:
-            store = self._store()
-            store.set(self._keys[name], "yes")
-            store.wait(list(self._keys.values()), 2 * self._timeout)
-            absent = [name for name, key in self._keys.items() if store.get(key) != b"yes"]
-        except RuntimeError as error:
+            self._wait_for_all()
+        except RuntimeError as error:  # torch's own
             raise ConnectionError(
-                "not all members of the quorum said within "
-                f"{2 * self._timeout.total_seconds():g} s that they can connect: "
-                f"{str(error).splitlines()[0]}"
+                f"the store of a quorum's member has gone: {str(error).splitlines()[0]}"
             ) from error
-        if absent:
-            groups = ", ".join(member.partition(":")[0] for member in absent)
-            raise ConnectionError(f"replica group {groups} cannot reach all others, see its log")
 
-    def _store(self) -> TCPStore:
+    def _wait_for_all(self) -> None:
+        limit_s = 2 * self._timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        first, own = self._store(next(iter(self._addresses))), self._store(self._own_name)
+        first.set(self._answers[self._own_name], "yes")
+        while not _has(first, *self._answers.values()):
+            for store in (first, own):
+                if _has(store, self._declined):
+                    who = store.get(self._declined).decode()
+                    self.decline((), who)
+                    who = who.partition(":")[0]
+                    raise ConnectionError(f"replica group {who} cannot reach all others")
+            if time.monotonic() > deadline:
+                missing = [name for name, key in self._answers.items() if not _has(first, key)]
+                raise ConnectionError(
+                    f"replica group {missing[0].partition(':')[0]} has not said within "
+                    f"{limit_s:g} s that it can connect"
+                )
+            time.sleep(self.POLL_S)
+
+    def _store(self, name: str) -> TCPStore:
+        host, _, port = self._addresses[name].rpartition(":")
         return TCPStore(
-            self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout
-        )
+            host.strip("[]"), int(port), is_master=False, wait_for_workers=False,
+            timeout=self._timeout,
+        )  # fmt: skip
+
+
+def _has(store: TCPStore, *keys: str) -> bool:
+    return store.check(list(keys))  # pyright: ignore[reportAttributeAccessIssue]

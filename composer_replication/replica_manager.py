@@ -225,23 +225,24 @@ class ReplicaManager(Manager):
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
-        found = [json.loads(handle) for handle in handles]
-        addresses = [each["store"] for each in found]
         identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
-        members, own = self._watch.members, self._watch.name
-        rendezvous = Rendezvous(addresses[0], unique, members, self._connect_timeout)
+        found = [json.loads(handle) for handle in handles]
+        addresses = {
+            name: handle["store"] for name, handle in zip(self._watch.members, found, strict=True)
+        }
+        rendezvous = Rendezvous(addresses, self._watch.name, unique, self._connect_timeout)
         try:
-            self._check_reachable(dict(zip(members, found, strict=True)))
+            self._check_reachable(dict(zip(addresses, found, strict=True)))
         except ConnectionError:
-            if members[0] not in self._watch.unreachable:
-                rendezvous.decline(own)
+            rendezvous.decline(self._watch.unreachable)
             raise
-        if len(members) > 1:
-            rendezvous.wait_for_all(own)
+        if len(handles) > 1:
+            rendezvous.wait_for_all()
         super()._reconfigure_pg(unique, handles)
         if len(handles) > 1:
-            self._alarm = SyncAlarm(addresses[0], unique, self._connect_timeout)
+            first = next(iter(addresses.values()))
+            self._alarm = SyncAlarm(first, unique, self._connect_timeout)
         self._watch.connected(communicator_id, unique)
 
     def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:

@@ -342,14 +342,18 @@ def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(mo
         assert [groups.watch[letter].fault for letter in "abc"] == ["another", "another", "this"]
     groups.quorum(1, "abc")  # it was well once
     assert [groups.watch[letter].fault for letter in "abc"] == [None] * 3
-    for seconds in [limit, limit + 1.0, 2 * limit]:
+    for seconds in [limit, limit + 1.0, 2 * limit + 1.0]:
         now[0] = seconds
         groups.watch["a"].unreachable = groups.watch["b"].unreachable = ("c:1",)
         groups.quorum(1, "abc")
-    now[0] = 2 * limit + 1.0
-    groups.watch["a"].unreachable = groups.watch["b"].unreachable = ("c:1",)
-    with pytest.raises(AtFaultError, match="for 31 s syncs have failed .* a, b cannot reach it"):
+    groups.quorum(1, "abc")  # the sync in that quorum has ended well
+    for seconds in [3 * limit, 4 * limit + 1.0]:
+        now[0] = seconds
+        groups.watch["a"].unreachable = groups.watch["b"].unreachable = ("c:1",)
         groups.quorum(1, "abc")
+    groups.watch["c"].disconnected()
+    with pytest.raises(AtFaultError, match="for 31 s syncs have failed .* a, b cannot reach it"):
+        groups.watch["c"]._quorum(group_rank="c", step=1, reconfigure_handle=HANDLE)
 
 
 def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_count():

@@ -169,12 +169,14 @@ class OuterLoop:
             rank = self._manager.participating_rank() or 0
             limit = self._max_retries + self._manager.num_participants() - 1 - rank
         if failed > limit:
-            raise SyncError(
+            error = SyncError(
                 f"the sync after outer step {self._state.outer_step} did not commit in "
                 f"{failed} attempts, the last one because {cause}. Local parameters are "
                 "kept. Check that the other replica groups and the lighthouse are alive, or "
                 f"raise max_sync_retries={self._max_retries}"
             )
+            self._manager.report_error(error)  # the others have this group in their quorum
+            raise error
 
     def _why_not_committed(self) -> str:
         error = self._manager.errored()
