@@ -1,10 +1,9 @@
-"""The coordinator's HTTP server: where it listens, and how much a stranger can take of it."""
+"""The coordinator's HTTP server: where it listens, and with which certificate."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import ssl
 import threading
@@ -13,63 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from composer_replication.coordinator.connections import (
+    BACKLOG,
+    FILES_RUN_OUT,
+    BoundedProtocol,
+    raise_file_limit,
+)
 from composer_replication.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY, check_tls_dir
-
-MAX_CONNECTIONS = 500
-RECEIVE_TIMEOUT_S = 10.0
-"""From a request's first byte, or from the connection's begin, to the request's last byte."""
-ANSWER_TIMEOUT_S = 60.0
-"""From then on until the client has read the answer and begun the next request."""
-FILES = 4096
-"""File descriptors that this process asks for; the usual soft limit is 1,024."""
-_BACKLOG = 128
-
-
-class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol, with limits that it does not have.
-
-    uvicorn itself waits for ever for a request that does not come, and for a client that does not
-    read its answer. There are at most ``MAX_CONNECTIONS``: a new one takes the place of the one
-    that has been silent for longest, so that idle connections never keep a group out.
-    """
-
-    _timer: asyncio.TimerHandle | None = None
-    _is_receiving = True
-    _last_active = 0.0
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._last_active = self.loop.time()
-        self._limit(RECEIVE_TIMEOUT_S)
-        if len(self.connections) > _max_connections():
-            others: Any = self.connections - {self}
-            silent = min(others, key=lambda other: other._last_active)
-            self.connections.discard(silent)  # now: more may be accepted before it is gone
-            silent.transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        self._last_active = self.loop.time()
-        super().data_received(data)
-        is_receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
-        # Bytes of the same request do not give it more time.
-        if not (is_receiving and self._is_receiving):
-            self._limit(RECEIVE_TIMEOUT_S if is_receiving else ANSWER_TIMEOUT_S)
-        self._is_receiving = is_receiving
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        super().connection_lost(exc)
-
-    def _limit(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        # Not close: that would wait until the client has read what was written.
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -146,7 +97,7 @@ class HttpService:
 
     def __init__(self, bind: str, tls: TlsFiles | None = None) -> None:
         self._tls = tls
-        _raise_file_limit()
+        raise_file_limit()
         self._socket = _listen(bind)
         self.port: int = self._socket.getsockname()[1]
         self._server: uvicorn.Server | None = None
@@ -159,12 +110,12 @@ class HttpService:
             ValueError: The certificate cannot be used.
             OSError: The server has not started.
         """
-        logging.getLogger("asyncio").addFilter(_FILES_RUN_OUT)
+        logging.getLogger("asyncio").addFilter(FILES_RUN_OUT)
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,
             ws="none",
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
             # A line for every request, or for every malformed one, would bury ours.
             log_level="error",
             access_log=False,
@@ -215,39 +166,6 @@ def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
     }
 
 
-class _OncePerMinute(logging.Filter):
-    """Lets asyncio say once a minute that there are no file descriptors left.
-
-    It says so for every place in the backlog, with a traceback, every second.
-    """
-
-    _next = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "socket.accept() out of system resource" not in record.getMessage():
-            return True
-        is_due = time.monotonic() >= self._next
-        if is_due:
-            self._next = time.monotonic() + 60.0
-        return is_due
-
-
-_FILES_RUN_OUT = _OncePerMinute()
-
-
-def _max_connections() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The other half is for the lighthouse, which is in this process, and for the database.
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _listen(bind: str) -> socket.socket:
     address, _, port = bind.rpartition(":")
     if not port.isdecimal() or not address:
@@ -260,7 +178,7 @@ def _listen(bind: str) -> socket.socket:
             family=family,
             dualstack_ipv6=host == "::",
             reuse_port=False,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
         )
         # Accepted ones inherit it. asyncio does not set it on sockets that are not its own, and
         # without it the second packet of an answer waits 40 ms for the client to say it has one.

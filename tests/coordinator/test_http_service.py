@@ -13,7 +13,7 @@ import time
 import httpx
 import pytest
 
-from composer_replication.coordinator import http_service
+from composer_replication.coordinator import connections
 from composer_replication.coordinator.http_service import HttpService
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
@@ -35,9 +35,9 @@ async def application(scope, receive, send):
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(http_service, "RECEIVE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(http_service, "ANSWER_TIMEOUT_S", 0.7)
-    monkeypatch.setattr(http_service, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(connections, "RECEIVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connections, "ANSWER_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
     service = HttpService("127.0.0.1:0")
     service.start(application)
     yield service
@@ -99,7 +99,7 @@ def test_silent_connections_do_not_keep_a_group_out(service):
 
 
 def test_a_shortage_of_file_descriptors_is_logged_once_a_minute(caplog):
-    logging.getLogger("asyncio").addFilter(http_service._OncePerMinute())
+    logging.getLogger("asyncio").addFilter(connections._OncePerMinute())
     for _ in range(100):
         logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: ...")
     logging.getLogger("asyncio").error("something else")
