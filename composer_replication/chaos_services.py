@@ -58,6 +58,9 @@ class Service:
         """Kill it."""
         self._process.kill()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 class KillableCoordinator:

@@ -76,7 +76,7 @@ class QuorumWatch:
         tokens: Sequence[str] = (),
     ) -> None:
         self._client = client
-        self._name = name
+        self.name = name
         self._manager_addr = manager_addr
         self._reconnect = reconnect
         self._world_size = world_size
@@ -123,7 +123,7 @@ class QuorumWatch:
             num_ranks=self.layout.num_ranks,
             num_shards=self.layout.num_shards,
         )
-        handle = write_handle(request["reconfigure_handle"], report, self._name, self._tokens[0])
+        handle = write_handle(request["reconfigure_handle"], report, self.name, self._tokens[0])
         request["reconfigure_handle"] = handle
         try:
             quorum = self._client._quorum(**request)
@@ -151,7 +151,7 @@ class QuorumWatch:
         kept = [place for place, report in enumerate(read) if report is not None]
         if quorum.replica_rank not in kept:
             raise QuorumFailed(
-                f"somebody else asks the lighthouse in the name of this group, {self._name!r}"
+                f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
         reports = [report for report in read if report is not None]
         strangers = frozenset(
@@ -206,7 +206,7 @@ class QuorumWatch:
         """
         culprit = at_fault(reports)
         self.fault = "another" if culprit is not None or before != self.members else None
-        if culprit == self._name:
+        if culprit == self.name:
             self.fault = "this"
         self.unreachable, self.has_failed = (), False
         now = time.monotonic()
@@ -217,7 +217,7 @@ class QuorumWatch:
         elif now - self._blamed_since > self.LEAVES_AFTER_S:
             raise AtFaultError(
                 f"for {now - self._blamed_since:.0f} s syncs have failed because of this replica "
-                f"group: {_complaint(self._name, reports)}. It leaves, and the others go on"
+                f"group: {_complaint(self.name, reports)}. It leaves, and the others go on"
             )
 
     def _connect_if_needed(self, quorum_id: int, reports: Sequence[Report]) -> None:
@@ -228,7 +228,7 @@ class QuorumWatch:
             self._reconnect()
 
     def _warn_of_twins(self) -> None:
-        replica_id = self._name.partition(":")[0]
+        replica_id = self.name.partition(":")[0]
         if sum(name.partition(":")[0] == replica_id for name in self.members) > 1:
             log.warning(
                 "replica_id=%r is in this quorum twice: ranks of a group whose launcher has died "

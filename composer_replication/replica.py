@@ -79,8 +79,8 @@ def make_manager(
         store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
         store_port: Its port.
         hostname: How peers reach this machine: its store, manager, process group and heal server,
-            which listen on that address if it is one of this machine's. None: its host name, and
-            every interface.
+            which listen on that address if it is one of this machine's. None:
+            ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
         token: The run's secret, equal in all groups, without which no state is given or taken.
             None: ``COMPOSER_REPLICATION_TOKEN``. It is needed unless the lighthouse is on a
             loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
@@ -109,7 +109,8 @@ def make_manager(
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    tls_dir = tls_dir or ReplicaEnv.from_env().tls_dir
+    env = ReplicaEnv.from_env()
+    tls_dir, hostname = tls_dir or env.tls_dir, hostname or env.hostname
     process_group = make_process_group(backend, timeout, hostname, tls_dir)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)

@@ -23,6 +23,7 @@ from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
 from composer_replication.process_group import Gloo
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
+from composer_replication.rendezvous import Rendezvous
 from composer_replication.sync_alarm import SyncAlarm
 from composer_replication.waiting import DaemonExecutor, InterruptibleWork
 
@@ -226,9 +227,18 @@ class ReplicaManager(Manager):
             self._alarm = None
         found = [json.loads(handle) for handle in handles]
         addresses = [each["store"] for each in found]
-        self._check_reachable(dict(zip(self._watch.members, found, strict=True)))
         identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
+        members, own = self._watch.members, self._watch.name
+        rendezvous = Rendezvous(addresses[0], unique, members, self._connect_timeout)
+        try:
+            self._check_reachable(dict(zip(members, found, strict=True)))
+        except ConnectionError:
+            if members[0] not in self._watch.unreachable:
+                rendezvous.decline(own)
+            raise
+        if len(members) > 1:
+            rendezvous.wait_for_all(own)
         super()._reconfigure_pg(unique, handles)
         if len(handles) > 1:
             self._alarm = SyncAlarm(addresses[0], unique, self._connect_timeout)

@@ -162,6 +162,7 @@ def test_a_run_ends_with_a_summary_a_picture_and_what_came_out(tmp_path, capsys)
         assert environ["NUM_REPLICA_GROUPS"] == "2"
         assert environ["TORCHFT_LIGHTHOUSE"].startswith("http://")
         assert environ["RUST_LOG"] == "warn"
+        assert environ["COMPOSER_REPLICATION_HANG_TIMEOUT_S"] == "600"
 
 
 @pytest.mark.integration

@@ -153,8 +153,13 @@ def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("hostname", ["127.0.0.1", "::1"])
-def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(hostname):
+@pytest.mark.parametrize(
+    ("hostname", "argument"), [("127.0.0.1", None), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")]
+)
+def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(
+    hostname, argument, monkeypatch
+):
+    monkeypatch.setenv("COMPOSER_REPLICATION_HOSTNAME", "127.0.0.1")
     process = psutil.Process()
 
     def listening():
@@ -168,7 +173,7 @@ def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(hos
         manager = make_manager(
             replica_id=0,
             lighthouse_addr=f"http://{bracketed(hostname)}:{port}",
-            hostname=hostname,
+            hostname=argument,
             token="secret",
         )
         manager.start_quorum()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +71,7 @@ class Audit:
             self._write("wrong token", None, source, outcome="refused", requests=count)
 
     def _write(self, what: str, who: str | None, source: str | None, **told: Any) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "what": what, "who": who, "from": source} | told)
-        record(who or "no name given", source or "an unknown address", f"{what} {_words(told)}")
+        line = record(what, who, source, **told)
         try:
             with self._lock:
                 # Opened anew each time: the file may be rotated.
@@ -89,8 +85,3 @@ class Audit:
                     "%s cannot be written, the log alone has the audit: %s", self._path, error
                 )
             self._is_failing = True
-
-
-def _words(told: dict[str, Any]) -> str:
-    outcome, *rest = told.values()
-    return outcome if not rest else f"{outcome} ({', '.join(map(str, rest))})"

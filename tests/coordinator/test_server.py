@@ -58,6 +58,12 @@ def test_what_a_failed_start_has_opened_is_closed(start, tmp_path):
             start()
 
 
+def test_the_heartbeat_timeout_is_an_option_that_groups_hear_of(start):
+    client = CoordinatorClient(start(heartbeat_timeout_s=7.5).address, "secret")
+    assert client.info().heartbeat_timeout_s == 7.5
+    client.close()
+
+
 @pytest.mark.parametrize("hostname", ["::1", "[::1]"])
 def test_an_ipv6_address_has_brackets_in_a_url(start, hostname):
     coordinator = start(bind="[::1]:0", hostname=hostname)
