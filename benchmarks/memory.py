@@ -34,7 +34,7 @@ FLOOR = {"resting": 8.0, "peak": 12.0, "given back": 0.0, "device, peak": 0.0}
 def measure(kind: str, params: int, device: str, out: Any) -> None:
     """One process: bytes per parameter, resting and at the peak."""
     lighthouse = start_lighthouse()
-    manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address())
+    manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address(), token="local")
     model = build_model(params, TENSORS, device)
     inner = Still(model.parameters())
     before = _read("status", "VmRSS")

@@ -66,7 +66,12 @@ def measure(
     """One replica group: the seconds of each turn."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.groups))
     managers = [
-        make_manager(replica_id=rank, lighthouse_addr=address, min_replica_size=arguments.groups)
+        make_manager(
+            replica_id=rank,
+            lighthouse_addr=address,
+            min_replica_size=arguments.groups,
+            token="local",
+        )
         for address in addresses
     ]
     of_model = (arguments.params, arguments.batch, arguments.device, arguments.dtype)

@@ -143,6 +143,7 @@ class Group:
             min_replica_size=GROUPS,
             timeout=TIMEOUT_S,
             hostname=end.address,
+            token="local",
         )
         self._visit.callback(manager.shutdown)
         self._diloco = DiLoCo(

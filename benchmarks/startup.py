@@ -98,6 +98,7 @@ class Joins:
             lighthouse_addr=self._lighthouse_addr,
             min_replica_size=1,
             hostname=self._hostname,
+            token="local",
         )
 
     def train(self, model: Any) -> None:

@@ -96,6 +96,7 @@ def measure(
             lighthouse_addr=address,
             min_replica_size=arguments.groups,
             timeout=120.0,
+            token="local",
             backend=arguments.backend,
         )
         for address in addresses

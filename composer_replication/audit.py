@@ -1,20 +1,29 @@
-"""The audit log: who did what to a run, and from where; one logger for all of it."""
+"""The audit log: who did what to a run, from where and when; one logger for all of it."""
 
 from __future__ import annotations
 
+import json
 import logging
+from datetime import UTC, datetime
+from typing import Any
 
 log = logging.getLogger("composer_replication.audit")
-"""Not below INFO, whatever other loggers are set to: an operator may send it to a file."""
+log.setLevel(logging.INFO)  # it is to be read later, however little the rest of a program logs
 
 
-def record(who: str, where: str, what: str) -> None:
-    """Write one line; the logging handler adds when.
+def record(what: str, who: str | None, source: str | None, **details: Any) -> str:
+    """Log one line of JSON.
 
     Args:
-        who: The replica group, or another name by which the caller is known. It is printed as a
-            Python literal, since a stranger may have chosen it.
-        where: The address it called from, or is reached at.
-        what: What it did, or was refused.
+        what: ``heal``, ``registration``, ``settings``, ``rewind``.
+        who: The replica group, if it is known. A stranger may have chosen the name.
+        source: The address it called from, or was reached at.
+        **details: To be logged as well; no secrets.
+
+    Returns:
+        The line.
     """
-    log.info("%s: by %r from %s", what, who, where)
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = json.dumps({"time": now, "what": what, "who": who, "from": source} | details)
+    log.info("%s", line)
+    return line

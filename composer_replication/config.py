@@ -19,6 +19,7 @@ from yaml import YAMLError  # omegaconf's own parser
 
 from composer_replication.components import COMPONENTS, NAMED_BY_FIELD, Component
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.json_files import naming
 from composer_replication.options import ReplicaOptions
 from composer_replication.text_files import check_text_folder
 
@@ -79,7 +80,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    assert isinstance(resolved, dict)
+    assert isinstance(resolved, dict) and isinstance(merged, DictConfig), "the file is no list"
     config = Config({str(key): value for key, value in resolved.items()}, merged)
     check_config(config)
     return config
@@ -120,7 +121,7 @@ def save_config(config: Mapping[str, Any], path: str | Path) -> None:
     """
     values = config.unresolved() if isinstance(config, Config) else dict(config)
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(number, "w") as file:
+    with naming(Path(path)), open(number, "w") as file:
         os.fchmod(number, 0o600)  # of a file that was there before
         OmegaConf.save(OmegaConf.create(values), file)
 

@@ -135,13 +135,13 @@ class Display:
         if time.monotonic() < self._shown + every and not is_last:
             return
         self._shown = time.monotonic()
-        for replica_id, group in enumerate(self._groups):
-            group.read(exit_statuses.get(replica_id))
-            if self._seconds_left is not None:
-                group.status |= {"max_batches": None, "seconds_left": self._seconds_left()}
         try:
+            for replica_id, group in enumerate(self._groups):
+                group.read(exit_statuses.get(replica_id))
+                if self._seconds_left is not None:
+                    group.status |= {"max_batches": None, "seconds_left": self._seconds_left()}
             self._show()
-        except OSError as error:  # stdout may be a file on a full disk: the groups train on
+        except OSError as error:  # the disk of the run's folder or of stdout: the groups train on
             if not self._has_failed:
                 log.warning("Cannot show how the groups are doing (%s)", error)
             self._has_failed = True

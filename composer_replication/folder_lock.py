@@ -26,8 +26,16 @@ def lock_folder(folder: Path, name: str, fix: str) -> None:
         ValueError: Another process holds it.
     """
     path = (folder / name).resolve()
-    if path in _held:
-        return
+    if path not in _held:
+        _held[path] = open_lock(folder, name, fix)
+
+
+def open_lock(folder: Path, name: str, fix: str) -> int:
+    """Keep others out of a folder until the returned file descriptor is closed.
+
+    Others are other processes, and other calls in this one. Arguments and errors: ``lock_folder``.
+    """
+    path = folder / name
     # Child processes do not inherit it: Python opens files so. The lock would outlive us in them.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -43,4 +51,4 @@ def lock_folder(folder: Path, name: str, fix: str) -> None:
     with contextlib.suppress(OSError):  # a full disk: the number is for people only
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
-    _held[path] = descriptor
+    return descriptor

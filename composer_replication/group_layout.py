@@ -41,6 +41,7 @@ class GroupLayout:
         self._rank = rank
         self._store = store
         self._refusal: str | None = None
+        self._odd: frozenset[str] = frozenset()
 
     def fits(self, reports: Mapping[str, Report]) -> bool:
         """Whether the members of a quorum may connect; always true on ranks other than 0.
@@ -61,13 +62,16 @@ class GroupLayout:
                 self._store.set(self.KEY, self._refusal)
             return False
         sent = {n: _described(each.num_ranks, each.num_shards) for n, each in reports.items()}
-        odd = [f"{name.partition(':')[0]} has {text}" for name, text in sent.items() if text != own]
-        if odd:
+        odd = {name: text for name, text in sent.items() if text != own}
+        for name in odd.keys() - self._odd:  # the quorum is asked for again until they have left
             log.warning(
-                "Not connecting to replica groups that have to leave: %s, and this group has %s",
-                "; ".join(odd),
+                "Not connecting to replica group %s, which has to leave: it has %s, and this group "
+                "has %s",
+                name.partition(":")[0],
+                odd[name],
                 own,
             )
+        self._odd = frozenset(odd)
         return not odd
 
     def is_missing_rank(self, handle: str) -> bool:
@@ -89,19 +93,25 @@ class GroupLayout:
 def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> None:
     """Compare this group's ranks with those of the groups in training, before they see it.
 
+    The lighthouse's members have not proved that they belong to the run, so one alone of several
+    does not count.
+
     Args:
         status: The lighthouse's.
         replica_id: Of this group, whose earlier life may have had other ranks.
         num_ranks: Its ranks now.
 
     Raises:
-        SettingsMismatch: A living group of the last quorum has another number.
+        SettingsMismatch: All living groups of the last quorum have another number.
     """
-    for member in status.members:
-        name, right = member.replica_id, _ranks(member.world_size)
-        is_peer = name.partition(":")[0] != replica_id and name in status.alive
-        if is_peer and member.world_size != num_ranks:
-            raise SettingsMismatch(_refusal(_ranks(num_ranks), name, right))
+    peers = [
+        member
+        for member in status.members
+        if member.replica_id.partition(":")[0] != replica_id and member.replica_id in status.alive
+    ]
+    if peers and all(peer.world_size != num_ranks for peer in peers):
+        right = _ranks(peers[0].world_size)
+        raise SettingsMismatch(_refusal(_ranks(num_ranks), peers[0].replica_id, right))
 
 
 def _refusal(own: str, name: str, right: str) -> str:

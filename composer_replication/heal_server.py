@@ -200,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
                 host,
                 count,
             )
-            audit.record(asker[:64], host, f"heal refused, no valid token, {count} since the last")
+            audit.record("heal", asker[:64], host, outcome="refused", requests=count)
         self.send_error(403)
 
     def _give(self, question: Question, body: Body) -> None:
@@ -215,9 +215,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         _send(self.connection, body)
         if is_part:
-            name = self.path.rpartition("/")[2][:16]
-            what = f"heal given, {size} bytes, SHA-256 {name}..."
-            audit.record(question.asker, self.client_address[0], what)
+            name = self.path.rpartition("/")[2]
+            audit.record(
+                "heal",
+                question.asker,
+                self.client_address[0],
+                outcome="given",
+                sha256=name,
+                num_bytes=size,
+            )
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: http.server's is a line on stderr for every request."""

@@ -176,10 +176,13 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self.fetched.clear()
         rest["user"][STATE] = load(body)
         audit.record(
+            "heal",
             self.client.name,
             metadata,
-            f"heal taken, manager step {step}, {state.num_bytes} bytes, "
-            f"SHA-256 {state.name[:16]}...",
+            outcome="taken",
+            step=step,
+            sha256=state.name,
+            num_bytes=state.num_bytes,
         )
         return rest
 

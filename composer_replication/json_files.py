@@ -65,12 +65,22 @@ def replace_json(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}")
-    with draft.open("w") as file:
+    with naming(path), draft.open("w") as file:
         file.write(json.dumps(content, indent=indent) + "\n")
         file.flush()
         if survives_power_cut:
             os.fsync(file.fileno())
     os.replace(draft, path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an ``OSError``; Python does so when it opens a file, and not later."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 class JsonLineWriter:
@@ -109,7 +119,7 @@ class JsonLineWriter:
         if not self._waiting:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+", buffering=0) as file:
+        with naming(self.path), self.path.open("ab+", buffering=0) as file:
             # Another writer may have been killed in the middle of a line.
             end = file.seek(0, os.SEEK_END)
             if end and (file.seek(end - 1), file.read(1))[1] != b"\n":
@@ -147,10 +157,13 @@ class JsonLineReader:
         """The lines that have been added since the last call.
 
         A last line without its end is left for the next call: somebody is writing it.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         if not self._path.exists():
             return
-        with self._path.open("rb") as file:
+        with naming(self._path), self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -164,24 +177,25 @@ class JsonLineReader:
 
 
 def read_last_line(path: Path) -> dict[str, Any]:
-    """The last readable line of a file of JSON lines; empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            length = 0
-            while length < size:
-                length = min(size, 4 * length or _TAIL_BYTES)
-                file.seek(size - length)
-                lines = file.read(length).split(b"\n")
-                # What follows the last newline is unfinished; what precedes the first is cut off.
-                for line in reversed(lines[0 if length == size else 1 : -1]):
-                    content = _parse(line)
-                    if content is not None:
-                        return content
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _warn_once(f"{path} is ignored: it cannot be read ({error})")
+    """The last readable line of a file of JSON lines; empty if there is none.
+
+    Raises:
+        OSError: The file is there and cannot be read.
+    """
+    if not path.exists():
+        return {}
+    with naming(path), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = 0
+        while length < size:
+            length = min(size, 4 * length or _TAIL_BYTES)
+            file.seek(size - length)
+            lines = file.read(length).split(b"\n")
+            # What follows the last newline is unfinished; what precedes the first is cut off.
+            for line in reversed(lines[0 if length == size else 1 : -1]):
+                content = _parse(line)
+                if content is not None:
+                    return content
     return {}
 
 

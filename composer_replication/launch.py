@@ -91,6 +91,7 @@ def launch(
         ValueError: Nor has it if the run's folder cannot be used.
     """
     check_launch(config, replicas, nproc)
+    tls = TlsFiles.of_folder(tls_dir_of(config))
     run_dir = make_run_folder(config, config_path)
     config = config | {"run_dir": str(run_dir)}
     save_config(config, run_dir / CONFIG)
@@ -107,6 +108,7 @@ def launch(
         min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
+        tls=tls,
         tokens=tokens,
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,

@@ -12,7 +12,7 @@ from importlib.util import find_spec, module_from_spec
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
@@ -88,6 +88,9 @@ class LighthouseStatus:
     alive: frozenset[str] = frozenset()
 
 
+_DIRECTLY = build_opener(ProxyHandler({}))
+"""Without the proxies of the environment: torchft's own clients do not use them either."""
+
 _MEMBER = re.compile(
     r"<b>([^<]+)</b>.*?Step: (\d+).*?Manager: (\S+).*?World size: (\d+)", re.DOTALL
 )
@@ -102,7 +105,7 @@ def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatu
     that does not answer has no members; ``situation`` then says so.
     """
     try:
-        with urlopen(f"{lighthouse_addr}/status", timeout=timeout_s) as answer:
+        with _DIRECTLY.open(f"{lighthouse_addr}/status", timeout=timeout_s) as answer:
             page = answer.read().decode(errors="replace")
     except (URLError, OSError) as error:
         return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
+NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
+
+_REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _SECONDS = (
     "start_timeout_s",
@@ -35,7 +39,8 @@ class ReplicaOptions:
     """One replica group's own options; the defaults of ``DiLoCoCallback`` and ``make_manager``.
 
     Args:
-        replica_id: Name of this replica group, different in each. None: ``REPLICA_GROUP_ID``.
+        replica_id: Name of this replica group, different in each (``check_replica_id``). None:
+            ``REPLICA_GROUP_ID``.
         num_replicas: Groups that a cold start waits for. None: ``NUM_REPLICA_GROUPS``, else 1.
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
             the coordinator knows.
@@ -125,6 +130,8 @@ class ReplicaOptions:
             raise ValueError(
                 f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
             )
+        if self.replica_id is not None:
+            check_replica_id(self.replica_id)
         for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
             _check_count(name, getattr(self, name), least)
         for name, choices in _CHOICES.items():
@@ -165,6 +172,7 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, the new one first, with a comma between them |
+    | ``COMPOSER_REPLICATION_NO_TOKEN`` | ``1`` allows a run without a token beyond this machine |
 
     ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
     """
@@ -178,6 +186,7 @@ class ReplicaEnv:
     tls_dir: str | None = None
     hang_timeout_s: float | None = None
     hostname: str | None = None
+    no_token: bool = False
 
     @property
     def token(self) -> str | None:
@@ -205,6 +214,7 @@ class ReplicaEnv:
             tls_dir=environ.get("COMPOSER_REPLICATION_TLS_DIR") or None,
             hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
             hostname=environ.get(HOSTNAME) or None,
+            no_token=environ.get(NO_TOKEN) == "1",
         )
 
 
@@ -218,11 +228,28 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
         raise ValueError(f"{name}={text!r}: use a number of seconds, or inf") from None
 
 
+def check_replica_id(replica_id: str | int) -> None:
+    """Check the name of a replica group.
+
+    It becomes part of URLs, of a folder's name and of what torchft makes of it (``name:uuid``).
+
+    Raises:
+        ValueError: It has a character that would be misread there, or is too long.
+    """
+    is_name = not isinstance(replica_id, bool) and _REPLICA_ID.fullmatch(str(replica_id))
+    if not is_name:
+        raise ValueError(
+            f"replica_id={replica_id!r}: give each replica group a name of its own, of at most 64 "
+            "letters, digits, '.', '_' and '-', with a letter or a digit in front"
+        )
+
+
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     """The run's accepted tokens; whoever signs uses the first.
 
-    There are two while a token is being replaced: first every process accepts both, then the old
-    one is removed.
+    There are two while a token is being replaced, for which every process is started again three
+    times: with ``old,new``, with ``new,old``, and with ``new``. Neighbours in this order
+    understand each other.
 
     Args:
         text: One token, or two with a comma or a line break between them. Surrounding whitespace

@@ -10,16 +10,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torchft.manager
 from torchft._torchft import ManagerServer
 
-from composer_replication.addresses import bracketed, check_hostname, own_address
+from composer_replication.addresses import (
+    bracketed,
+    check_hostname,
+    is_loopback,
+    own_address,
+)
 from composer_replication.group_layout import check_ranks
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse, read_status
-from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
+from composer_replication.options import (
+    NO_TOKEN,
+    TOKEN,
+    ReplicaEnv,
+    ReplicaOptions,
+    check_replica_id,
+    read_tokens,
+)
 from composer_replication.prefetch import prefetch
 from composer_replication.process_group import host_store, make_process_group
 from composer_replication.replica_manager import ReplicaManager
@@ -51,7 +64,7 @@ def make_manager(
     """A torchft Manager that is ready for DiLoCo.
 
     Args:
-        replica_id: Name of the replica group, different in each.
+        replica_id: Name of the replica group, different in each (``check_replica_id``).
         lighthouse_addr: ``http://host:port`` of the lighthouse.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
@@ -66,10 +79,11 @@ def make_manager(
         store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
         store_port: Its port.
         hostname: How peers reach this machine: its store, manager, process group and heal server,
-            which listen on that address if it is one of this machine's. None: its host name, and
-            every interface.
+            which listen on that address if it is one of this machine's. None:
+            ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
         token: The run's secret, equal in all groups, without which no state is given or taken.
-            None: ``COMPOSER_REPLICATION_TOKEN``.
+            None: ``COMPOSER_REPLICATION_TOKEN``. It is needed unless the lighthouse is on a
+            loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
         backend: ``gloo`` or ``nccl``, for the averages between groups.
         tls_dir: The folder of certificates with which the averages and heals go over TLS, in all
             groups or in none. None: ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
@@ -78,13 +92,13 @@ def make_manager(
         The manager; call ``shutdown()`` at the end.
 
     Raises:
-        ValueError: An argument is missing or out of range, or ``hostname`` leads nowhere.
+        ValueError: An argument is missing or out of range, ``hostname`` leads nowhere, or the
+            token is missing.
         SettingsMismatch: The groups in training have another number of ranks.
         ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
             had (``HealError``). This group has not been seen by the others then.
     """
-    if isinstance(replica_id, bool) or str(replica_id).strip() == "":
-        raise ValueError(f"replica_id={replica_id!r}: give each replica group a name of its own")
+    check_replica_id(replica_id)
     if (store_addr is None) != (store_port is None):
         raise ValueError(f"store_addr={store_addr!r} and store_port={store_port!r}: give both")
     if world_size > 1 and store_addr is None:
@@ -95,18 +109,13 @@ def make_manager(
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    tls_dir = tls_dir or ReplicaEnv.from_env().tls_dir
+    env = ReplicaEnv.from_env()
+    tls_dir, hostname = tls_dir or env.tls_dir, hostname or env.hostname
     process_group = make_process_group(backend, timeout, hostname, tls_dir)
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, connect_timeout)
+    tokens = _tokens(token, lighthouse_addr)
     check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
-    tokens = read_tokens(token, "token") if token else ReplicaEnv.from_env().tokens
-    if not tokens:
-        log.warning(
-            "%s is not set: whoever reaches the lighthouse can take this run's state, and give it "
-            "another. Set it to the same secret in all groups",
-            TOKEN,
-        )
     transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id), tls_dir)
     try:
         own_name = hostname or socket.gethostname()
@@ -148,6 +157,24 @@ def make_manager(
         )
     manager.store = store
     return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens)
+
+
+def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:
+    """The run's accepted tokens; none if the run is to have none."""
+    env = ReplicaEnv.from_env()
+    tokens = read_tokens(token, "token") if token else env.tokens
+    if tokens:
+        return tokens
+    if env.no_token:
+        log.warning("%s is set: whoever reaches the lighthouse can take this run's state", NO_TOKEN)
+    elif not is_loopback(urlsplit(lighthouse_addr).hostname or ""):
+        raise ValueError(
+            f"{TOKEN} is not set, and whoever reaches the lighthouse at {lighthouse_addr} could "
+            f"take this run's state and change its model. In all groups `export {TOKEN}=...` the "
+            f"same secret, for example of `openssl rand -hex 16`, or `export {NO_TOKEN}=1` if only "
+            "people you trust can reach them"
+        )
+    return ()
 
 
 _binding = threading.Lock()

@@ -93,7 +93,11 @@ def log_path(run_dir: Path, replica_id: str | int) -> Path:
 
 
 def last_outer_step(run_dir: str | Path | None) -> int:
-    """Outer steps that the groups of a run have made by now, as its folder says; 0 without one."""
+    """Outer steps that the groups of a run have made by now, as its folder says; 0 without one.
+
+    Raises:
+        OSError: The folder cannot be read, so nobody knows.
+    """
     paths = [] if run_dir is None else Path(run_dir).glob(f"replica_*/{METRICS}")
     return max((int(read_last_line(path).get(OUTER_STEP, 0)) for path in paths), default=0)
 
@@ -149,8 +153,11 @@ class ReplicaFolder:
         """How far the group has come, before it was stopped: ``batch`` and ``outer_step``."""
         if self._folder is None:
             return {}
-        line = read_last_line(self._folder / METRICS)
-        status = read_json(self._folder / STATUS)
+        status, line = read_json(self._folder / STATUS), {}
+        try:
+            line = read_last_line(self._folder / METRICS)
+        except OSError as error:
+            self._warn(error)
         return {
             "batch": max(int(status.get("batch") or 0), int(line.get("batch") or 0)),
             "outer_step": int(line.get(OUTER_STEP) or 0),
@@ -208,7 +215,7 @@ class ReplicaFolder:
         waiting = sum(lines.num_waiting for lines in self._lines.values())
         lost = sum(lines.num_lost for lines in self._lines.values())
         log.warning(
-            "Cannot write into %s (%s). Training goes on; %d lines wait in memory until there is "
+            "Cannot use %s (%s). Training goes on; %d lines wait in memory until there is "
             "room, and %d older ones are lost",
             self._folder,
             error,

@@ -37,12 +37,16 @@ class Syncs(Collection[dict[str, Any]]):
 
     Attributes:
         num_damaged: Lines that cannot be read, and are left out.
+        outer_steps: The highest of them.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         reader = JsonLineReader(path)
-        self._length = sum(1 for _ in reader.read())
+        self._length = self.outer_steps = 0
+        for line in reader.read():
+            self._length += 1
+            self.outer_steps = max(self.outer_steps, int(line[OUTER_STEP]))
         self.num_damaged = reader.num_damaged
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -66,6 +70,7 @@ class Run:
         resumes: Where each group continued from a checkpoint, and what it made again.
         results: How each group ended, by its id; those that did are in it.
         num_damaged: Lines of each group's metrics that cannot be read, and are left out.
+        outer_steps: Of the group that has made most.
     """
 
     run_dir: Path
@@ -74,12 +79,7 @@ class Run:
     results: dict[str, dict[str, Any]]
     resumes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     num_damaged: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def outer_steps(self) -> int:
-        """Outer steps of the group that has made most."""
-        steps = (line[OUTER_STEP] for lines in self.metrics.values() for line in lines)
-        return int(max(steps, default=0))
+    outer_steps: int = 0
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -119,6 +119,7 @@ def read_run(run_dir: str | Path) -> Run:
         resumes={id: list(JsonLineReader(folders[id] / RESUMES).read()) for id in ids},
         results={id: result for id in ids if (result := read_json(folders[id] / RESULT))},
         num_damaged={id: syncs.num_damaged for id, syncs in metrics.items()},
+        outer_steps=max(syncs.outer_steps for syncs in metrics.values()),
     )
 
 

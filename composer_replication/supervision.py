@@ -181,7 +181,10 @@ class Supervisor:
 
     def _metrics_size(self, replica_id: int) -> int:
         path = log_path(self.run_dir, replica_id).with_name(METRICS)
-        return path.stat().st_size if path.exists() else 0
+        try:
+            return path.stat().st_size
+        except OSError:  # there is no sync yet, or the disk is broken
+            return 0
 
     def _phase(self, replica_id: int) -> str:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)

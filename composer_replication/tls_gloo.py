@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -76,6 +77,8 @@ class TlsTunnel:
                 text=True,
                 pass_fds=[self._listener.fileno()],
             )
+            assert self._process.stdin is not None
+            weakref.finalize(self, self._process.stdin.close)  # which ends the relay
 
     def serve(self, gloo_port: int) -> None:
         """Let peers reach gloo at a port, and no longer where it listened before."""

@@ -12,7 +12,7 @@ import pytest
 from composer_replication.commit_reports import CommitReports
 from composer_replication.coordinator_client import CoordinatorClient, RunInfo
 from composer_replication.coordinator_http import CoordinatorAwayError, RefusedByCoordinatorError
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
 from composer_replication.membership import Membership
 from composer_replication.options import ReplicaOptions
 
@@ -154,3 +154,22 @@ def test_a_refusal_of_the_coordinator_is_told_as_such(service):
         client.register({})
     assert error.value.status == 409
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_replicas": 3}, "num_replicas: 3 here, 2 there"),
+        ({"min_replica_size": 2}, "min_replica_size: 2 here, 1 there"),
+        ({"sync_every": 7}, "sync_every: 7 here, 100 there"),
+    ],
+)
+def test_a_config_that_names_another_value_than_the_coordinator_is_refused(service, given, told):
+    with pytest.raises(SettingsMismatch, match=told):
+        info_of(service).check_given(given, service.address)
+
+
+def test_a_config_that_names_the_same_or_nothing_is_accepted(service):
+    info = info_of(service)
+    info.check_given({"num_replicas": 2, "min_replica_size": 1}, service.address)
+    info.check_given({"num_replicas": None, "timeout": 5.0}, service.address)

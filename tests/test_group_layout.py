@@ -4,6 +4,7 @@ Run: pytest tests/test_group_layout.py. Faked is the lighthouse; the store is a 
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -39,11 +40,18 @@ def quorum(*, after=(), **layouts):
     }
 
 
-def test_of_two_new_groups_the_second_leaves_on_all_its_ranks_and_the_first_does_not_connect():
+def test_of_two_new_groups_the_second_leaves_on_all_its_ranks_and_the_first_does_not_connect(
+    caplog,
+):
     reports = quorum(a=(1, 1), b=(2, 1))
     first = GroupLayout(1)
     assert not first.fits(reports)
     first.check()  # it stays, and asks for another quorum
+    assert not first.fits(reports)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Not connecting to replica group b, which has to leave: it has 2 ranks with the whole "
+        "model on each, and this group has 1 rank with the whole model on each"
+    ]
     store = Store()
     ranks = [GroupLayout(2, rank, store) for rank in range(2)]
     # Of a group without a rank 1 torchft tells rank 1 nothing.
@@ -83,3 +91,7 @@ def test_a_joiner_is_refused_before_the_others_see_it():
     line = "this replica group has 2 ranks, and replica group a of this run has 1 rank: start"
     with pytest.raises(SettingsMismatch, match=re.escape(line)):
         check_ranks(status, "b", 2)
+    stranger = replace(
+        status, members=(*peers, Member("s:1", 9, "http://s", 2)), alive={"a:1", "s:1"}
+    )
+    check_ranks(stranger, "b", 1)

@@ -5,6 +5,7 @@ Real: the server, its sockets and threads. The strangers know its address and ha
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import socket
@@ -180,7 +181,8 @@ def test_refusals_are_one_line_a_minute_and_one_in_the_audit_log(server, caplog)
             ask(server, "guessed")
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "Refused the global state to 127.0.0.1" in line]) == 1
-    assert len([line for line in lines if line.startswith("heal refused, no valid token")]) == 1
+    [refused] = [json.loads(line) for line in lines if '"outcome": "refused"' in line]
+    assert (refused["what"], refused["who"], refused["from"]) == ("heal", "joiner", "127.0.0.1")
     assert "guessed" not in caplog.text
 
 

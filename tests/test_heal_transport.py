@@ -4,6 +4,7 @@ Real: HTTP over loopback, torch's unpickler. The donor's manager is what torchft
 """
 
 import itertools
+import json
 import logging
 import pickle
 import socket
@@ -266,10 +267,14 @@ def test_a_heal_is_in_the_audit_log_of_both_sides(transports, caplog):
     while len(caplog.records) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     lines = [r.getMessage() for r in caplog.records if r.name == "composer_replication.audit"]
-    given = [line for line in lines if line.startswith("heal given, ")]
-    assert len(given) == 2 and all("by 'berlin' from 127.0.0.1" in line for line in given)
-    [taken] = [line for line in lines if line.startswith("heal taken, manager step 4, ")]
-    assert taken.endswith(f"by 'berlin' from {donor.metadata()}")
+    found = [json.loads(line) for line in lines]
+    given = [each for each in found if each["outcome"] == "given"]
+    assert [(each["what"], each["who"], each["from"]) for each in given] == [
+        ("heal", "berlin", "127.0.0.1")
+    ] * 2  # the state, and the rest
+    [taken] = [each for each in found if each["outcome"] == "taken"]
+    assert (taken["who"], taken["from"], taken["step"]) == ("berlin", donor.metadata(), 4)
+    assert taken["sha256"] in [each["sha256"] for each in given]
 
 
 # ---- ahead of the quorum -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -136,3 +137,30 @@ def test_a_group_whose_heartbeat_has_stopped_is_not_alive():
 def test_a_lighthouse_that_is_away_has_no_members_and_says_so():
     status = read_status("http://localhost:1", timeout_s=0.5)
     assert status.members == () and "is away" in status.situation
+
+
+class StatusPage(BaseHTTPRequestHandler):
+    """What a lighthouse says of one group that is alive."""
+
+    def do_GET(self):
+        page = b'<li class="heartbeat "> a:uuid: seen 0.1s ago</li>'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_proxy_in_the_environment_is_not_asked_for_the_status_page(monkeypatch, closed_port):
+    server = HTTPServer(("127.0.0.1", 0), StatusPage)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    status = read_status(f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    server.server_close()
+    assert status.alive == {"a:uuid"}

@@ -21,7 +21,7 @@ from composer_replication.lighthouse import read_status, start_lighthouse
 from composer_replication.prefetch import prefetch
 from composer_replication.process_group import host_store
 
-LIMIT = timedelta(seconds=5)
+LIMIT = timedelta(seconds=15)
 STATE = {"outer_step": 4, "fragments": [{"theta": {"w": torch.arange(6.0)}}]}
 
 pytestmark = pytest.mark.integration
@@ -35,7 +35,7 @@ def stack():
 
 @pytest.fixture
 def lighthouse(stack):
-    server = start_lighthouse(bind="127.0.0.1:0", join_timeout_ms=500)
+    server = start_lighthouse(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=500)
     stack.callback(server.shutdown)
     return server.address()
 

@@ -5,12 +5,14 @@ Real: logging, process group objects, a store; in the last test the lighthouse a
 
 import logging
 import re
+import socket
 
 import psutil
 import pytest
 import torch
 from torchft.manager import Manager
 
+from composer_replication import replica
 from composer_replication.addresses import bracketed
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.replica import backend_for, make_manager, tame_torchft_logs
@@ -37,6 +39,42 @@ def test_wrong_arguments_are_refused_before_the_network(arguments, message):
     # Nobody is at this address, and nobody has to be: that error would be a ConnectionError.
     with pytest.raises(ValueError, match=re.escape(message)):
         make_manager(**{"replica_id": 0, "lighthouse_addr": NOBODY} | arguments)
+
+
+@pytest.fixture
+def no_token(monkeypatch):
+    for name in ("COMPOSER_REPLICATION_TOKEN", "COMPOSER_REPLICATION_NO_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def somebody():
+    """Where something listens, which is enough to be taken for a lighthouse at first."""
+    with socket.create_server(("", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_without_a_token_a_group_does_not_leave_its_machine(no_token, somebody, monkeypatch):
+    monkeypatch.setattr(replica, "check_lighthouse", lambda *_: None)
+    address = f"http://192.0.2.1:{somebody}"
+    with pytest.raises(ValueError, match="COMPOSER_REPLICATION_TOKEN is not set") as error:
+        make_manager(replica_id=0, lighthouse_addr=address)
+    assert address in str(error.value) and "export COMPOSER_REPLICATION_TOKEN=" in str(error.value)
+    assert "COMPOSER_REPLICATION_NO_TOKEN=1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "insists"), [("http://127.0.0.1:1", ""), ("http://[::1]:1", ""), (NOBODY, "1")]
+)
+def test_on_one_machine_or_if_told_so_it_needs_none(no_token, monkeypatch, address, insists):
+    monkeypatch.setenv("COMPOSER_REPLICATION_NO_TOKEN", insists)
+    assert replica._tokens(None, address) == ()
+
+
+def test_the_token_is_the_argument_or_the_variable(no_token, monkeypatch):
+    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", "new,old\n")
+    assert replica._tokens(None, NOBODY) == ("new", "old")
+    assert replica._tokens("another", NOBODY) == ("another",)
 
 
 def test_a_variable_with_which_torchft_overrides_an_argument_is_warned_of(monkeypatch, caplog):
@@ -115,8 +153,13 @@ def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("hostname", ["127.0.0.1", "::1"])
-def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(hostname):
+@pytest.mark.parametrize(
+    ("hostname", "argument"), [("127.0.0.1", None), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")]
+)
+def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(
+    hostname, argument, monkeypatch
+):
+    monkeypatch.setenv("COMPOSER_REPLICATION_HOSTNAME", "127.0.0.1")
     process = psutil.Process()
 
     def listening():
@@ -130,7 +173,7 @@ def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(hos
         manager = make_manager(
             replica_id=0,
             lighthouse_addr=f"http://{bracketed(hostname)}:{port}",
-            hostname=hostname,
+            hostname=argument,
             token="secret",
         )
         manager.start_quorum()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from composer_replication.audit import log, record
 from composer_replication.coordinator.run_settings import RefusedError
 
 AUDIT = "audit.jsonl"
 """The file in the state folder; lines are only ever added."""
-
-log = logging.getLogger("composer_replication.audit")
 
 
 class Audit:
@@ -75,9 +71,7 @@ class Audit:
             self._write("wrong token", None, source, outcome="refused", requests=count)
 
     def _write(self, what: str, who: str | None, source: str | None, **told: Any) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "what": what, "who": who, "from": source} | told)
-        log.info("%s", line)
+        line = record(what, who, source, **told)
         try:
             with self._lock:
                 # Opened anew each time: the file may be rotated.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
+from composer_replication.addresses import bracketed
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import create_app
 from composer_replication.coordinator.audit import AUDIT, Audit
@@ -18,10 +20,10 @@ from composer_replication.coordinator.http_service import HttpService, TlsFiles
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_settings import RunSettings
-from composer_replication.coordinator.state_lock import lock_state
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.folder_lock import open_lock
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 STATE = "coordinator.sqlite"
 """The database in the state folder."""
+
+LOCK = "coordinator.lock"
+"""Locked by the process that serves the state folder; it has its number."""
 
 
 class Coordinator:
@@ -79,7 +84,8 @@ class Coordinator:
     ) -> None:
         state_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # an error here closes what has been opened
-            opened.enter_context(lock_state(state_dir))
+            # Two on one folder would each take the other's groups for dead and end their streams.
+            opened.callback(os.close, open_lock(state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(state_dir / STATE)))
             journal = Journal(database)
             run_settings = RunSettings(database, journal, settings, source, all_start)
@@ -90,7 +96,7 @@ class Coordinator:
                 bind, straggler_timeout_s, lighthouse_heartbeat_ms
             )
             opened.callback(lighthouse.shutdown)
-            host = _in_url(hostname) if hostname else _reachable_as(bind.rpartition(":")[0])
+            host = bracketed(hostname) if hostname else _reachable_as(bind.rpartition(":")[0])
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
             self.address = f"{'https' if tls else 'http'}://{host}:{self._http.port}"
@@ -152,17 +158,13 @@ def _reachable_as(address: str) -> str:
     host = address.strip("[]")
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
-    return _in_url(host)
+    return bracketed(host)
 
 
 def _own_address(bind: str) -> str:
     """How this process reaches what listens there."""
     host = bind.rpartition(":")[0].strip("[]")
-    return "127.0.0.1" if host in ("::", "0.0.0.0") else _in_url(host)
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return "127.0.0.1" if host in ("::", "0.0.0.0") else bracketed(host)
 
 
 def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:

@@ -140,18 +140,24 @@ class WeightedMean:
 
     @torch.no_grad()
     def form(
-        self, write: Callable[..., object], sources: Sequence[Sequence[Tensor]], contribution: float
+        self,
+        write: Callable[..., object],
+        sources: Sequence[Sequence[Tensor]],
+        contribution: float,
+        *,
+        asks_ranks: bool = True,
     ) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
-        ``norm`` then holds the L2 norm of the whole group's values, not finite if one of them is
-        not. Every rank of the group calls it, or none.
+        ``norm`` then holds the L2 norm of the values, not finite if one of them is not.
 
         Args:
             write: Called with a piece of each source, and last with the 1-D fp32 tensor that it
                 writes their values into.
             sources: Of what: each has tensors of the ``sizes``.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
+            asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
+                rank of the group calls this, or none. Else it is over those that this rank sends.
         """
         flat = self._memory.take()
         squares = [torch.zeros((), device=self.device)]
@@ -162,8 +168,10 @@ class WeightedMean:
             square = torch.dot(values, values)  # in half the time of a norm
             squares.append(self._shards.own_part(square, piece.tensor))
             self._prepare(piece, values, contribution)
-        own = math.sqrt(float(self._share.sum(torch.stack(squares).sum())))
-        self.norm = self._shards.norm(own)
+        square = torch.stack(squares).sum()
+        self.norm = math.sqrt(float(self._share.sum(square) if asks_ranks else square))
+        if asks_ranks:
+            self.norm = self._shards.norm(self.norm)
         to_send = flat[self._share.start : self._share.stop]
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:

@@ -283,9 +283,22 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return staging[: local.numel()] if local.numel() <= staging.numel() else into
 
     def mean_of_local(self, contribution: float) -> WeightedMean:
-        """For the cold start: that of the local parameters, formed."""
+        """For the cold start: that of the local parameters, formed.
+
+        Without a collective of the group's ranks. A rank that has just seen a peer die is not at
+        the start with the others, but at the vote, and they would wait for it here.
+
+        Raises:
+            ValueError: All groups are to start from these parameters, and they are not finite.
+        """
         mean = WeightedMean(*self._layout)
-        mean.form(lambda t, into: into.copy_(t.reshape(-1)), (self._local_now(),), contribution)
+        local = (self._local_now(),)
+        mean.form(lambda t, into: into.copy_(t.reshape(-1)), local, contribution, asks_ranks=False)
+        if contribution and not mean.is_finite:
+            raise ValueError(
+                "the initial parameters of this replica group, from which all groups start, are "
+                "not finite: check how the model is initialized, or what it is loaded from"
+            )
         return mean
 
     def adopt_mean(self, mean: WeightedMean) -> None:

@@ -42,7 +42,7 @@ def start(tmp_path):
 
 def test_a_second_coordinator_on_one_state_folder_is_refused(start, tmp_path):
     first = start()
-    message = f"{tmp_path / 'state'} is served by pid {os.getpid()} on "
+    message = f"{tmp_path / 'state'} is in use by process {os.getpid()}: "
     with pytest.raises(ValueError, match=message):
         start()
     start("other")
@@ -56,6 +56,12 @@ def test_what_a_failed_start_has_opened_is_closed(start, tmp_path):
     for _ in range(2):  # the second one would find the folder locked
         with pytest.raises(StorageError, match="file is not a database"):
             start()
+
+
+def test_the_heartbeat_timeout_is_an_option_that_groups_hear_of(start):
+    client = CoordinatorClient(start(heartbeat_timeout_s=7.5).address, "secret")
+    assert client.info().heartbeat_timeout_s == 7.5
+    client.close()
 
 
 @pytest.mark.parametrize("hostname", ["::1", "[::1]"])

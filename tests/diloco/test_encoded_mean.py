@@ -4,6 +4,8 @@ What is exact is held exactly: the same bits in every group, and that with error
 lost, only late: the sum of all means is that of the true ones but for what is still kept back.
 """
 
+import pkgutil
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -332,5 +334,8 @@ def test_a_manager_that_can_only_sum_is_refused_before_anybody_waits():
 
     model = TinyMLP()
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ValueError, match="wire_format='int8' needs all_to_all .* Summing has not"):
+    message = r"wire_format='int8' needs all_to_all .* Summing has not: build it with (\S+), or"
+    with pytest.raises(ValueError, match=message) as error:
         DiLoCo(Summing(), model, inner, wire_format="int8")
+    named = re.search(message, str(error.value))
+    assert named is not None and callable(pkgutil.resolve_name(named[1]))

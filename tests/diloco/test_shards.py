@@ -6,6 +6,7 @@ rank that holds all.
 """
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -26,13 +27,23 @@ CPU = torch.device("cpu")
 
 def one_rank(rank, folder):
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=30),
     )
     compare(rank, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)], 2)
     compare(rank, init_device_mesh("cpu", (RANKS,)), [Shard(0)], RANKS)
     with pytest.raises(ValueError, match="divided into 4 shards, and ranks has 1 ranks: pass"):
         pair = [dist.new_group([each]) for each in range(RANKS)][rank]
         Shards([sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])["first"]], pair)
+    parameters = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+    if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
+        local = parameters["third"].detach()
+        mean = WeightedMean([40], 32.0, CPU, shards=Shards([local], dist.group.WORLD))
+        mean.form(lambda value, into: into.copy_(value.view(-1)), ([local],), 1.0, asks_ranks=False)
+        assert mean.norm > 0 and mean.contribution == 1.0
     backend = dist.group.WORLD._get_backend(CPU)
     dist.destroy_process_group()
     del backend  # after all that has the group, or torch 2.7 may hang: see GlooOnTorch27

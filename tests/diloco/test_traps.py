@@ -9,6 +9,7 @@ from common import Constant, plain_sgd, take_step
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.simulation import SimulationError
 
 
 def alone(replica):
@@ -155,3 +156,15 @@ def test_an_async_quorum_is_refused():
             DiLoCo(sim.manager, model, torch.optim.SGD(model.parameters(), lr=1.0), sync_every=1)
 
     alone(replica)
+
+
+def test_initial_parameters_that_are_not_finite_are_refused_before_any_group_takes_them():
+    # Their mean would have no weight: each group would start from parameters of its own.
+    def replica(sim):
+        model = Constant(float("inf") if sim.replica_id == 0 else 1.0)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, plain_sgd(), 2):
+            return model.weight.item()
+
+    with pytest.raises(SimulationError, match="replica 0 raised ValueError: the initial parameter"):
+        simulate(replica, num_replicas=2)

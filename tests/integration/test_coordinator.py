@@ -27,7 +27,7 @@ train_loader: {name: text, path: null, max_seq_len: 32}
 optimizer: {name: adamw, lr: 1.0e-3}
 callbacks: {diloco: {sync_every: 20, num_fragments: 2}}
 """
-TOKEN = "a secret"
+TOKEN = "a-secret"
 
 
 def command(*arguments: object, **environ: str) -> subprocess.Popen[str]:
@@ -114,6 +114,11 @@ MISFITS = {
         ["callbacks.diloco.outer_lr=0.3"],
         {},
         "outer_lr: 0.3 here, 0.7 there",
+    ),
+    "another number of groups": (
+        ["callbacks.diloco.num_replicas=2"],
+        {},
+        "num_replicas: 2 here, 3 there",
     ),
     "another model": (["model.d_model=64"], {}, "another model: model.d_model is 64 here, and 32"),
     "another model of the same shapes": (["model.n_heads=4"], {}, "model.n_heads is 4 here, and 2"),
@@ -218,3 +223,39 @@ def test_a_port_that_is_taken_is_an_error_of_one_line(tmp_path, taken):
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and said.count("\n") == 1, said
     assert "listen" in said and f"127.0.0.1:{port + taken}" in said and "choose" in said.lower()
+
+
+def test_a_second_coordinator_on_the_state_folder_is_an_error_of_one_line(run):
+    options = ["--bind", "127.0.0.1:0", "--state-dir", run.folder / "state"]
+    process = command("coordinator", run.config, *options)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and said.count("\n") == 1, said
+    assert f"is in use by process {run.coordinator.pid}: " in said
+    assert run.ask("GET", "/v1/info").status_code == 200
+
+
+def test_a_token_is_made_and_kept_and_groups_need_it(tmp_path):
+    config, port = tmp_path / "tiny.yaml", free_port()
+    config.write_text(CONFIG)
+    options = ["--bind", f"0.0.0.0:{port}", "--state-dir", tmp_path / "state"]
+    process = command("coordinator", config, *options, COMPOSER_REPLICATION_TOKEN="")
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        token = (tmp_path / "state" / "token").read_text().strip()
+        assert str(tmp_path / "state" / "token") in first and token not in first
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                headers = {"Authorization": f"Bearer {token}"}
+                found = httpx.get(f"http://127.0.0.1:{port}/v1/info", headers=headers)
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        assert found.status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/info").status_code == 401
+    finally:
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and token not in said

@@ -1,0 +1,70 @@
+"""A launch on a disk that is full for a while.
+
+Run: pytest tests/integration/test_full_disk.py
+
+Real: everything. For a while no file of the launcher and the groups may grow (``RLIMIT_FSIZE``).
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+ARGUMENTS = [
+    "max_duration=1000000ba",
+    "callbacks.diloco.sync_every=10",
+    "log_to_console=true",  # Composer's own prints, into a file on that disk
+    "eval_interval=100000ba",
+    *("model.d_model=32", "model.n_heads=2", "model.n_layers=1", "model.max_seq_len=32"),
+    *("train_loader.max_seq_len=32", "eval_loader.max_seq_len=32"),
+]
+
+
+def allow_files_of(launcher, num_bytes):
+    """Files of the launcher, and of everything that it has started, may be of this size."""
+    for process in (launcher, *launcher.children(recursive=True)):
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+@pytest.mark.integration
+def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_path):
+    run_dir = tmp_path / "run"
+    metrics = [run_dir / f"replica_{i}" / "metrics.jsonl" for i in range(2)]
+
+    def num_syncs():
+        return min(path.read_bytes().count(b"\n") if path.exists() else 0 for path in metrics)
+
+    command = [sys.executable, "-m", "composer_replication", "launch", "configs/quickstart.yaml"]
+    with (tmp_path / "said").open("w") as said:
+        launched = subprocess.Popen(
+            [*command, f"run_dir={run_dir}", *ARGUMENTS], stdout=said, stderr=subprocess.STDOUT
+        )
+    try:
+        launcher = psutil.Process(launched.pid)
+        while num_syncs() < 5:
+            assert launched.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.1)
+        groups = {child.pid for child in launcher.children()}
+        allow_files_of(launcher, 0)
+        before = num_syncs()
+        time.sleep(4)
+        assert num_syncs() - before <= 1, "the disk was not full"
+        allow_files_of(launcher, resource.RLIM_INFINITY)
+        while launched.poll() is None and num_syncs() < before + 20:
+            time.sleep(0.05)
+        assert groups <= {child.pid for child in launcher.children()}
+        (run_dir / "STOP").touch()
+        assert launched.wait(60) == 0, (tmp_path / "said").read_text()
+    finally:
+        launched.terminate()
+        launched.wait(30)
+    for path in metrics:
+        steps = [json.loads(line)["diloco/outer_step"] for line in path.read_text().splitlines()]
+        assert steps == list(range(1, len(steps) + 1))
+    said = (tmp_path / "said").read_text()
+    assert f"equal in 2 groups after {len(steps)} outer steps" in said
+    assert "started again" not in said

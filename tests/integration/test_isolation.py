@@ -1,0 +1,251 @@
+"""What goes wrong in one group, or between it and another, ends no other group.
+
+Real processes, a real lighthouse, real gloo. That an address does not answer is made by a group
+that reports another address, or by a check that fails for one member.
+
+Run: pytest -m integration tests/integration/test_isolation.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from common import plain_sgd, take_step
+from integration.replicas import Group, run_groups
+from integration.test_faults import Scalar
+
+from composer_replication.diloco.algorithm import DiLoCo, SyncError
+from composer_replication.quorum_watch import AtFaultError, QuorumWatch
+from composer_replication.replica_manager import ReplicaManager
+
+pytestmark = pytest.mark.integration
+
+SYNCS_BEFORE = 5
+LEAVES_AFTER_S = 4.0
+
+
+def train(
+    group: Group,
+    seconds: float,
+    trouble: Callable[[Group, ReplicaManager], None],
+    options: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train for some seconds, with trouble after the first syncs; say how it went."""
+    QuorumWatch.LEAVES_AFTER_S = LEAVES_AFTER_S
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    lost = syncs_after = retries = 0
+    ended, last, longest = None, time.monotonic(), 0.0
+    with group.manager(**{"timeout": 60.0} | (options or {})) as manager:
+        diloco = DiLoCo(
+            manager, model, optimizer, plain_sgd(), 1, num_replicas=group.num_replicas,
+            digest_every=1, **settings or {},
+        )  # fmt: skip
+        try:
+            with diloco:
+                deadline = time.monotonic() + seconds
+                has_begun = False
+                while time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    if diloco.outer_step >= SYNCS_BEFORE and not has_begun:
+                        has_begun, last = True, time.monotonic()
+                        trouble(group, manager)
+                    take_step(optimizer, -1.0)
+                    for report in diloco.pop_finished_syncs():
+                        lost, retries = lost + report.steps_lost, retries + report.retries
+                        if has_begun:
+                            longest = max(longest, time.monotonic() - last)
+                            last, syncs_after = time.monotonic(), syncs_after + 1
+        except (SyncError, AtFaultError) as error:
+            ended = f"{type(error).__name__}: {error}"
+    return {
+        "ended": ended,
+        "lost": lost,
+        "syncs_after": syncs_after,
+        "longest_s": longest,
+        "retries": retries,
+        "theta": model.w.item(),
+    }
+
+
+def unreachable(manager: ReplicaManager, seconds: float) -> None:
+    """Report an address at which nothing listens, and lose all connections."""
+    handle, until = manager._pg.get_reconfigure_handle, time.monotonic() + seconds
+
+    def report() -> str:
+        where = {"store": "127.0.0.1:9"} if time.monotonic() < until else {}
+        return json.dumps(json.loads(handle()) | where)
+
+    manager._pg.get_reconfigure_handle = report
+    manager._close_connections()
+
+
+def one_is_unreachable(group: Group, seconds: float, lasts_s: float) -> dict[str, Any]:
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        if group.replica_id == 1:
+            unreachable(manager, lasts_s)
+
+    return train(group, seconds, trouble)
+
+
+def test_a_group_that_cannot_be_reached_for_a_moment_ends_nobody_and_loses_nothing():
+    for result in run_groups(one_is_unreachable, 3, seconds=12.0, lasts_s=2.0):
+        assert result["ended"] is None and result["lost"] == 0 and result["retries"] > 1
+        assert result["syncs_after"] > 10 and result["longest_s"] < 8
+
+
+def test_a_group_that_cannot_be_reached_for_good_leaves_alone():
+    first, sick, last = run_groups(one_is_unreachable, 3, seconds=14.0, lasts_s=1e9)
+    assert sick["ended"].startswith("AtFaultError: for ") and "cannot reach it" in sick["ended"]
+    for survivor in (first, last):
+        assert survivor["ended"] is None and survivor["lost"] == 0
+        assert survivor["syncs_after"] > 10
+    assert first["theta"] == pytest.approx(last["theta"], abs=2.5)
+
+
+def two_cannot_reach_each_other(group: Group) -> dict[str, Any]:
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        cut = {0: "group_2", 2: "group_0"}.get(group.replica_id)
+        check = manager._check_reachable
+
+        def check_with_a_fault(handles: Any) -> None:
+            check({n: h | {"store": "127.0.0.1:9"} if n.split(":")[0] == cut else h
+                   for n, h in handles.items()})  # fmt: skip
+
+        manager._check_reachable = check_with_a_fault
+        manager._close_connections()
+
+    return train(group, 14.0, trouble)
+
+
+def test_of_two_groups_that_cannot_reach_each_other_one_leaves():
+    first, middle, last = run_groups(two_cannot_reach_each_other, 3)
+    assert last["ended"].startswith("AtFaultError") and "group_0 cannot reach it" in last["ended"]
+    for survivor in (first, middle):
+        assert survivor["ended"] is None and survivor["lost"] == 0
+        assert survivor["syncs_after"] > 10
+
+
+def one_fails_by_itself(group: Group) -> dict[str, Any]:
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        if group.replica_id == 1:
+
+            def allreduce(*arguments: Any, **named: Any) -> Any:
+                manager.report_error(OSError(24, "Too many open files"))
+                return ReplicaManager.allreduce(manager, *arguments, **named)
+
+            manager.allreduce = allreduce
+
+    return train(group, 14.0, trouble)
+
+
+def test_a_group_with_an_error_of_its_own_in_every_sync_leaves_alone():
+    first, sick, last = run_groups(one_fails_by_itself, 3)
+    assert sick["ended"].startswith("AtFaultError") and "an error of its own" in sick["ended"]
+    for survivor in (first, last):
+        assert survivor["ended"] is None and survivor["lost"] == 0
+        assert survivor["syncs_after"] > 10
+
+
+def one_dies_in_a_sync(group: Group, num_messages: int) -> dict[str, Any]:
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        if group.replica_id == 1:
+            sent = 0
+
+            def allreduce(*arguments: Any, **named: Any) -> Any:
+                nonlocal sent
+                work = ReplicaManager.allreduce(manager, *arguments, **named)
+                sent += 1
+                if sent == num_messages:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return work
+
+            manager.allreduce = allreduce
+
+    return train(group, 15.0, trouble)
+
+
+@pytest.mark.parametrize("groups", [5, 6])
+def test_a_death_in_the_middle_of_a_sync_reaches_all_survivors_at_once(groups):
+    results = run_groups(one_dies_in_a_sync, groups, killed=[1], num_messages=2, timeout_s=90)
+    survivors = [result for result in results if result is not None]
+    assert len(survivors) == groups - 1
+    for survivor in survivors:
+        assert survivor["ended"] is None and survivor["lost"] == 0
+        # The collectives' limit is 60 s; the lighthouse's heartbeat timeout here is 1 s.
+        assert survivor["longest_s"] < 10 and survivor["syncs_after"] > 5
+
+
+def one_hangs(group: Group) -> dict[str, Any]:
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        if group.replica_id == 1:
+            time.sleep(1000)
+
+    return train(group, 15.0, trouble, settings={"hang_timeout_s": 3.0})
+
+
+def test_a_group_whose_training_thread_hangs_stops_the_other_for_its_limit_and_no_longer():
+    survivor, hung = run_groups(one_hangs, 2, killed=[1])
+    assert hung is None and survivor["ended"] is None and survivor["lost"] == 0
+    assert 2 < survivor["longest_s"] < 10 and survivor["syncs_after"] > 5
+
+
+def one_computes_for_long(group: Group) -> dict[str, Any]:
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        if group.replica_id == 1:
+            end = time.monotonic() + 6.0
+            while time.monotonic() < end:  # a backward pass, as the processor sees it
+                torch.randn(200, 200) @ torch.randn(200, 200)
+
+    return train(group, 15.0, trouble, settings={"hang_timeout_s": 2.0})
+
+
+def test_a_long_computation_is_no_hang():
+    for result in run_groups(one_computes_for_long, 2):
+        assert result["ended"] is None and result["longest_s"] > 5
+
+
+def a_stranger_in_the_quorum(group: Group) -> dict[str, Any]:
+    token = "another" if group.replica_id == 2 else "secret"
+    if group.replica_id == 2:
+        group.signal.wait(30)
+        return join_as_a_stranger(group, token)
+
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        group.signal.set()
+
+    seen = train(
+        Group(group.replica_id, 2, group.lighthouse_addr, group.signal), 12.0, trouble,
+        options={"token": token},
+    )  # fmt: skip
+    return seen
+
+
+def join_as_a_stranger(group: Group, token: str) -> dict[str, Any]:
+    """Take part in quorums at the highest step, and send a huge value in every sync."""
+    syncs = 0
+    with group.manager(token=token, timeout=2.0, quorum_timeout=5.0) as manager:
+        manager.load_state_dict({"step": 10**6, "batches_committed": 0})
+        end = time.monotonic() + 8.0
+        while time.monotonic() < end:
+            manager.start_quorum()
+            value = torch.full((8,), 1e9)
+            manager.allreduce(value).wait()
+            syncs += manager.should_commit() and manager.num_participants() > 1
+    return {"syncs": syncs}
+
+
+def test_a_stranger_that_asks_for_quorums_moves_nothing_and_costs_nobody_a_step():
+    first, second, stranger = run_groups(a_stranger_in_the_quorum, 3)
+    assert stranger["syncs"] == 0
+    for member in (first, second):
+        assert member["ended"] is None and member["lost"] == 0
+        assert member["syncs_after"] > 10 and abs(member["theta"]) < 1000
