@@ -112,7 +112,8 @@ class History:
         strike.waiting = set(strike.victims or self.commits)
         self.strikes.append(strike)
         groups = " and ".join(f"group {victim}" for victim in strike.victims)
-        lasts = "" if strike.seconds == 0 else f" for {strike.seconds or float('inf'):.1f} s"
+        lasts = " for good" if strike.seconds is None else f" for {strike.seconds:.1f} s"
+        lasts = lasts if strike.seconds != 0 else ""
         self._tell(f"{strike.kind} {groups or strike.how}{lasts}", self.events)
 
     def look(self, supervisor: Supervisor) -> None:
