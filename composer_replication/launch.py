@@ -15,7 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.config import ConfigError, save_config
-from composer_replication.coordinate import settings_of
+from composer_replication.coordinate import settings_of, tls_dir_of
+from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.display import Display
 from composer_replication.known_errors import FAILED, INTERRUPTED
