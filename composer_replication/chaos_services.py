@@ -30,7 +30,7 @@ class Service:
     """
 
     def __init__(self, role: str, arguments: dict[str, Any]) -> None:
-        self._request = json.dumps({"role": role, "arguments": arguments})
+        self._request = json.dumps({"role": role, "arguments": arguments}, default=str)
         self.start()
         assert self._process.stdout is not None, "opened as a pipe"
         self.address = self._process.stdout.readline().strip()
@@ -72,7 +72,8 @@ class KillableCoordinator:
 
     def __init__(self, settings: DiLoCoSettings, source: str, **arguments: Any) -> None:
         ports = _free_ports()
-        arguments["state_dir"] = str(arguments["state_dir"])
+        if arguments.get("tls") is not None:
+            arguments["tls"] = asdict(arguments["tls"])
         arguments |= {"settings": asdict(settings), "source": source}
         # On the port after it the coordinator starts a lighthouse that nobody uses here.
         self.services = {
@@ -124,8 +125,15 @@ def serve(role: str, arguments: dict[str, Any]) -> None:
         lighthouse = start_lighthouse(**arguments)
         address = f"http://{LOCAL}:{lighthouse.address().rpartition(':')[2]}"
     else:
+        from composer_replication.coordinator.http_service import TlsFiles
         from composer_replication.coordinator.server import Coordinator
 
+        if arguments.get("tls") is not None:
+            files: dict[str, Any] = {
+                name: Path(value) if isinstance(value, str) else value
+                for name, value in arguments["tls"].items()
+            }
+            arguments["tls"] = TlsFiles(**files)
         arguments["settings"] = DiLoCoSettings(**arguments["settings"])
         arguments["state_dir"] = Path(arguments["state_dir"])
         coordinator = Coordinator(**arguments)
