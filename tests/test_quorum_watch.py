@@ -191,7 +191,6 @@ def quorum_with(*others, quorum_id=3):
             replica_rank=0,
             replica_world_size=1 + len(others),
             store_address="",
-            commit_failures=0,
             max_step=10**6,
             replica_ids=["a:1", *(name for name, _ in others)],
             reconfigure_handles=[reconfigure_handle, *(handle for _, handle in others)],

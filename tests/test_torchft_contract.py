@@ -212,3 +212,9 @@ def test_the_compiled_half_is_loaded_without_the_package_and_is_the_same_one():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert output.returncode == 0, output.stderr
+
+
+def test_a_quorum_has_what_we_copy_of_it():
+    # The stub file names a field, commit_failures, that the compiled class does not have.
+    fields = {"quorum_id", "replica_rank", "replica_ids", "reconfigure_handles", "store_address"}
+    assert fields | {"max_step", "heal"} <= set(dir(torchft._torchft.QuorumResult))
