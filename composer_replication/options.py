@@ -171,7 +171,7 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_TLS_DIR`` | the folder of this process's certificates, for TLS |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
-      replaced two, the new one first, with a comma between them |
+      replaced two, with a comma between them: all are accepted, the first one signs |
     | ``COMPOSER_REPLICATION_NO_TOKEN`` | ``1`` allows a run without a token beyond this machine |
 
     ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
