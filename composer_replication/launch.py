@@ -151,8 +151,12 @@ def launch(
             f"Replica groups {', '.join(map(str, not_back))} died when the others were finishing, "
             "and were not back in time. The others' global parameters are complete"
         )
-    present = [id for id in range(replicas) if id not in not_back]
-    return finish(run_dir, present, time.monotonic() - began, supervisor.restarts)
+    left_out = {id: r.deaths[-1] for id, r in supervisor.records.items() if r.is_left_out}
+    present = [id for id in range(replicas) if id not in not_back and id not in left_out]
+    status = finish(run_dir, present, time.monotonic() - began, supervisor.restarts)
+    for replica_id, exit_status in left_out.items():
+        _explain_failure(run_dir, replica_id, exit_status, "the others went on without it")
+    return FAILED if left_out else status
 
 
 def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
@@ -254,12 +258,14 @@ def finish(
     return 0
 
 
-def _explain_failure(run_dir: Path, replica_id: int, status: int) -> None:
+def _explain_failure(
+    run_dir: Path, replica_id: int, status: int, then: str = "the run is stopped"
+) -> None:
     how = f"ended with exit status {status}"
     if status < 0:
         how = f"was ended by {signal.Signals(-status).name}"
     path = log_path(run_dir, replica_id)
-    _print_error(f"Replica group {replica_id} {how}, so the run is stopped. {path} ends with:")
+    _print_error(f"Replica group {replica_id} {how}, so {then}. {path} ends with:")
     _print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
 
 

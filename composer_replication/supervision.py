@@ -38,6 +38,7 @@ class GroupRecord:
         due: When to start it again; None while it runs or has ended for good.
         status: The exit status it ended with for good; None before.
         is_given_up: Whether it died when there was no one left to join.
+        is_left_out: Whether it could not be kept running, and the others went on without it.
         deaths: The exit statuses of its lives that ended too early.
     """
 
@@ -47,6 +48,7 @@ class GroupRecord:
     due: float | None = None
     status: int | None = None
     is_given_up: bool = False
+    is_left_out: bool = False
     deaths: list[int] = field(default_factory=list)
 
 
@@ -57,7 +59,8 @@ class Supervisor:
     A group that dies is started again, after 1, 2, 4, ... s. It has failed for good if its exit
     status says bad input, if it had an error of its own before it ever joined the others (an
     import, a setting: its next start would fail too), or after ``max_restarts`` in a row without a
-    sync of its own. When all others have finished there is nothing to join, and it is given up.
+    sync of its own. In its first life that ends the run; later it is left out, as long as others
+    train. When all others have finished there is nothing to join, and it is given up.
 
     Args:
         groups: The processes.
@@ -90,7 +93,7 @@ class Supervisor:
             failed = {
                 replica_id: record.status
                 for replica_id, record in self.records.items()
-                if record.status and not record.is_given_up
+                if record.status and not (record.is_given_up or record.is_left_out)
             }
             statuses = {replica_id: record.status for replica_id, record in self.records.items()}
             is_over = None not in statuses.values()
@@ -137,6 +140,9 @@ class Supervisor:
         is_hopeless = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         if is_hopeless or record.in_a_row >= self.max_restarts:
             record.status = status
+            record.is_left_out = record.restarts > 0 and any(map(self.trains, self.records))
+            if record.is_left_out:
+                self._say_phase(replica_id, "left out")
             return
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s

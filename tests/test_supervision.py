@@ -74,10 +74,25 @@ def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path):
     assert groups.ended == [1, 0, 1]  # its other ranks and workers, before it starts again
 
 
-def test_a_group_that_dies_again_and_again_without_a_sync_ends_the_run(tmp_path):
+@pytest.mark.parametrize("lives", [[1, 1, 1, 7], [1, 2]], ids=["restarts used up", "bad input"])
+def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tmp_path, lives):
     write(tmp_path, 0), write(tmp_path, 1)
-    failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [1, 1, 1, 7]})
-    assert failed == {1: 7}
+
+    def finish_when_left_out(groups, looks):
+        if looks[-1][1] is not None:
+            groups.lives[0][0] = 0
+
+    failed, supervisor, groups = supervise(
+        tmp_path, {0: [None], 1: lives}, on_look=finish_when_left_out
+    )
+    assert failed == {} and supervisor.records[1].is_left_out
+    assert groups.started == [1] * (len(lives) - 1) and supervisor.records[0].status == 0
+
+
+def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp_path):
+    write(tmp_path, 0, "joining"), write(tmp_path, 1, "joining")
+    failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [-9, -9, -9, -7]})
+    assert failed == {1: -7}
     assert groups.started == [1, 1, 1]
 
 

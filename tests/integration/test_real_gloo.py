@@ -560,7 +560,7 @@ def test_survivors_of_a_death_in_mid_message_do_not_wait_for_each_other(at_messa
 
 
 def start_over_stock_gloo(group: Group) -> str:
-    replica.make_process_group = lambda backend, timeout, hostname: ProcessGroupGloo()
+    replica.make_process_group = lambda *_: ProcessGroupGloo()
     model = Constant(w=())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with group.manager() as manager:
