@@ -348,9 +348,7 @@ class DiLoCoCallback(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         error = sys.exc_info()[1]
-        if (
-            self.diloco is not None or error is not None
-        ):  # fit_end has not come, or later code fails
+        if self.diloco is not None or error is not None:  # before fit_end, or in what follows it
             end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
         self._leave()
         if self._weights is not None:

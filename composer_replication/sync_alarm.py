@@ -83,8 +83,11 @@ class SyncAlarm:
 
     def _tell(self) -> None:
         try:
+            # torch would try a store that is gone until the timeout, and write to stderr.
+            address, timeout_s = (self._host, self._port), self._timeout.total_seconds()
+            socket.create_connection(address, timeout_s).close()
             self._store().set(self._key, "raised")
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             log.debug("The store of the quorum's first member is gone: %s", error)
 
     def age_s(self) -> float | None:
