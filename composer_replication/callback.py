@@ -100,7 +100,8 @@ class DiLoCoCallback(Callback):
     +-----------------------------------+-----------------------------------------------------+
 
     Args:
-        manager: Use this manager instead of building one: for simulations. Not for YAML.
+        manager: Use this manager, for one fit, instead of building one: for simulations. Not for
+            YAML.
     """
 
     _given: Mapping[str, Any]
@@ -240,6 +241,11 @@ class DiLoCoCallback(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
             return
+        if self._given_manager is not None and self._ended is not None:
+            raise ValueError(
+                "manager= is good for one fit, after which it has left the other groups: give "
+                "the next fit a new DiLoCoCallback with a new manager"
+            )
         check_parallelism(state)
         resumed = self._resume.read(state)
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None

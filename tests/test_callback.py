@@ -295,6 +295,17 @@ def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():
     )
 
 
+def test_a_manager_that_was_given_is_good_for_one_fit():
+    def replica(sim):
+        trainer = trainer_of(callback_of(sim, sync_every=2), max_duration="2ba")
+        trainer.fit()
+        with pytest.raises(ValueError, match="manager= is good for one fit"):
+            trainer.fit(duration="2ba")
+        trainer.close()
+
+    simulate(replica, num_replicas=1)
+
+
 def test_gradients_are_still_there_at_the_end_of_a_batch_with_a_sync():
     # Composer's OptimizerMonitor reads them there; under torchft's own DiLoCo it logs a norm of 0.
     norms = []

@@ -57,6 +57,15 @@ def test_a_lighthouse_that_is_away_again_lets_nobody_die(monkeypatch):
     assert situation.wait() == ({"b:1", "c:1"}, ReplicaManager.HEARD_WITHIN_S)
 
 
+def test_a_page_that_can_never_be_read_does_not_have_a_group_wait_for_ever(monkeypatch, caplog):
+    # A proxy, or a firewall that lets gRPC through only: nobody is heard of.
+    situation = Situation(monkeypatch)
+    situation.now = STRAGGLER_TIMEOUT_S
+    with caplog.at_level(logging.WARNING):
+        assert situation.wait()[0] == set()
+    assert "was not asked for a quorum by: b, c" in caplog.text
+
+
 def test_whoever_lives_and_asks_for_no_quorum_is_awaited_as_long_as_any_straggler(
     monkeypatch, caplog
 ):
