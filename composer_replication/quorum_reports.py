@@ -18,6 +18,7 @@ class Report:
     Attributes:
         step: Its manager's step when it asked for the quorum.
         manager: Address of its manager server, which a joiner asks for the state.
+        board: Address of its notice board.
         last: The id and the members of the quorum it had before; None if this is its first.
         awaits: The members of that quorum which it has been missing since a lighthouse's restart.
         connection: The id, the size and the number of the connection it has, if it has one.
@@ -29,6 +30,7 @@ class Report:
 
     step: int = 0
     manager: str = ""
+    board: str = ""
     last: list[Any] | None = None
     awaits: tuple[str, ...] = ()
     connection: list[Any] | None = None
@@ -77,6 +79,7 @@ def read_handle(handle: str, name: str, tokens: Sequence[str]) -> Report | None:
         is_sound = (
             isinstance(report.step, int)
             and isinstance(report.manager, str)
+            and isinstance(report.board, str)
             and isinstance(content["store"], str)
             and (report.last is None or _types(report.last) == [int, list])
             and (report.connection is None or _types(report.connection) == [int, int, int])

@@ -56,6 +56,7 @@ class QuorumWatch:
         client: torchft's ``ManagerClient``.
         name: What the lighthouse calls this member: its replica id, a colon and a uuid.
         manager_addr: Address of this group's manager server.
+        board_addr: Address of this process's notice board.
         reconnect: Called before a quorum whose members have to connect is returned.
         world_size: Ranks in this group.
         timeout: Limit of their vote.
@@ -70,6 +71,7 @@ class QuorumWatch:
         client: Any,
         name: str,
         manager_addr: str,
+        board_addr: str,
         reconnect: Callable[[], None],
         world_size: int,
         timeout: timedelta,
@@ -78,6 +80,7 @@ class QuorumWatch:
         self._client = client
         self.name = name
         self._manager_addr = manager_addr
+        self._board_addr = board_addr
         self._reconnect = reconnect
         self._world_size = world_size
         self._timeout = timeout
@@ -85,6 +88,8 @@ class QuorumWatch:
         self.should_commit = client.should_commit
         self.layout = GroupLayout(world_size)
         self.members: tuple[str, ...] = ()
+        self.boards: dict[str, str] = {}
+        """Addresses of the members' notice boards, by their names."""
         self.max_step = 0
         self.awaits: frozenset[str] = frozenset()
         self.unreachable: tuple[str, ...] = ()
@@ -118,6 +123,7 @@ class QuorumWatch:
         report = Report(
             step=request["step"],
             manager=self._manager_addr,
+            board=self._board_addr,
             last=self._last,
             awaits=tuple(sorted(self.awaits)),
             connection=self._connection,
@@ -143,6 +149,9 @@ class QuorumWatch:
             self.layout.check()
             raise QuorumDeclined
         self._judge(dict(zip(quorum.replica_ids, reports, strict=True)), before)
+        self.boards = {
+            name: report.board for name, report in zip(self.members, reports, strict=True)
+        }
         self._connect_if_needed(quorum.quorum_id, reports)
         return quorum
 

@@ -4,50 +4,50 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from datetime import timedelta
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from composer_replication.notice_board import Notices
 
 
 class Rendezvous:
-    """The answers of one quorum's members, in the stores that they host.
+    """The answers of one quorum's members, at their notice boards.
 
     gloo waits ``timeout`` for a member that does not connect, for example because it cannot reach
-    one of the others. So each member says in the store of the first one that it is going to
-    connect, and waits until all have. One that cannot says so in every store that it reaches, and
-    whoever reads that passes it on: so all know at once, also if the first member's store is what
-    one of them cannot reach.
+    one of the others. So each member says at the first one's board that it is going to connect, and
+    waits until all have. One that cannot says so at every board that it reaches, and whoever reads
+    that passes it on: so all know at once, also if the first member's board is what one of them
+    cannot reach.
 
     Args:
-        addresses: ``host:port`` of each member's store, by the member's name, in their order.
+        boards: The notices of each member, by the member's name, in their order.
         own_name: The name of this member.
         number: The connection's number, different from that of any other.
-        timeout: Limit of reaching a store; answers may take twice as long.
+        limit_s: How long the others may take, in seconds.
     """
 
     POLL_S = 0.02
 
     def __init__(
-        self, addresses: Mapping[str, str], own_name: str, number: int, timeout: timedelta
+        self, boards: Mapping[str, Notices], own_name: str, number: int, limit_s: float
     ) -> None:
-        self._addresses = addresses
+        self._boards = boards
         self._own_name = own_name
-        self._timeout = timeout
+        self._limit_s = limit_s
         self._declined = f"connects/{number}/declined"
-        self._answers = {name: f"connects/{number}/{name}" for name in addresses}
+        self._answers = {name: f"connects/{number}/{name}" for name in boards}
 
     def decline(self, unreachable: Collection[str], who: str | None = None) -> None:
-        """Say that somebody does not connect, in the stores of the members that can be reached.
+        """Say that somebody does not connect, to the members that can be reached.
 
         Args:
             unreachable: The names of the others.
             who: The member that does not. None: this one.
         """
-        for name in self._addresses:
+        for name, board in self._boards.items():
             if name not in unreachable:
-                with suppress(RuntimeError):  # torch's own: it has gone meanwhile
-                    self._store(name).set(self._declined, who or self._own_name)
+                try:
+                    board.post(self._declined, who or self._own_name)
+                except OSError:
+                    continue  # it has gone meanwhile
 
     def wait_for_all(self) -> None:
         """Say that this member connects, and wait until all members have said so.
@@ -57,38 +57,28 @@ class Rendezvous:
         """
         try:
             self._wait_for_all()
-        except RuntimeError as error:  # torch's own
-            raise ConnectionError(
-                f"the store of a quorum's member has gone: {str(error).splitlines()[0]}"
-            ) from error
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError as error:
+            raise ConnectionError(f"a member of the quorum has gone: {error}") from error
 
     def _wait_for_all(self) -> None:
-        limit_s = 2 * self._timeout.total_seconds()
-        deadline = time.monotonic() + limit_s
-        first, own = self._store(next(iter(self._addresses))), self._store(self._own_name)
-        first.set(self._answers[self._own_name], "yes")
-        while not _has(first, *self._answers.values()):
-            for store in (first, own):
-                if _has(store, self._declined):
-                    who = store.get(self._declined).decode()
-                    self.decline((), who)
-                    who = who.partition(":")[0]
-                    raise ConnectionError(f"replica group {who} cannot reach all others")
+        deadline = time.monotonic() + self._limit_s
+        first, own = next(iter(self._boards.values())), self._boards[self._own_name]
+        first.post(self._answers[self._own_name], "yes")
+        while True:
+            found = first.read([*self._answers.values(), self._declined])
+            who = found.get(self._declined) or own.read([self._declined]).get(self._declined)
+            if who:
+                self.decline((), who)
+                who = who.partition(":")[0]
+                raise ConnectionError(f"replica group {who} cannot reach all others")
+            if len(found) == len(self._answers):
+                return
             if time.monotonic() > deadline:
-                missing = [name for name, key in self._answers.items() if not _has(first, key)]
+                missing = next(name for name, key in self._answers.items() if key not in found)
                 raise ConnectionError(
-                    f"replica group {missing[0].partition(':')[0]} has not said within "
-                    f"{limit_s:g} s that it can connect"
+                    f"replica group {missing.partition(':')[0]} has not said within "
+                    f"{self._limit_s:g} s that it can connect"
                 )
             time.sleep(self.POLL_S)
-
-    def _store(self, name: str) -> TCPStore:
-        host, _, port = self._addresses[name].rpartition(":")
-        return TCPStore(
-            host.strip("[]"), int(port), is_master=False, wait_for_workers=False,
-            timeout=self._timeout,
-        )  # fmt: skip
-
-
-def _has(store: TCPStore, *keys: str) -> bool:
-    return store.check(list(keys))  # pyright: ignore[reportAttributeAccessIssue]

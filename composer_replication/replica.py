@@ -25,6 +25,7 @@ from composer_replication.addresses import (
 from composer_replication.group_layout import check_ranks
 from composer_replication.heal_transport import HealTransport
 from composer_replication.lighthouse import check_lighthouse, read_status
+from composer_replication.notice_board import NoticeBoard
 from composer_replication.options import (
     NO_TOKEN,
     TOKEN,
@@ -156,7 +157,8 @@ def make_manager(
             quorum_retries=quorum_retries,
         )
     manager.store = store
-    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens)
+    board = NoticeBoard(hostname, tokens)
+    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens, board)
 
 
 def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:

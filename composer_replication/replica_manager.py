@@ -21,6 +21,7 @@ from torchft.work import _DummyWork
 from composer_replication.group_layout import GroupLayout
 from composer_replication.heal_transport import STATE, HealTransport
 from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
+from composer_replication.notice_board import NoticeBoard, Notices
 from composer_replication.process_group import Gloo
 from composer_replication.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
 from composer_replication.rendezvous import Rendezvous
@@ -69,16 +70,20 @@ class ReplicaManager(Manager):
         lighthouse_addr: str,
         give_up_after_s: float | None,
         tokens: Sequence[str],
+        board: NoticeBoard,
     ) -> ReplicaManager:
         """Put our parts in the place of torchft's; once, after construction."""
         self.replica_name = replica_name
         self._lighthouse_addr = lighthouse_addr
         self.give_up_after_s = give_up_after_s
         self._executor = DaemonExecutor()
+        self._tokens = tuple(tokens)
+        self._board = board
         self._client = self._watch = QuorumWatch(
             self._client,
             self._store.get(REPLICA_ID_KEY).decode(),
             self._store.get(MANAGER_ADDR_KEY).decode(),
+            board.address,
             self._forget_quorum,
             self._group_world_size,
             self._timeout,
@@ -228,12 +233,14 @@ class ReplicaManager(Manager):
         identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
         unique = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         found = [json.loads(handle) for handle in handles]
-        addresses = {
-            name: handle["store"] for name, handle in zip(self._watch.members, found, strict=True)
+        limit_s = self._connect_timeout.total_seconds()
+        boards = {
+            name: Notices(address, self._tokens, limit_s)
+            for name, address in self._watch.boards.items()
         }
-        rendezvous = Rendezvous(addresses, self._watch.name, unique, self._connect_timeout)
+        rendezvous = Rendezvous(boards, self._watch.name, unique, 2 * limit_s)
         try:
-            self._check_reachable(dict(zip(addresses, found, strict=True)))
+            self._check_reachable(dict(zip(boards, found, strict=True)))
         except ConnectionError:
             rendezvous.decline(self._watch.unreachable)
             raise
@@ -241,8 +248,7 @@ class ReplicaManager(Manager):
             rendezvous.wait_for_all()
         super()._reconfigure_pg(unique, handles)
         if len(handles) > 1:
-            first = next(iter(addresses.values()))
-            self._alarm = SyncAlarm(first, unique, self._connect_timeout)
+            self._alarm = SyncAlarm(next(iter(boards.values())), unique)
         self._watch.connected(communicator_id, unique)
 
     def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
@@ -336,6 +342,7 @@ class ReplicaManager(Manager):
         """
         if self._alarm is not None:
             self._alarm.close()
+        self._board.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these ends with its last reference. A cycle has this object live on for a while.
         for name in ("_pg", "_store", "_client", "_watch", "_manager", "_checkpoint_transport"):

@@ -27,7 +27,8 @@ HANDLE = '{"store": "host:1"}'
 
 def watch_of(client, letter, reconnect=lambda: None, world_size=1, token="secret"):
     manager = f"http://{letter}"
-    return QuorumWatch(client, f"{letter}:1", manager, reconnect, world_size, VOTE, [token])
+    board = f"{letter}:2"
+    return QuorumWatch(client, f"{letter}:1", manager, board, reconnect, world_size, VOTE, [token])
 
 
 def handle_of(letter, report=None, token="secret"):
@@ -269,7 +270,7 @@ def test_who_does_not_prove_the_token_is_left_out_and_named_once(name, handle, c
 
 def test_while_a_token_is_replaced_both_are_accepted():
     client = quorum_with(("b:1", handle_of("b", token="new")), ("c:1", handle_of("c", token="old")))
-    watch = QuorumWatch(client, "a:1", "", lambda: None, 1, VOTE, ["new", "old"])
+    watch = QuorumWatch(client, "a:1", "", "", lambda: None, 1, VOTE, ["new", "old"])
     quorum = watch._quorum(group_rank=0, step=0, reconfigure_handle=HANDLE)
     assert quorum.replica_ids == ["a:1", "b:1", "c:1"]
 
