@@ -180,8 +180,9 @@ def test_a_death_in_the_middle_of_a_sync_reaches_all_survivors_at_once(groups):
     assert len(survivors) == groups - 1
     for survivor in survivors:
         assert survivor["ended"] is None and survivor["lost"] == 0
-        # The collectives' limit is 60 s; the lighthouse's heartbeat timeout here is 1 s.
-        assert survivor["longest_s"] < 10 and survivor["syncs_after"] > 5
+        # The collectives' limit is 60 s; the lighthouse's heartbeat timeout here is 1 s, and torch
+        # looks up a name for 5 s where no DNS server answers.
+        assert survivor["longest_s"] < 20 and survivor["syncs_after"] > 5
 
 
 def one_hangs(group: Group) -> dict[str, Any]:
