@@ -22,6 +22,7 @@ from integration.replicas import Group, run_groups
 from integration.test_faults import Scalar
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
+from composer_replication.heal_client import HealError
 from composer_replication.quorum_watch import AtFaultError, QuorumWatch
 from composer_replication.replica_manager import ReplicaManager
 
@@ -212,6 +213,37 @@ def one_computes_for_long(group: Group) -> dict[str, Any]:
 def test_a_long_computation_is_no_hang():
     for result in run_groups(one_computes_for_long, 2):
         assert result["ended"] is None and result["longest_s"] > 5
+
+
+def one_resumes_and_cannot_heal(group: Group) -> dict[str, Any]:
+    def trouble(group: Group, manager: ReplicaManager) -> None:
+        group.signal.set()
+
+    if group.replica_id < 2:
+        two = Group(group.replica_id, 2, group.lighthouse_addr, group.signal)
+        return train(two, 14.0, trouble, settings={"max_sync_retries": 0})
+    group.signal.wait(30)
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with group.manager() as manager:
+
+        def no_state(*arguments: Any, **named: Any) -> Any:
+            raise HealError("403 Forbidden")
+
+        manager._checkpoint_transport.recv_checkpoint = no_state
+        manager.load_state_dict({"step": 1, "batches_committed": 1})  # as from a checkpoint
+        try:
+            DiLoCo(manager, model, optimizer, plain_sgd(), 1, num_replicas=2).__enter__()
+        except SyncError as error:
+            return {"ended": str(error)}
+    return {"ended": None}
+
+
+def test_a_resumed_group_that_cannot_heal_leaves_soon_and_takes_nobody_along():
+    first, second, joiner = run_groups(one_resumes_and_cannot_heal, 3)
+    assert "did not commit in 2 attempts" in joiner["ended"] and "403" in joiner["ended"]
+    for member in (first, second):
+        assert member["ended"] is None and member["lost"] == 0 and member["syncs_after"] > 3
 
 
 def a_stranger_in_the_quorum(group: Group) -> dict[str, Any]:
