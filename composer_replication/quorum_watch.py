@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +48,10 @@ class QuorumWatch:
     a group vote on every quorum. One that went on without another would vote on a commit, and wait
     there for one that asks for a quorum.
 
+    *A lighthouse that stood still*, or that nobody reached for a while, takes all groups for dead,
+    and gives the first one that asks a quorum of its own. Members that are missing in a quorum, and
+    alive by the lighthouse's page, are waited for in the same way, for ``MISSED_FOR_S``.
+
     *Faults.* The reports say who could not reach whom, and who failed by an error of its own. The
     member that the failures are blamed on (``at_fault``) leaves when that has lasted
     ``LEAVES_AFTER_S``. The others do not count these failures as theirs, so they do not leave.
@@ -65,6 +69,9 @@ class QuorumWatch:
 
     LEAVES_AFTER_S = 30.0
     """How long the member at fault tries on: network interruptions of up to 20 s end nobody."""
+    MISSED_FOR_S = 10.0
+    """How long to wait for a member that is alive and missing in a quorum. One that was too slow
+    for the lighthouse's join timeout is missing too, so it is no long time."""
 
     def __init__(
         self,
@@ -92,6 +99,10 @@ class QuorumWatch:
         """Addresses of the members' notice boards, by their names."""
         self.max_step = 0
         self.awaits: frozenset[str] = frozenset()
+        self.awaits_until: float | None = None
+        """By ``time.monotonic``; None for the manager's own limit."""
+        self.alive: Callable[[], frozenset[str]] = frozenset
+        """Gives the members that the lighthouse has heard of lately, by its page."""
         self.unreachable: tuple[str, ...] = ()
         self.has_failed = False
         self.fault: str | None = None
@@ -148,6 +159,7 @@ class QuorumWatch:
         if not is_used:
             self.layout.check()
             raise QuorumDeclined
+        self.awaits_until = None
         self._judge(dict(zip(quorum.replica_ids, reports, strict=True)), before)
         self.boards = {
             name: report.board for name, report in zip(self.members, reports, strict=True)
@@ -206,9 +218,20 @@ class QuorumWatch:
                 " and ".join(sorted({str(last[0]) for last in lasts})),
             )
             self.awaits = self.awaits.union(self.members)
+        elif missing := frozenset(self.members) - set(names):
+            self._await_living(missing)
         self._last, self.members, self.max_step = this, names, quorum.max_step
         self.awaits = self.awaits.union(*(report.awaits for report in reports)) - set(names)
         return not has_restarted and not self.awaits
+
+    def _await_living(self, missing: frozenset[str]) -> None:
+        now = time.monotonic()
+        if self.awaits_until is None or now < self.awaits_until:
+            living = missing & self.alive()
+            if living:
+                log.warning("Asking for a quorum again: %s alive, and missing", _names(living))
+                self.awaits_until = self.awaits_until or now + self.MISSED_FOR_S
+                self.awaits = self.awaits | living
 
     def _judge(self, reports: Mapping[str, Report], before: tuple[str, ...]) -> None:
         """Find who is to blame for the failure of the last sync, if it has failed.
@@ -268,7 +291,7 @@ def _complaint(name: str, reports: Mapping[str, Report]) -> str:
     return f"{_names(groups)} cannot reach it, check its hostname, its firewall and its network"
 
 
-def _names(members: Sequence[str] | set[str]) -> str:
+def _names(members: Iterable[str]) -> str:
     return ", ".join(sorted(member.partition(":")[0] for member in members))
 
 

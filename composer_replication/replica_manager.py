@@ -91,6 +91,7 @@ class ReplicaManager(Manager):
         )
         self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
         self._watch.layout = self.layout
+        self._watch.alive = lambda: read_status(lighthouse_addr).alive
         return self
 
     @property
@@ -122,7 +123,8 @@ class ReplicaManager(Manager):
         self._await_stragglers_no_longer(began)
 
     def _await_stragglers_no_longer(self, began: float) -> None:
-        if time.monotonic() - began > STRAGGLER_TIMEOUT_S:
+        now, until = time.monotonic(), self._watch.awaits_until
+        if now - began > STRAGGLER_TIMEOUT_S or (until is not None and now > until):
             self._await_no_longer(self._watch.awaits, "was not asked for a quorum by")
 
     def _await_no_longer(self, names: frozenset[str], why: str) -> None:

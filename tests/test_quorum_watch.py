@@ -405,6 +405,35 @@ class Ranks:
         return "used"
 
 
+def test_after_a_lighthouse_stood_still_the_first_to_ask_waits_for_those_that_are_alive(caplog):
+    # It has heard of nobody for longer than its heartbeat timeout; its ids go on.
+    groups = Groups("abc")
+    groups.quorum(4, "abc")
+    groups.watch["a"].alive = lambda: frozenset({"a:1", "b:1"})  # c has died in the same moment
+    assert groups.quorum(5, "a") == "declined"
+    assert "Asking for a quorum again: b alive, and missing" in caplog.text
+    assert groups.quorum(5, "a") == "declined"  # all members of the last quorum have asked
+    assert groups.quorum(6, "ab") == "connected"
+    assert not groups.watch["a"].awaits and groups.watch["a"].awaits_until is None
+
+
+def test_one_that_is_alive_and_stays_away_is_waited_for_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(quorum_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    groups = Groups("abc")
+    groups.quorum(1, "abc")
+    for letter in "ab":
+        groups.watch[letter].alive = lambda: frozenset({"a:1", "b:1", "c:1"})
+    assert groups.quorum(2, "ab") == "declined"  # c was too slow for the lighthouse
+    now[0] = QuorumWatch.MISSED_FOR_S + 1.0
+    for letter in "ab":  # as the manager does after that time
+        assert groups.watch[letter].awaits_until < now[0]
+        groups.watch[letter].awaits = frozenset()
+    assert groups.quorum(2, "ab") == "connected"
+    groups.watch["b"].alive = lambda: frozenset({"b:1", "c:1"})
+    assert groups.quorum(3, "b") == "connected"  # a has died: it is not on the page
+
+
 def test_the_ranks_of_a_group_use_a_quorum_all_or_none():
     ranks = Ranks()
     assert ranks.quorum(2, "ab") == ["used", "used"]

@@ -22,7 +22,7 @@ class Situation:
         monkeypatch.setattr(replica_manager, "time", clock)
         monkeypatch.setattr(replica_manager, "read_status", self._read_status)
         self.manager = ReplicaManager.__new__(ReplicaManager)  # its wait alone, without a run
-        self.watch = SimpleNamespace(awaits=frozenset({"b:1", "c:1"}))
+        self.watch = SimpleNamespace(awaits=frozenset({"b:1", "c:1"}), awaits_until=None)
         self.manager._watch = self.watch
 
     def _sleep(self, seconds):
@@ -55,6 +55,14 @@ def test_whom_the_lighthouse_has_not_heard_of_for_some_seconds_has_died(monkeypa
 def test_a_lighthouse_that_is_away_again_lets_nobody_die(monkeypatch):
     situation = Situation(monkeypatch)
     assert situation.wait() == ({"b:1", "c:1"}, ReplicaManager.HEARD_WITHIN_S)
+
+
+def test_a_watch_that_awaits_for_less_is_followed(monkeypatch):
+    situation = Situation(monkeypatch, a=0.0, b=0.0, c=0.0)
+    situation.watch.awaits_until = 5.0
+    assert situation.wait() == ({"b:1", "c:1"}, 0.1)
+    situation.now = 5.0
+    assert situation.wait() == (set(), 0.1)
 
 
 def test_a_page_that_can_never_be_read_does_not_have_a_group_wait_for_ever(monkeypatch, caplog):
