@@ -90,7 +90,7 @@ class History:
         self._samples_twice = 0
 
     def begin(self) -> None:
-        """All groups train."""
+        """Start the clock: from now on all groups train."""
         self.began = time.monotonic()
 
     def now(self) -> float:
@@ -117,7 +117,7 @@ class History:
         self._tell(f"{strike.kind} {groups or strike.how}{lasts}", self.events)
 
     def look(self, supervisor: Supervisor) -> None:
-        """Read what is new, and check it."""
+        """Read the lines that groups have added to their metrics, and check each one."""
         for replica_id, record in supervisor.records.items():
             for line in self._metrics[replica_id].read():
                 self._commit(replica_id, line)

@@ -95,23 +95,23 @@ class Saboteur:
         self._due = 0.0
 
     def make_coordinator(self, *arguments: Any, **named: Any) -> KillableCoordinator:
-        """For ``launch``."""
+        """Make the coordinator of the run, which this object may kill; ``launch`` calls it."""
         self._coordinator = KillableCoordinator(*arguments, **named)
         return self._coordinator
 
     def seconds_left(self) -> float | None:
-        """Until it ends training."""
+        """How long training still goes on, in seconds; None before all groups train."""
         if self._history.began is None:
             return None
         return max(0.0, self._duration_s - self._history.now())
 
     def finish(self) -> None:
-        """After the run: look at its end."""
+        """Check what the groups have written since the last look; call it after the run."""
         if self._supervisor is not None:
             self._history.look(self._supervisor)
 
     def __call__(self, supervisor: Supervisor) -> None:
-        """Look what there is to do now."""
+        """Check the run, end the faults that are over, and make the next one if it is due."""
         history = self._history
         self._supervisor = supervisor
         history.look(supervisor)

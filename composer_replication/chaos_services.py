@@ -51,11 +51,11 @@ class Service:
         self._process.stdin.flush()
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the service's process a signal."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the service's process and wait for its end."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -94,7 +94,7 @@ class KillableCoordinator:
         """As on many machines nobody tells it: it finds out by the heartbeats."""
 
     def shutdown(self) -> None:
-        """End both."""
+        """End the coordinator and the lighthouse."""
         for service in self.services.values():
             service.kill()
 
