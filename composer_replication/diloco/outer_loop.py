@@ -11,6 +11,7 @@ import torch
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.inner_optimizer import clear_state
 from composer_replication.diloco.joining import (
     Patience,
     StartBarrier,
@@ -257,7 +258,7 @@ class OuterLoop:
             self._state.outer_step,
         )
         self._drop_local()
-        self._inner_optimizer.state.clear()
+        clear_state(self._inner_optimizer)
 
     def _drop_local(self) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
