@@ -1,6 +1,6 @@
 """An inner optimizer around another one, as Composer's SAM makes it.
 
-Run: pytest tests/test_wrapped_optimizer.py. Real: Composer's Trainer and SAM on the CPU. The replica
+Run: pytest tests/test_wrapped_optimizer.py. Real: Composer's Trainer and SAM on the CPU. Replica
 groups are threads over the simulation's shared buffer.
 """
 
