@@ -3,8 +3,8 @@
 Beside the model, which is saved with the global weights, the inner optimizer and the timestamp,
 all of which Composer saves, it has
 
-* ``progress``: outer step, manager step, position in the round, contribution counters, settings and
-  outer hyperparameters, as JSON;
+* ``progress``: outer step, position in the round, contribution counters, settings and outer
+  hyperparameters, as JSON;
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``residual``: what the wire format has kept back, by name, fp32, if there is error feedback;
@@ -36,7 +36,6 @@ _PLAIN = (
     "outer_step",
     "settings",
     "ledger",
-    "manager",
     "inner_steps",
     "local_step",
     "since_sync",

@@ -380,7 +380,7 @@ def test_who_is_slow_at_the_end_of_the_fit_holds_nobody_up():
 
     class Slow(Callback):
         def fit_end(self, state, logger):
-            assert is_done.wait(20)
+            assert is_done.wait(5)
 
     def replica(sim):
         callback = callback_of(sim, sync_every=2)
