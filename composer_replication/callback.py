@@ -445,7 +445,7 @@ class DiLoCoCallback(Callback):
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
-        return pack(diloco_state, self._weights.local(), self._layout)
+        return pack(diloco_state, self._weights.local(), self._weights.saved, self._layout)
 
     def _leave(self) -> None:
         """Stop counting and stop the heartbeats, before the last evaluation: others would wait."""
