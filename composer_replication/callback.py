@@ -17,12 +17,10 @@ from torch import Tensor
 
 from composer_replication.checkpoint import CheckpointLayout, carry_over, pack
 from composer_replication.composer_job import (
-    broadcast,
     build_diloco,
     build_manager,
     check_parallelism,
     name_the_node,
-    replica_id_of,
     samples_in_batch,
     unwrapped,
     why_not_start,
@@ -36,8 +34,9 @@ from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.evaluation import Evaluation
 from composer_replication.global_weights import GlobalWeights
 from composer_replication.handover import Handover
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions, replica_id_of
 from composer_replication.progress import Progress, max_batches
+from composer_replication.ranks import broadcast
 from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.stopping import end_if_stuck_in_close
@@ -268,7 +267,8 @@ class DiLoCoCallback(Callback):
         self._must_not_start = why_not_start(self.options, state, known_step) if is_new else None
         if self._run is not None:
             self._run.register(synced_tensors(unwrapped(state), self.settings, also_synced))
-        self._data = DataShare.of(state, self.options, self._run)
+        settings, session = (self.settings, self._run.session) if self._run else (None, None)
+        self._data = DataShare.of(state, self.options, settings, session)
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
             self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
 from composer import State
@@ -23,15 +23,14 @@ from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_boundary import DiLoCoManager
 from composer_replication.lighthouse import read_status
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions, replica_id_of
 from composer_replication.process_group import host_store
+from composer_replication.ranks import broadcast
 from composer_replication.replica import backend_for, make_manager
 from composer_replication.replica_manager import ReplicaManager
 from composer_replication.run_folder import last_outer_step
 
 log = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 
 def unwrapped(state: State) -> nn.Module:
@@ -60,20 +59,6 @@ def check_parallelism(state: State) -> None:
             "set FSDP_VERSION=2 in the environment, or pass an FSDP2Config as "
             "parallelism_config['fsdp']"
         )
-
-
-def replica_id_of(options: ReplicaOptions) -> str:
-    """The name of this group.
-
-    Raises:
-        ValueError: It has none.
-    """
-    if options.replica_id is None:
-        raise ValueError(
-            "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
-            "of each group, or callbacks.diloco.replica_id"
-        )
-    return str(options.replica_id)
 
 
 def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
@@ -162,32 +147,6 @@ def _backend(options: ReplicaOptions, state: State) -> str:
     if options.backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' and the model is on {device}: use 'gloo'")
     return options.backend or backend_for(device)
-
-
-def broadcast(value: Any) -> Any:
-    """Rank 0's value, in every rank of the group."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
-    """What rank 0 gets, in every rank of the group; its error too, so that none waits for another.
-
-    Raises:
-        Exception: Rank 0's.
-    """
-    answer: Any = None
-    error: Exception | None = None
-    if dist.get_global_rank() == 0:
-        try:
-            answer = ask()
-        except Exception as raised:
-            error = raised
-    answer, error = broadcast((answer, error))
-    if error is not None:
-        raise error
-    return answer
 
 
 def why_not_start(options: ReplicaOptions, state: State, known_step: int = 0) -> str | None:

@@ -10,11 +10,11 @@ from typing import Any
 from composer.utils import dist
 from torch import Tensor
 
-from composer_replication.composer_job import ask_on_rank_0, replica_id_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.membership import Membership, ask_for_run
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions, replica_id_of
+from composer_replication.ranks import ask_on_rank_0
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import quote
 
 from composer_replication import __version__
+from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.coordinator_http import CoordinatorHttp, RefusedByCoordinatorError
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
-from composer_replication.sample_stream import DatasetSpec, Lease
 
 _INFO: dict[str, type] = {
     "settings": dict,

@@ -19,14 +19,15 @@ from tenacity import (
 from tenacity.stop import StopBaseT
 
 from composer_replication.commit_reports import CommitReports
-from composer_replication.composer_job import ask_on_rank_0, replica_id_of
+from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator_client import CoordinatorClient
 from composer_replication.coordinator_http import CoordinatorAwayError
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.membership import client_of
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions, replica_id_of
+from composer_replication.ranks import ask_on_rank_0
 from composer_replication.replica_loader import ReplicaDataLoader
-from composer_replication.sample_stream import Lease, Place
+from composer_replication.sample_stream import Place
 
 log = logging.getLogger(__name__)
 

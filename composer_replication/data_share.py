@@ -12,13 +12,12 @@ from typing import Any
 from composer import State
 from composer.core import TimeUnit
 
-from composer_replication.composer_job import replica_id_of
-from composer_replication.coordinated_run import CoordinatedRun
 from composer_replication.data_leases import DataLeases
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.ledger import check_keeps_all_steps
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.fixed_shards import FixedShards
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions, replica_id_of
 from composer_replication.replica_loader import ReplicaDataLoader
 from composer_replication.sample_stream import Place
 
@@ -48,9 +47,19 @@ class DataShare:
 
     @classmethod
     def of(
-        cls, state: State, options: ReplicaOptions, run: CoordinatedRun | None
+        cls,
+        state: State,
+        options: ReplicaOptions,
+        settings: DiLoCoSettings | None = None,
+        session: str | None = None,
     ) -> DataShare | None:
         """The share of a job, if its training loader is a ``ReplicaDataLoader``.
+
+        Args:
+            state: Composer's.
+            options: Of this group.
+            settings: The run's, if a coordinator gives out the samples.
+            session: Of this group's registration with it; None on other ranks than 0.
 
         Raises:
             CoordinatorAwayError: The coordinator does not answer.
@@ -60,15 +69,15 @@ class DataShare:
         loader: Any = state.train_dataloader
         if not isinstance(loader, ReplicaDataLoader):
             return None
-        if run is not None:
-            check_keeps_all_steps(run.settings)
+        if settings is not None:
+            check_keeps_all_steps(settings)
         if state.max_duration is not None and state.max_duration.unit == TimeUnit.EPOCH:
             log.info(
                 "Schedules count an epoch as %d batches, as if this group read all of it; state "
                 "them in batches to fit its share",
                 len(loader),
             )
-        return cls(loader, options, DataLeases(options, loader, run.session) if run else None)
+        return cls(loader, options, DataLeases(options, loader, session) if settings else None)
 
     @property
     def place(self) -> Place:

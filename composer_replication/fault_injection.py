@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import threading
 import time
@@ -163,14 +164,13 @@ def _group(member: str) -> str:
 
 def main() -> None:
     """Run the command, under faults."""
-    from composer_replication.cli import main as run
     from composer_replication.options import ReplicaEnv
 
     env = ReplicaEnv.from_env()
     faults = Faults(Path(env.run_dir or ".") / f"replica_{env.replica_id}")
     install(faults)
     faults.watch()
-    run()
+    runpy.run_module("composer_replication", run_name="__main__")
 
 
 if __name__ == "__main__":

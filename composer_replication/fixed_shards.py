@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-from composer_replication.sample_stream import DatasetSpec, Lease
+from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 
 
 class FixedShards:

@@ -244,6 +244,20 @@ def check_replica_id(replica_id: str | int) -> None:
         )
 
 
+def replica_id_of(options: ReplicaOptions) -> str:
+    """The name of this group.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if options.replica_id is None:
+        raise ValueError(
+            "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
+            "of each group, or callbacks.diloco.replica_id"
+        )
+    return str(options.replica_id)
+
+
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     """The run's accepted tokens; whoever signs uses the first.
 

@@ -10,7 +10,8 @@ import torch
 from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from composer_replication.sample_stream import DatasetSpec, Place, Source, StreamReader
+from composer_replication.coordinator.wire_types import DatasetSpec
+from composer_replication.sample_stream import Place, Source, StreamReader
 
 
 class ReplicaDataLoader(DataLoader):

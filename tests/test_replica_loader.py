@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from composer_replication import ReplicaDataLoader
+from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.fixed_shards import FixedShards
 from composer_replication.replica_loader import MapStyle
-from composer_replication.sample_stream import DatasetSpec, Lease, Place, StreamReader
+from composer_replication.sample_stream import Place, StreamReader
 
 START = Place()
 

@@ -19,7 +19,7 @@ from composer_replication.coordinator.unit_rows import (
     StreamRow,
     understood,
 )
-from composer_replication.sample_stream import Lease
+from composer_replication.coordinator.wire_types import Lease
 
 _DAMAGED = (
     "Lease {} of stream {} is damaged in the coordinator's database, so the stream cannot go on: "

@@ -23,8 +23,8 @@ from integration.test_composer_launchers import free_port
 from integration.test_coordinator import TOKEN, Run
 
 from composer_replication.coordinator.unit_leases import unit_order
+from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.run_folder import STATUS
-from composer_replication.sample_stream import DatasetSpec, Lease
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
