@@ -20,7 +20,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,12 +27,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composer_replication.checksums import checksums
+from composer_replication.checksums import checksums, not_loaded
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
 from composer_replication.global_weights import as_dtensor
-
-log = logging.getLogger(__name__)
 
 FORMAT = 3
 _PLAIN = (
@@ -189,7 +186,7 @@ def unpack(
         odd = sorted(names ^ layout.live.keys())[0]
         where = "in the model and not in it" if odd in layout.live else "in it and not in the model"
         raise BadStateError(f"{odd} is {where}: it is another model's")
-    kept = _not_loaded(progress, layout)
+    kept = not_loaded(progress.get("checksums"), layout.live)
     local = {
         name: layout.load(name, tensor)
         for name, tensor in saved["local"].items()
@@ -214,26 +211,6 @@ def unpack(
         name: torch.zeros_like(t) if name in kept else t for name, t in residual.items()
     }
     return state, local
-
-
-def _not_loaded(progress: Mapping[str, Any], layout: CheckpointLayout) -> frozenset[str]:
-    """The tensors of the model that are not those that the checkpoint was saved with."""
-    saved = progress.get("checksums")
-    if saved is None:  # it is of a version that wrote none
-        return frozenset()
-    kept = [name for name, found in checksums(layout.live).items() if found != saved.get(name)]
-    if kept:
-        log.warning(
-            "%d of %d tensors of the model are not the checkpoint's: left out of the load "
-            "(load_ignore_keys), or replaced since. They stay as they are, are this group's part "
-            "of the global model too, and their outer momentum begins anew. All replica groups "
-            "must have them equal: %s%s",
-            len(kept),
-            len(layout.live),
-            ", ".join(kept[:6]),
-            f" and {len(kept) - 6} more" if len(kept) > 6 else "",
-        )
-    return frozenset(kept)
 
 
 def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
