@@ -15,7 +15,8 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch import Tensor
 
-from composer_replication.checkpoint import CheckpointLayout, carry_over, pack
+from composer_replication.checkpoint import CheckpointLayout, pack
+from composer_replication.checksums import checksums
 from composer_replication.composer_job import (
     broadcast,
     build_diloco,
@@ -36,6 +37,7 @@ from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.evaluation import Evaluation
 from composer_replication.global_weights import GlobalWeights
 from composer_replication.handover import Handover
+from composer_replication.next_fit import carry_over, replaced_since
 from composer_replication.options import ReplicaOptions
 from composer_replication.progress import Progress, max_batches
 from composer_replication.resume import Resume
@@ -210,6 +212,8 @@ class DiLoCoCallback(Callback):
         self._resume = Resume(self.settings, on_bad_state)
         self._ended: dict[str, Any] | None = None
         """What the fit before this one has left."""
+        self._left: dict[str, int] | None = None
+        """Checksums of the model that it has left."""
         self._weights: GlobalWeights | None = None
         self._evaluation = Evaluation(eval_weights)
         self._layout: CheckpointLayout | None = None
@@ -365,7 +369,9 @@ class DiLoCoCallback(Callback):
         }
         if self._data is not None:
             self._data.end(self.diloco)
+        assert self._layout is not None, "fit_start has made it"
         self._ended = self._diloco_state()  # no copies: there is no next inner step
+        self._left = checksums(self._layout.live)
         self._leave()
         # Last, since it fails on a full disk: the others and the coordinator know all by then.
         self._folder.write_result(self.result)
@@ -439,7 +445,9 @@ class DiLoCoCallback(Callback):
                 for name, tensor in local.items():
                     local_tensor(self._layout.live[name]).copy_(tensor)
         elif self._ended is not None:
-            diloco_state = carry_over(self._ended, self.diloco.state_dict(copies=False))
+            replaced = replaced_since(self._left, self._layout.live)
+            fresh = self.diloco.state_dict(copies=False)
+            diloco_state = carry_over(self._ended, fresh, replaced)
             self.diloco.load_state_dict(diloco_state)
         if diloco_state is not None and self._data is not None:
             self._data.load_place(diloco_state["reading"])

@@ -20,7 +20,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,12 +27,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composer_replication.checksums import checksums
+from composer_replication.checksums import checksums, not_loaded
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
 from composer_replication.global_weights import as_dtensor
-
-log = logging.getLogger(__name__)
 
 FORMAT = 3
 _PLAIN = (
@@ -114,7 +111,7 @@ def pack(
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
-    momentum = _momentum(fragments)
+    momentum = momentum_of(fragments)
     progress = {key: state[key] for key in _PLAIN} | {
         "format": FORMAT,
         "replaces_global": state["replaces_global"],
@@ -196,7 +193,7 @@ def unpack(
             raise BadStateError(
                 f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
             )
-    kept = _not_loaded(progress, layout)
+    kept = not_loaded(progress.get("checksums"), layout.live)
     local = {
         name: layout.load(name, tensor)
         for name, tensor in saved["local"].items()
@@ -220,73 +217,6 @@ def unpack(
     return state, local
 
 
-def carry_over(ended: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """What a fit has left, for the next one of this process, which may train more parameters.
-
-    Args:
-        ended: ``DiLoCo.state_dict()`` of the fit before.
-        fresh: The same of the DiLoCo that goes on. What it alone has begins as it is in the model.
-    """
-    theta = {name: t for fragment in ended["fragments"] for name, t in fragment["theta"].items()}
-    own_theta = {name: t for own in fresh["fragments"] for name, t in own["theta"].items()}
-    new = sorted(own_theta.keys() - theta.keys())
-    if not new:
-        return dict(ended)
-    log.info("Trained from this fit on, and synchronised: %s", ", ".join(new))
-    momentum = _momentum(ended["fragments"])
-    frozen = {name for fragment in ended["fragments"] for name in fragment["frozen"]}
-    residual = ended["residual"] and {
-        name: ended["residual"].get(name, torch.zeros_like(t)) for name, t in own_theta.items()
-    }
-    fragments = []
-    for own, before in zip(fresh["fragments"], ended["fragments"], strict=True):
-        state = {
-            place: {"momentum_buffer": momentum[name]}
-            for place, name in enumerate(own["theta"])
-            if name in momentum and before["optimizer"]["state"]
-        }
-        groups = [
-            {**group, "params": params["params"]}
-            for group, params in zip(
-                before["optimizer"]["param_groups"], own["optimizer"]["param_groups"], strict=True
-            )
-        ]
-        fragments.append(
-            {
-                "theta": {name: theta.get(name, t) for name, t in own["theta"].items()},
-                "optimizer": {"state": state, "param_groups": groups},
-                "frozen": [name for name in own["theta"] if name in frozen],
-            }
-        )
-    return {
-        **ended,
-        "fragments": fragments,
-        "residual": residual,
-        "in_flight": None,  # it is of other fragments
-        "settings": {**ended["settings"], "model": fresh["settings"]["model"]},
-    }
-
-
-def _not_loaded(progress: Mapping[str, Any], layout: CheckpointLayout) -> frozenset[str]:
-    """The tensors of the model that are not those that the checkpoint was saved with."""
-    saved = progress.get("checksums")
-    if saved is None:  # it is of a version that wrote none
-        return frozenset()
-    kept = [name for name, found in checksums(layout.live).items() if found != saved.get(name)]
-    if kept:
-        log.warning(
-            "%d of %d tensors of the model are not the checkpoint's: left out of the load "
-            "(load_ignore_keys), or replaced since. They stay as they are, are this group's part "
-            "of the global model too, and their outer momentum begins anew. All replica groups "
-            "must have them equal: %s%s",
-            len(kept),
-            len(layout.live),
-            ", ".join(kept[:6]),
-            f" and {len(kept) - 6} more" if len(kept) > 6 else "",
-        )
-    return frozenset(kept)
-
-
 def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(saved.get("progress"), str) or "local" not in saved:
         raise BadStateError(
@@ -302,7 +232,7 @@ def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
     return progress
 
 
-def _momentum(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
+def momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The momentum of every trained parameter; zeros, as good as none, before the first step."""
     momentum = {}
     for fragment in fragments:

@@ -184,6 +184,21 @@ def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrup
     check_resumed(tmp_path, cases, ranks)
 
 
+def test_a_new_head_is_local_and_global_in_sharded_groups_too(tmp_path):
+    # In the first case the fragment that the head is a part of is in flight.
+    cases = [case("in_flight", "adamw", "sharded"), case("vanilla", "adamw", "full")]
+    run_groups(tmp_path, cases, ranks=2, resumes=False)
+    for each in cases:
+        each |= {"ignored": ["state/model/mlp.layers.4*"], "seed": 5}
+    run_groups(tmp_path, cases, ranks=2, resumes=True)
+    for each in cases:
+        found = results(tmp_path, each, True)
+        assert len({one["result"]["global_digest"] for one in found.values()}) == 1
+        for group in range(2):
+            head = found[f"{group}.0.json"]["heads"]  # only rank 0 has all of what is saved
+            assert head["local"] == head["global"] == head["fresh"]
+
+
 def test_a_group_may_go_on_with_another_number_of_ranks(tmp_path):
     # A sync is in flight, of sharded parameters and of replicated ones.
     cases = [case("in_flight", "adamw", "sharded"), case("in_flight", "adamw", None)]
