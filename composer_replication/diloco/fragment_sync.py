@@ -150,11 +150,13 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return self._unsent is not None
 
     def in_flight_state(self) -> dict[str, Any] | None:
-        """What a group that continues from here has to send again; None if nothing."""
+        """What a group that continues from here has to send again; None if nothing.
+
+        A sync without a delay is in flight only if it was broken off: it is formed anew.
+        """
         formed = self._formed if self.is_in_flight else self._unsent
-        if formed is None:
+        if formed is None or formed.local is None:
             return None
-        assert formed.local is not None, "only a sync with a delay is ever in flight"
         return {
             "fragment": self.fragment_id,
             "inner_steps": formed.inner_steps,
