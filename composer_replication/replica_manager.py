@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -328,8 +329,9 @@ class ReplicaManager(Manager):
         else:
             commits = self._executor.submit(super().should_commit, timeout).result()
         if commits and _left:
-            while _left:
-                _left.pop().release()
+            with suppress(IndexError):  # another group of this process may be at it too
+                while True:
+                    _left.pop().release()
             gc.collect()  # some of it is in cycles, which Python leaves alone for long
         return commits
 
