@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from dataclasses import replace
 from http.client import HTTPConnection

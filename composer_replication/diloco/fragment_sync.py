@@ -203,14 +203,27 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """In a quorum: form the pseudo-gradient and start its allreduce, without waiting for it."""
         self._clock.quorum_formed()
         self.committed = False
-        super().prepare_sync()
+        try:
+            super().prepare_sync()
+        except BaseException as error:
+            self._break_off(error)
+            raise
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. True if it committed."""
-        self.committed = super().perform_sync()
+        try:
+            self.committed = super().perform_sync()
+        except BaseException as error:
+            if self.is_in_flight:  # not yet at the vote
+                self._break_off(error)
+            raise
         self._formed.local = None  # no longer in flight
         self._clock.vote_over()
         return self.committed
+
+    def _break_off(self, error: BaseException) -> None:
+        """Ctrl-C, or an error of this group's own: peers need not wait for what it has not sent."""
+        self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step of ``samples`` samples since the last sync."""

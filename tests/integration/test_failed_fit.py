@@ -18,6 +18,7 @@ from composer import Callback
 from composer_jobs import Each, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.lighthouse import start_lighthouse
 from composer_replication.waiting import InterruptibleWork
 
@@ -79,13 +80,24 @@ def side_by_side(*groups):
 # ---- a fit that fails -----------------------------------------------------------------------
 
 
-def test_the_others_go_on_when_a_fit_fails_and_its_process_lives_on(lighthouse_addr, caplog):
+@pytest.mark.parametrize("where", ["after a batch", "in a sync"])
+def test_the_others_go_on_when_a_fit_fails_and_its_process_lives_on(
+    lighthouse_addr, caplog, monkeypatch, where
+):
     is_over, failed_at, steps = threading.Event(), [], []
+    form = FragmentSync._save_grads
+
+    def broken(fragment):
+        is_second_sync = fragment.inner_steps and fragment._state.outer_step == 1
+        if where == "in a sync" and is_second_sync and fragment._manager.replica_name == "0":
+            raise Broken("in a sync")
+        form(fragment)
+
+    monkeypatch.setattr(FragmentSync, "_save_grads", broken)
 
     def fails():
-        trainer = trainer_of(
-            fails_after(3), diloco(lighthouse_addr, num_replicas=2), max_duration="90ba"
-        )
+        others = [fails_after(3)] if where == "after a batch" else []
+        trainer = trainer_of(*others, diloco(lighthouse_addr, num_replicas=2), max_duration="90ba")
         with pytest.raises(Broken):
             trainer.fit()
         failed_at.append(time.monotonic())
