@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.evaluation import Evaluation
+from composer_replication.fit_watch import when_fit_is_over
 from composer_replication.global_weights import GlobalWeights
 from composer_replication.handover import Handover
 from composer_replication.next_fit import carry_over, replaced_since
@@ -204,6 +206,7 @@ class DiLoCoCallback(Callback):
         self.result: dict[str, Any] = {}
         self._given_manager = manager
         self._manager: Any = None
+        self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
         self._run: CoordinatedRun | None = None
         """What connects this group with the coordinator, if there is one."""
         self._data: DataShare | None = None
@@ -255,7 +258,7 @@ class DiLoCoCallback(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
-            return
+            self._end_failed_fit()
         if self._given_manager is not None and self._ended is not None:
             raise ValueError(
                 "manager= is good for one fit, after which it has left the other groups: give "
@@ -294,8 +297,10 @@ class DiLoCoCallback(Callback):
             self.diloco.__enter__()
             if self._data is not None:
                 self._data.start(self.diloco, stream, lambda: self._stand_by(state, logger))
+            when_fit_is_over(functools.partial(self._leave_after_error, self._manager))
         except BaseException:
             self._leave()  # no heartbeat of ours may hold the others up
+            self.diloco = self._data = None
             raise
         if resumed is not None:
             self._progress.tell_resume(state, self.diloco)
@@ -373,6 +378,7 @@ class DiLoCoCallback(Callback):
         self._ended = self._diloco_state()  # no copies: there is no next inner step
         self._left = checksums(self._layout.live)
         self._leave()
+        self.diloco = self._data = None
         # Last, since it fails on a full disk: the others and the coordinator know all by then.
         self._folder.write_result(self.result)
 
@@ -381,6 +387,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None or error is not None:  # before fit_end, or in what follows it
             end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
         self._leave()
+        self.diloco = self._data = None
         if self._weights is not None:
             self._weights.remove()
 
@@ -467,16 +474,38 @@ class DiLoCoCallback(Callback):
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
         return pack(diloco_state, self._weights.local(), self._weights.saved, self._layout)
 
+    def _leave_after_error(self, manager: Any) -> None:
+        """The fit that this manager was made for is over; nothing to do if it ended well."""
+        with self._leaving:
+            if self._manager is manager:
+                self._leave()
+                log.warning(
+                    "This replica group has left: its fit ended with an error. The others go on; "
+                    "it joins them again if fit is called again"
+                )
+
+    def _end_failed_fit(self) -> None:
+        """Keep what a fit that raised has left, for the one that now begins."""
+        assert self.diloco is not None, "it has left that"
+        self._leave()
+        self._ended = self._diloco_state()
+        self.diloco = self._data = None
+        log.info("Continuing from what the fit that failed has left")
+
     def _leave(self) -> None:
-        """Stop counting and stop the heartbeats, before the last evaluation: others would wait."""
-        if self.diloco is not None:
-            self.diloco.__exit__(None, None, None)
-            self.diloco = None
-        if self._manager is not None:
-            self._manager.shutdown()
-            self._manager = None
-        if self._data is not None:
-            self._data.close()
-            self._data = None
-        if self._run is not None:
-            self._run.leave()
+        """Stop counting and stop the heartbeats, before the last evaluation: others would wait.
+
+        The DiLoCo and the share of the data stay: a later fit may continue from them.
+        """
+        if sys.is_finalizing():
+            return  # there are no more threads, so no heartbeats, and no answer to a wait
+        with self._leaving:
+            if self.diloco is not None:
+                self.diloco.__exit__(None, None, None)
+            if self._manager is not None:
+                self._manager.shutdown()
+                self._manager = None
+            if self._data is not None:
+                self._data.close()
+            if self._run is not None:
+                self._run.leave()
