@@ -19,6 +19,7 @@ from composer_replication.composer_job import (
     broadcast,
     build_diloco,
     build_manager,
+    check_loads,
     check_parallelism,
     name_the_node,
     replica_id_of,
@@ -247,6 +248,7 @@ class DiLoCoCallback(Callback):
                 "the next fit a new DiLoCoCallback with a new manager"
             )
         check_parallelism(state)
+        check_loads(state)
         resumed = self._resume.read(state)
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
