@@ -7,7 +7,7 @@ from composer import callbacks as composer_callbacks
 from composer.loggers import LoggerDestination
 from composer.optim import DecoupledAdamW, LinearScheduler
 from composer_parts.fits import NOT_TRIED, WITH_NOTE, Part
-from composer_parts.models import SIZE, prompting_text, text_data, unmeasured
+from composer_parts.models import SIZE, image_data, prompting_text, steady, text_data, unmeasured
 
 from composer_replication.export import read_checkpoint
 
@@ -49,6 +49,11 @@ def saved(fit, alone):
         assert model.keys() == dict(fit.trainer.state.model.state_dict()).keys()
 
 
+def exported(fit, alone):
+    parameters = dict(torch.jit.load("model.pt").named_parameters())
+    assert parameters.keys() == fit.parameters.keys()
+
+
 class Shown(LoggerDestination):
     """Counts the images and the rows of tables that it gets."""
 
@@ -74,7 +79,17 @@ def showed(*counts):
     return did
 
 
-NEEDS_A_GPU = {"status": NOT_TRIED}
+def stopped_early(fit, alone):
+    assert len(fit.losses) == len(alone.losses) < 12
+
+
+def evaluating():
+    return {"eval_dataloader": image_data(99), "eval_interval": "2ba"}
+
+
+NEEDS_A_GPU = {"status": NOT_TRIED, "error": "only works on CUDA devices"}
+# An evaluation draws random numbers under Composer alone, and under DiLoCo puts them back.
+STOPS = {"status": WITH_NOTE, "trainer": evaluating, "model": steady}
 
 CALLBACKS = dict(
     [
@@ -85,6 +100,19 @@ CALLBACKS = dict(
             "ba{batch}.pt",
             kwargs={"save_interval": "5ba", "overwrite": True},
             did=saved,
+        ),
+        callback(
+            "EarlyStopper",
+            "CrossEntropy",
+            "eval",
+            torch.less,
+            100.0,
+            "3ba",
+            did=stopped_early,
+            **STOPS,
+        ),
+        callback(
+            "ExportForInferenceCallback", "torchscript", "model.pt", status=WITH_NOTE, did=exported
         ),
         callback("FreeOutputs", model=unmeasured),
         callback(
@@ -109,6 +137,8 @@ CALLBACKS = dict(
         callback(
             "LRMonitor", trainer=lambda: {"schedulers": LinearScheduler()}, did=same_values("lr-")
         ),
+        callback("LoadCheckpoint", "ba5.pt", status=WITH_NOTE, model=steady),
+        callback("MLPerfCallback", ".", 0, status=NOT_TRIED, error="mlperf"),
         callback("MemoryMonitor", **NEEDS_A_GPU),
         callback("MemorySnapshot", **NEEDS_A_GPU),
         callback("NaNMonitor"),
@@ -121,5 +151,14 @@ CALLBACKS = dict(
         callback("RuntimeEstimator", did=logs("time/remaining_estimate")),
         callback("SpeedMonitor", 3, did=logs("throughput/batches_per_sec")),
         callback("SystemMetricsMonitor", did=logs("cpu_percentage")),
+        callback(
+            "ThresholdStopper",
+            "CrossEntropy",
+            "eval",
+            10.0,
+            kwargs={"comp": torch.less},
+            did=stopped_early,
+            **STOPS,
+        ),
     ]
 )

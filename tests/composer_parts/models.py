@@ -14,7 +14,7 @@ BATCHES = 4  # in an epoch
 SIZE = 8
 
 
-def images(seed):
+def images(seed, dropout=0.1):
     """A convolutional net with every kind of layer that an algorithm of Composer replaces."""
     torch.manual_seed(seed)
     net = nn.Sequential(
@@ -29,10 +29,15 @@ def images(seed):
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.LayerNorm(16),
-        nn.Dropout(0.1),
+        nn.Dropout(dropout),
         nn.Linear(16, CLASSES),
     )
     return ComposerClassifier(net, num_classes=CLASSES)
+
+
+def steady(seed):
+    """One that draws no random numbers."""
+    return images(seed, dropout=0.0)
 
 
 def unmeasured(seed):
