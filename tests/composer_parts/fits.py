@@ -34,6 +34,7 @@ class Part:
         averages: The weights after the fit are an average, so that losses alone are compared.
         changes: Whether the fit ends on other parameters than without the part.
         resumes: Whether Composer itself resumes it exactly.
+        steps: What is done with the Trainer, if more than one fit.
         did: Looks whether the part has done its work; gets the ``Fit`` and that without DiLoCo.
     """
 
@@ -46,6 +47,7 @@ class Part:
     averages: bool = False
     changes: bool = True
     resumes: bool = True
+    steps: Callable[[Trainer], None] | None = None
     did: Callable[["Fit", "Fit"], None] = lambda fit, alone: None
 
     def check_needs(self):
@@ -99,7 +101,10 @@ def trainer_of(part: Part, *callbacks, group=0, **more):
         given = dict(part.build()) | more
         losses, logged = Losses(), InMemoryLogger()
         model = given.pop("model", None) or part.model(group)
-        optimizers = given.pop("optimizers", sgd)
+        optimizers = given.pop("optimizers", sgd)(model.parameters())
+        build_scheduler = given.pop("torch_scheduler", None)
+        if build_scheduler is not None:  # torch's own want the optimizer
+            given["schedulers"] = build_scheduler(optimizers)
         arguments = {
             "train_dataloader": part.data(group),
             "max_duration": "3ep",
@@ -112,22 +117,33 @@ def trainer_of(part: Part, *callbacks, group=0, **more):
         } | given
         arguments["loggers"] = [logged, *arguments.get("loggers", ())]
         arguments["callbacks"] = [losses, *arguments.get("callbacks", ()), *callbacks]
-        trainer = Trainer(model=model, optimizers=optimizers(model.parameters()), **arguments)
+        trainer = Trainer(model=model, optimizers=optimizers, **arguments)
         return trainer, losses, logged, given
 
 
-def fit(part: Part, diloco=None, steps=Trainer.fit, group=0, **more) -> Fit:
+def fit(part: Part, diloco=None, group=0, **more) -> Fit:
     """Train one group, or without DiLoCo."""
     callbacks = [] if diloco is None else [diloco]
     trainer, losses, logged, given = trainer_of(part, *callbacks, group=group, **more)
     try:
-        steps(trainer)
+        (part.steps or Trainer.fit)(trainer)
         return Fit(trainer, diloco, losses.values, logged, given)
     finally:
         trainer.close()
 
 
-def fit_groups(part: Part, num_replicas=1, settings=None, **more) -> list[Fit]:
+def fit_over_torchft(part: Part, lighthouse_addr: str, group=0, **settings) -> Fit:
+    """Train a group over a real lighthouse, Manager and gloo, which several fits need."""
+    diloco = DiLoCoCallback(
+        replica_id=group,
+        lighthouse_addr=lighthouse_addr,
+        hostname="127.0.0.1",
+        **{"sync_every": 3} | settings,
+    )
+    return fit(part, diloco, group=group)
+
+
+def fit_groups(part: Part, num_replicas=1, settings=None, faults=(), **more) -> list[Fit]:
     """Train simulated groups, each on its own data from weights of its own."""
 
     def replica(sim):
@@ -138,7 +154,7 @@ def fit_groups(part: Part, num_replicas=1, settings=None, **more) -> list[Fit]:
         )
         return fit(part, diloco, group=sim.replica_id, **more)
 
-    return simulate(replica, num_replicas=num_replicas)
+    return simulate(replica, num_replicas=num_replicas, faults=faults)
 
 
 def difference(one: Fit, other: Fit) -> float:
