@@ -30,11 +30,14 @@ def halves(parameters):
 def profiling():
     every_batch = cyclic_schedule(skip_first=1, wait=0, warmup=1, active=2, repeat=1)
     to_file = JSONTraceHandler(folder="{run_name}/traces", overwrite=True)
-    return {"profiler": Profiler(every_batch, [to_file], torch_prof_folder=None)}
+    profiler = Profiler(
+        every_batch, [to_file], torch_prof_folder="{run_name}/torch", torch_prof_overwrite=True
+    )
+    return {"profiler": profiler}
 
 
 def traced(fit, alone):
-    assert list(Path("group0/traces").iterdir())
+    assert list(Path("group0/traces").iterdir()) and list(Path("group0/torch").iterdir())
 
 
 def needs_a_gpu(error, **arguments):

@@ -1,7 +1,7 @@
 """Short fits with a part of Composer: without DiLoCo, with it, and in two groups."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,14 @@ class Part:
         """Skip the test if a package is missing."""
         for package in self.needs:
             pytest.importorskip(package)
+
+
+def names(parts: Iterable[str], table: Mapping[str, Part]):
+    """Of parts, for ``parametrize``; those that need more packages run with llm-foundry's."""
+    return [
+        pytest.param(name, marks=[pytest.mark.llmfoundry] if table[name].needs else [])
+        for name in parts
+    ]
 
 
 class Losses(Callback):

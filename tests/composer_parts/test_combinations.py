@@ -121,6 +121,6 @@ def test_groups_that_resume_by_themselves_end_as_if_nobody_had_stopped():
 )
 def test_composer_s_schedulers_follow_the_run_s_clock_and_torch_s_their_own(name, agree):
     restarts = [Fault("restart", replica_id=1, step=2)]
-    groups = check_equal(COMBINATIONS[name], faults=restarts)
+    groups = check_equal(COMBINATIONS[name], faults=restarts, max_duration="12ba")
     one, other = (fit.trainer.state.schedulers[0].get_last_lr() for fit in groups)
     assert (one == other) is agree
