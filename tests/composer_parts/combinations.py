@@ -96,6 +96,7 @@ COMBINATIONS = {
         {"compile_config": {"backend": "aot_eager"}}, model=small
     ),
     "`Profiler`": part(profiling, did=traced, model=small),
+    "`max_duration` in epochs": part({"max_duration": "3ep"}, status=WITH_NOTE),
     "fits in a row": part(BY_BATCH, steps=fits),
     "fits with `reset_time`": part(BY_BATCH, steps=time_anew),
     "another loader in the next fit": part(BY_BATCH, steps=another_loader),

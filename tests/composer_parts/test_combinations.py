@@ -116,11 +116,24 @@ def test_groups_that_resume_by_themselves_end_as_if_nobody_had_stopped():
 # ---- the notes on the page -------------------------------------------------------------------
 
 
+JOINS_LATE = [Fault("restart", replica_id=1, step=2)]
+
+
+def test_a_group_that_joins_late_counts_its_own_epochs():
+    part = COMBINATIONS["`max_duration` in epochs"]
+    one, late = fit_groups(part, num_replicas=2, faults=JOINS_LATE)
+    assert one.trainer.state.timestamp.batch == len(one.losses) == len(late.losses) == 12
+    assert late.trainer.state.timestamp.batch == 18  # alone, after batch 12
+    assert late.diloco.result["outer_steps"] > one.diloco.result["outer_steps"]
+    for duration in ("12ba", "96sp"):
+        _, late = check_equal(part, faults=JOINS_LATE, max_duration=duration)
+        assert len(late.losses) == 6
+
+
 @pytest.mark.parametrize(
     ("name", "agree"), [("Composer's schedulers", True), ("torch's schedulers", False)]
 )
 def test_composer_s_schedulers_follow_the_run_s_clock_and_torch_s_their_own(name, agree):
-    restarts = [Fault("restart", replica_id=1, step=2)]
-    groups = check_equal(COMBINATIONS[name], faults=restarts, max_duration="12ba")
+    groups = check_equal(COMBINATIONS[name], faults=JOINS_LATE, max_duration="12ba")
     one, other = (fit.trainer.state.schedulers[0].get_last_lr() for fit in groups)
     assert (one == other) is agree
