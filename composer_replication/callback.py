@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from composer import Callback, Event, Logger, State
+from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch import Tensor
 
@@ -224,6 +225,16 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None:
             self.diloco.note_progress()
         super().run_event(event, state, logger)
+
+    def init(self, state: State, logger: Logger) -> None:
+        # Whatever stands before this callback acts at fit_end on weights from before the final
+        # sync, and an export there is another model than the run's. While it acts, and while it
+        # closes, the other groups wait for this one. So all others come after it. Loggers are run
+        # apart; the engine goes through a copy of this list.
+        others = [each for each in state.callbacks if each is not self]
+        loggers = [each for each in others if isinstance(each, LoggerDestination)]
+        rest = [each for each in others if not isinstance(each, LoggerDestination)]
+        state.callbacks[:] = [*loggers, self, *rest]
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.options.coordinator_addr is not None:
@@ -448,7 +459,7 @@ class DiLoCoCallback(Callback):
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
-        return pack(diloco_state, self._weights.local(), self._layout)
+        return pack(diloco_state, self._weights.local(), self._weights.saved, self._layout)
 
     def _leave(self) -> None:
         """Stop counting and stop the heartbeats, before the last evaluation: others would wait."""
