@@ -80,6 +80,12 @@ def test_groups_that_watch_the_global_weights_stop_together():
     assert len(one.losses) == len(other.losses) == 2
 
 
+def test_an_export_is_the_model_after_the_final_sync():
+    part = CALLBACKS["ExportForInferenceCallback"]
+    for each in check_equal(part):
+        part.did(each, None)
+
+
 def watching(where, threshold):
     return ThresholdStopper(
         "CrossEntropy" if where == "eval" else "MulticlassAccuracy",
