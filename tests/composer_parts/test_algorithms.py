@@ -48,8 +48,8 @@ def test_one_group_trains_as_under_composer_alone_and_goes_on_in_mid_round(name,
         assert shapes(alone) != shapes(without) or difference(alone, without) > 1e-3
     if part.resumes:
         [resumed] = fit_groups(part, settings=IDENTITY, load_path=f"{tmp_path}/ba5.pt")
-        assert resumed.diloco.result == ours.diloco.result
-        assert difference(resumed, ours) == 0
+        assert resumed.diloco.result == ours.diloco.result  # has the digest of the weights
+        assert resumed.losses == ours.losses[5:]
 
 
 @pytest.mark.parametrize("name", names(TRIED, ALGORITHMS))
