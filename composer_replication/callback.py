@@ -22,6 +22,7 @@ from composer_replication.composer_job import (
     broadcast,
     build_diloco,
     build_manager,
+    check_loads,
     check_parallelism,
     name_the_node,
     replica_id_of,
@@ -265,6 +266,7 @@ class DiLoCoCallback(Callback):
                 "the next fit a new DiLoCoCallback with a new manager"
             )
         check_parallelism(state)
+        check_loads(state)
         also_synced = self._names_before()
         resumed = self._resume.read(state)
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
