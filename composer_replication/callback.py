@@ -40,6 +40,7 @@ from composer_replication.progress import Progress, max_batches
 from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.stopping import end_if_stuck_in_close
+from composer_replication.weight_averages import WeightAverages
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -210,6 +211,7 @@ class DiLoCoCallback(Callback):
         self._ended: dict[str, Any] | None = None
         """What the fit before this one has left."""
         self._weights: GlobalWeights | None = None
+        self._averages: WeightAverages | None = None
         self._evaluation = Evaluation(eval_weights)
         self._layout: CheckpointLayout | None = None
         self._handover: Handover | None = None
@@ -248,6 +250,18 @@ class DiLoCoCallback(Callback):
             )
         check_parallelism(state)
         resumed = self._resume.read(state)
+        self._averages = WeightAverages(state)
+        with self._averages.out_of_the_model():
+            self._start(resumed, state, logger)
+
+    def _start(
+        self,
+        resumed: tuple[dict[str, Any], dict[str, Tensor]] | None,
+        state: State,
+        logger: Logger,
+    ) -> None:
+        """Join the other groups and begin to train."""
+        assert self._averages is not None, "fit_start has made them"
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -259,7 +273,9 @@ class DiLoCoCallback(Callback):
         self._data = DataShare.of(state, self.options, self._run)
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
-            self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)
+            self._handover = Handover(
+                state, self.options.heal_inner_state, self._is_in_batch, self._averages
+            )
             give, take = self._handover.give, self._handover.take
             self._manager.register_state_dict_fn("composer", take, give)
             self.diloco = build_diloco(
@@ -313,7 +329,7 @@ class DiLoCoCallback(Callback):
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         if self._weights is not None:
-            self._evaluation.open(self._weights)
+            self._evaluation.open(self._weights, self._evaluates_as_is())
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._weights is not None:
@@ -334,8 +350,10 @@ class DiLoCoCallback(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
             return
+        assert self._averages is not None, "fit_start has made them"
         if self.options.final_sync:
-            self.diloco.final_sync()
+            with self._averages.out_of_the_model():
+                self.diloco.final_sync()
         self._tell("evaluating", state, logger)
         self.result = {
             "replica_id": replica_id_of(self.options),
@@ -365,7 +383,7 @@ class DiLoCoCallback(Callback):
         assert self.diloco is not None
         reports = self.diloco.pop_finished_syncs()
         if self._handover is not None:
-            self._handover.level_ranks()
+            self._handover.level_ranks(logger)
         if reports and self._run is not None:
             self._run.offer_settings(self.diloco)
         self._progress.tell_syncs(reports, state, logger)
@@ -378,8 +396,9 @@ class DiLoCoCallback(Callback):
 
     def _stand_by(self, state: State, logger: Logger) -> None:
         """There are no samples to train on for now."""
-        assert self.diloco is not None, "it is asked while training"
-        self.diloco.stand_by()
+        assert self.diloco is not None and self._averages is not None, "it is asked while training"
+        with self._averages.out_of_the_model():
+            self.diloco.stand_by()
         if not self._tell("training", state, logger) and self._data is not None:
             self._data.tell_sync(self.diloco)
 
@@ -404,7 +423,7 @@ class DiLoCoCallback(Callback):
         self, resumed: tuple[dict[str, Any], dict[str, Tensor]] | None, state: State
     ) -> None:
         """Take over what a checkpoint or the fit before has left, if there is either."""
-        assert self.diloco is not None, "it has just been built"
+        assert self.diloco is not None and self._averages is not None, "they have just been built"
         if self._weights is not None:
             self._weights.remove()
         self._layout = self._resume.layout(state)
@@ -420,7 +439,9 @@ class DiLoCoCallback(Callback):
             self.diloco.load_state_dict(diloco_state)
         if diloco_state is not None and self._data is not None:
             self._data.load_place(diloco_state["reading"])
-        self._weights = GlobalWeights(unwrapped(state), self.diloco.global_parameters())
+        theta = self.diloco.global_parameters()
+        self._weights = GlobalWeights(unwrapped(state), theta, self._saves_as_is)
+        self._averages.wrap(self._weights, self.diloco.make_local_global)
         if self._run is not None:
             self._run.offer_settings(self.diloco)
 
@@ -434,10 +455,30 @@ class DiLoCoCallback(Callback):
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
-        return pack(diloco_state, self._weights.local(), self._layout)
+        assert self._averages is not None, "it has made them too"
+        return pack(diloco_state, self._averages.local(self._weights.local()), self._layout)
+
+    def _saves_as_is(self) -> bool:
+        """Whether the model is, as it is, what Composer calls the weights: not the global ones."""
+        is_active = self._averages is not None and self._averages.is_ema_active
+        return is_active or self._replaces_global
+
+    def _evaluates_as_is(self) -> bool:
+        """Whether evaluators see what Composer shows them: EMA puts its weights there itself."""
+        has_ema = self._averages is not None and self._averages.has_ema_started
+        return has_ema or self._replaces_global
+
+    @property
+    def _replaces_global(self) -> bool:
+        """Whether SWA's average, in the model, is yet to become the global weights."""
+        if self.diloco is not None:
+            return self.diloco.replaces_global
+        return self._ended is not None and self._ended["replaces_global"]
 
     def _leave(self) -> None:
         """Stop counting and stop the heartbeats, before the last evaluation: others would wait."""
+        if self._averages is not None:
+            self._averages.unwrap()
         if self.diloco is not None:
             self.diloco.__exit__(None, None, None)
             self.diloco = None
