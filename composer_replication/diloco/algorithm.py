@@ -387,11 +387,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._outer.finish()
         self._local_step = 0
 
-    replaces_global = False
-
-    def make_local_global(self) -> None:
-        """Stub until it is on main."""
-
     # ---- what others read -------------------------------------------------------------------
 
     def pop_finished_syncs(self) -> list[SyncReport]:
@@ -459,7 +454,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return self._state.state_dict(copies=copies) | {
             "manager": self._manager.state_dict(),
             "inner_steps": self.inner_steps,
-            "replaces_global": self.replaces_global,
             "local_step": self._local_step,
             "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
             "reading": self._state.ledger.local_state(),
