@@ -14,7 +14,7 @@ from composer import Callback, Event, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
-from composer_replication.checkpoint import CheckpointLayout, pack
+from composer_replication.checkpoint import CheckpointLayout, carry_over, pack
 from composer_replication.composer_job import (
     broadcast,
     build_diloco,
@@ -249,6 +249,7 @@ class DiLoCoCallback(Callback):
                 "the next fit a new DiLoCoCallback with a new manager"
             )
         check_parallelism(state)
+        also_synced = self._names_before()
         resumed = self._resume.read(state)
         self._averages = WeightAverages(state)
         with self._averages.out_of_the_model():
@@ -269,7 +270,7 @@ class DiLoCoCallback(Callback):
         known_step = self._run.outer_step if self._run is not None else 0
         self._must_not_start = why_not_start(self.options, state, known_step) if is_new else None
         if self._run is not None:
-            self._run.register(synced_tensors(unwrapped(state), self.settings))
+            self._run.register(synced_tensors(unwrapped(state), self.settings, also_synced))
         self._data = DataShare.of(state, self.options, self._run)
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
@@ -279,8 +280,14 @@ class DiLoCoCallback(Callback):
             give, take = self._handover.give, self._handover.take
             self._manager.register_state_dict_fn("composer", take, give)
             self.diloco = build_diloco(
-                self.settings, self.options, self._manager, state, self._must_not_start
+                self.settings,
+                self.options,
+                self._manager,
+                state,
+                self._must_not_start,
+                also_synced,
             )
+            self._layout = self._resume.layout(state, also_synced)
             self._continue_from(resumed, state)
             self.diloco.counts_steps = False
             self._progress.tell_phase("joining", state, self.diloco)
@@ -419,6 +426,11 @@ class DiLoCoCallback(Callback):
 
     # ---- building ---------------------------------------------------------------------------
 
+    def _names_before(self) -> set[str]:
+        """What belonged to the global state before; some of it may be frozen by now."""
+        fragments = self._ended["fragments"] if self._ended is not None else ()
+        return {*self._resume.names, *(name for f in fragments for name in f["theta"])}
+
     def _continue_from(
         self, resumed: tuple[dict[str, Any], dict[str, Tensor]] | None, state: State
     ) -> None:
@@ -426,7 +438,7 @@ class DiLoCoCallback(Callback):
         assert self.diloco is not None and self._averages is not None, "they have just been built"
         if self._weights is not None:
             self._weights.remove()
-        self._layout = self._resume.layout(state)
+        assert self._layout is not None, "it has been made too"
         diloco_state = None
         if resumed is not None:
             diloco_state, local = resumed
@@ -435,7 +447,7 @@ class DiLoCoCallback(Callback):
                 for name, tensor in local.items():
                     local_tensor(self._layout.live[name]).copy_(tensor)
         elif self._ended is not None:
-            diloco_state = self._ended
+            diloco_state = carry_over(self._ended, self.diloco.state_dict(copies=False))
             self.diloco.load_state_dict(diloco_state)
         if diloco_state is not None and self._data is not None:
             self._data.load_place(diloco_state["reading"])
@@ -473,7 +485,7 @@ class DiLoCoCallback(Callback):
         """Whether SWA's average, in the model, is yet to become the global weights."""
         if self.diloco is not None:
             return self.diloco.replaces_global
-        return self._ended is not None and self._ended["replaces_global"]
+        return self._ended is not None and any(self._ended["replaces_global"])
 
     def _leave(self) -> None:
         """Stop counting and stop the heartbeats, before the last evaluation: others would wait."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
 from composer_replication.global_weights import as_dtensor
 
+log = logging.getLogger(__name__)
+
 FORMAT = 3
 _PLAIN = (
     "outer_step",
@@ -42,7 +45,6 @@ _PLAIN = (
     "local_step",
     "since_sync",
     "reading",
-    "replaces_global",
 )
 
 
@@ -119,8 +121,10 @@ def pack(
     momentum = _momentum(fragments)
     progress = {key: state[key] for key in _PLAIN} | {
         "format": FORMAT,
+        "replaces_global": state["replaces_global"],
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
+        "frozen": [f["frozen"] for f in fragments],
         "tied": layout.tied,
     }
     saved = {
@@ -186,12 +190,60 @@ def unpack(
                 f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
             )
     in_flight = _load_in_flight(saved["in_flight"], layout)
-    progress = {"replaces_global": False} | progress  # older versions wrote none
     state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
+    if "replaces_global" in progress:
+        state["replaces_global"] = progress["replaces_global"]
     state["fragments"] = _fragments(saved, progress, layout)
     residual = saved.get("residual", {}).items()
     state["residual"] = {name: layout.load(name, tensor) for name, tensor in residual}
     return state, local
+
+
+def carry_over(ended: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """What a fit has left, for the next one of this process, which may train more parameters.
+
+    Args:
+        ended: ``DiLoCo.state_dict()`` of the fit before.
+        fresh: The same of the DiLoCo that goes on. What it alone has begins as it is in the model.
+    """
+    theta = {name: t for fragment in ended["fragments"] for name, t in fragment["theta"].items()}
+    own_theta = {name: t for own in fresh["fragments"] for name, t in own["theta"].items()}
+    new = sorted(own_theta.keys() - theta.keys())
+    if not new:
+        return dict(ended)
+    log.info("Trained from this fit on, and synchronised: %s", ", ".join(new))
+    momentum = _momentum(ended["fragments"])
+    frozen = {name for fragment in ended["fragments"] for name in fragment["frozen"]}
+    residual = ended["residual"] and {
+        name: ended["residual"].get(name, torch.zeros_like(t)) for name, t in own_theta.items()
+    }
+    fragments = []
+    for own, before in zip(fresh["fragments"], ended["fragments"], strict=True):
+        state = {
+            place: {"momentum_buffer": momentum[name]}
+            for place, name in enumerate(own["theta"])
+            if name in momentum and before["optimizer"]["state"]
+        }
+        groups = [
+            {**group, "params": params["params"]}
+            for group, params in zip(
+                before["optimizer"]["param_groups"], own["optimizer"]["param_groups"], strict=True
+            )
+        ]
+        fragments.append(
+            {
+                "theta": {name: theta.get(name, t) for name, t in own["theta"].items()},
+                "optimizer": {"state": state, "param_groups": groups},
+                "frozen": [name for name in own["theta"] if name in frozen],
+            }
+        )
+    return {
+        **ended,
+        "fragments": fragments,
+        "residual": residual,
+        "in_flight": None,  # it is of other fragments
+        "settings": {**ended["settings"], "model": fresh["settings"]["model"]},
+    }
 
 
 def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +296,9 @@ def _fragments(
             if name in momentum and progress["has_momentum"][index]
         }
         groups = progress["outer_optimizers"][index]
-        fragments.append({"theta": theta, "optimizer": {"state": state, "param_groups": groups}})
+        optimizer = {"state": state, "param_groups": groups}
+        frozen = progress.get("frozen", [[]] * len(layout.fragments))[index]
+        fragments.append({"theta": theta, "optimizer": optimizer, "frozen": frozen})
     return fragments
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -117,8 +117,9 @@ def build_diloco(
     manager: DiLoCoManager | Manager,
     state: State,
     must_not_start: str | None,
+    also_synced: Collection[str] = (),
 ) -> DiLoCo:
-    """Build DiLoCo around the job's model and optimizer.
+    """Build DiLoCo around the job's model and optimizer; for the last arguments see there.
 
     Raises:
         ValueError: There is not exactly one optimizer, or see ``DiLoCo``.
@@ -151,6 +152,7 @@ def build_diloco(
         digest_every=options.digest_every,
         ranks=torch.distributed.group.WORLD if dist.get_world_size() > 1 else None,
         message_device="cpu" if _backend(options, state) == "gloo" else None,
+        also_synced=also_synced,
         hang_timeout_s=options.hang_timeout_s or HANG_TIMEOUT_S,
     )
 

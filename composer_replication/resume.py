@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from composer import State
@@ -74,10 +75,15 @@ class Resume:
             return {}
         return template(self._settings, self.layout(state))
 
-    def layout(self, state: State) -> CheckpointLayout:
-        """How a checkpoint of this group lies."""
+    @property
+    def names(self) -> Collection[str]:
+        """What belongs to the global state of the checkpoint that has been loaded, if one has."""
+        return () if self._saved is None else self._saved.get("local", {}).keys()
+
+    def layout(self, state: State, also_synced: Collection[str] = ()) -> CheckpointLayout:
+        """How a checkpoint of this group lies; for ``also_synced`` see ``DiLoCo``."""
         model = unwrapped(state)
-        fragments = synced_tensors(model, self._settings)
+        fragments = synced_tensors(model, self._settings, also_synced)
         is_sharded = state.fsdp_sharded_state_dict_enabled
         return CheckpointLayout(fragments, is_sharded, bool(averages_in(state)), tied_names(model))
 
@@ -92,7 +98,7 @@ class Resume:
         if saved is None:
             return None
         try:
-            return unpack(saved, self._settings, self.layout(state))
+            return unpack(saved, self._settings, self.layout(state, saved.get("local", {})))
         except SettingsMismatch as error:
             self._refuse(str(error), "use the settings that it was saved with", error)
         except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:

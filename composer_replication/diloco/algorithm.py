@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -17,7 +17,9 @@ from torchft.manager import Manager
 from composer_replication.diloco.encoded_mean import check_can_encode
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
+    check_none_thawed,
     check_trained_by,
+    left_out,
     model_fingerprint,
     split_buffers,
     split_model,
@@ -94,6 +96,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         message_device: Where pseudo-gradients are formed and summed. None: where the model is, as
             NCCL wants it. ``cpu`` for a model on an accelerator and groups that average over gloo:
             then a sync needs no memory on the accelerator.
+        also_synced: Names of parameters that are frozen now and belong to the global state, since
+            they were trained when the run began.
         hang_timeout_s: After how long without progress this process is taken for hung, and ends
             with a traceback of every thread, in seconds (``HangWatch``). A wait for other groups
             does not count. ``math.inf`` for never.
@@ -137,6 +141,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         digest_every: int = 0,
         ranks: ProcessGroup | None = None,
         message_device: torch.device | str | None = None,
+        also_synced: Collection[str] = (),
         hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
         if not isinstance(model_fragments, nn.Module):
@@ -165,8 +170,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         check_can_encode(manager, wire_format)
         outer_optimizer = outer_optimizer or nesterov_sgd()
         check_sign(outer_optimizer)
-        fragments = split_model(model_fragments, num_fragments, fragment_patterns)
+        fragments = split_model(model_fragments, num_fragments, fragment_patterns, also_synced)
         check_trained_by(fragments, inner_optimizer)
+        self._left_out = left_out(model_fragments, fragments)
         buffers = split_buffers(model_fragments, len(fragments))
         if settings.sync_buffers == "none":
             buffers = [{} for _ in fragments]
@@ -264,6 +270,21 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Say how many samples of the stream have been read once the next inner step is done."""
         self._state.ledger.position = position
 
+    def make_local_global(self) -> None:
+        """Say that an average has replaced the local parameters and is to be the global ones.
+
+        For example Composer's SWA loads its average into the model. Call it in all groups. At the
+        next sync of each fragment the global parameters become the plain mean of the local ones
+        (outer learning rate 1, no momentum), and the outer momentum begins anew. If one group of a
+        sync has called it, that holds for all of them.
+        """
+        self._outer.make_local_global()
+
+    @property
+    def replaces_global(self) -> bool:
+        """Whether there is a fragment left that ``make_local_global`` has not reached yet."""
+        return any(fragment.replaces_global for fragment in self._fragments)
+
     def offer_settings(self, versions: Mapping[int, DiLoCoSettings]) -> None:
         """Say which versions of the settings this group knows, from 1.
 
@@ -294,6 +315,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _step_post_hook(self, *step: Any) -> None:
         if not self.counts_steps:
             return
+        check_none_thawed(self._left_out, self._local_optimizer)
         self._outer.count_inner_step(self._samples)
         self._samples = 0
         counted = self._local_step
@@ -456,6 +478,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
             "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
+            "replaces_global": [fragment.replaces_global for fragment in self._fragments],
             "reading": self._state.ledger.local_state(),
             "in_flight": next(filter(None, in_flight), None),
             "residual": {
@@ -481,6 +504,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             fragment.inner_steps, fragment.samples = counted
             if state_dict["residual"]:
                 fragment.load_residual_state(state_dict["residual"])
+        replaces = state_dict.get("replaces_global", [False] * len(self._fragments))
+        for fragment, replaces_global in zip(self._fragments, replaces, strict=True):
+            fragment.replaces_global = replaces_global
         self._state.ledger.load_local_state(state_dict["reading"])
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.averaging import CHUNK, MeanLayout, WeightedMean, cut
 from composer_replication.diloco.encoded_mean import EncodedMean
+from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.outer_optimizer import (
@@ -35,12 +36,15 @@ class Formed:
         inner_steps: Inner steps since the fragment was last synchronised.
         samples: Samples in them.
         position: How far the group had read its stream of samples.
+        is_replacing: Whether the local parameters are to be the global ones, see
+            ``DiLoCo.make_local_global``.
         local: The local parameters then, kept while the sync is in flight; None without a delay.
     """
 
     inner_steps: int
     samples: int
     position: int
+    is_replacing: bool
     local: list[Tensor] | None
 
 
@@ -132,12 +136,16 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
         self.inner_steps = 0
         self.samples = 0
-        self._formed = Formed(0, 0, 0, None)
+        self._formed = Formed(0, 0, 0, False, None)
         self._unsent: Formed | None = None
         self._keeps_what_it_sends = settings.fragment_sync_delay > 0
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
+        self.replaces_global = False
+        """Whether the local parameters are to be the global ones, from the next sync on."""
+        self.frozen: list[bool] = []
+        """Of each tensor, whether this group has frozen it by the last pseudo-gradient."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -160,13 +168,20 @@ class FragmentSync(_StreamingDiLoCoFragment):
             "inner_steps": formed.inner_steps,
             "samples": formed.samples,
             "position": formed.position,
+            "is_replacing": formed.is_replacing,
             "local": dict(zip(self.globals.theta, formed.local, strict=True)),
         }
 
     def load_in_flight_state(self, state: dict[str, Any]) -> None:
         """Send, at the next sync, what ``in_flight_state`` says was in flight."""
         local = [state["local"][name] for name in self.globals.theta]
-        self._unsent = Formed(state["inner_steps"], state["samples"], state["position"], local)
+        self._unsent = Formed(
+            state["inner_steps"],
+            state["samples"],
+            state["position"],
+            state.get("is_replacing", False),
+            local,
+        )
 
     def residual_state(self) -> dict[str, Tensor]:
         """What the wire format has kept back, by name in the shapes of the parameters, if any.
@@ -190,6 +205,16 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def contribution(self) -> float:
         """This group's weight in the last mean."""
         return self.mean.contribution
+
+    @property
+    def has_more(self) -> bool:
+        """Whether this group has something to send that no sync has brought in."""
+        return self.inner_steps > 0 or self.replaces_global
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether what was sent is to be the global parameters."""
+        return self._formed.is_replacing
 
     @property
     def claim(self) -> Claim:
@@ -225,17 +250,20 @@ class FragmentSync(_StreamingDiLoCoFragment):
             return
         if self.contribution > 0:
             self._state.ledger.has_synced(self.fragment_id, self._formed.position)
-        if self._alpha and not self.is_joining:
+        if self._write_back_alpha:
             self.inner_steps -= self._formed.inner_steps
             self.samples -= self._formed.samples
         else:
             self.inner_steps = self.samples = 0
+        if self._formed.is_replacing or self.is_joining:
+            self.replaces_global = False
         self._unsent = None
 
     def take_global(self) -> None:
         """Continue from the global parameters: nothing trained here since the last sync stays."""
         self.globals.write_back()
         self.inner_steps = self.samples = 0
+        self.replaces_global = False
         self._unsent = None
         self.mean.forget_residual()
 
@@ -246,7 +274,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
             keeps = self._keeps_what_it_sends and not self.is_joining
             kept = self.globals.copy_of_local() if keeps else None
             position = self._state.ledger.position
-            self._formed = Formed(self.inner_steps, self.samples, position, kept)
+            replaces = self.replaces_global and not self.is_joining
+            self._formed = Formed(self.inner_steps, self.samples, position, replaces, kept)
+        self.frozen = self.globals.freezing.own()
         local = self._formed.local or self._local_now()
         self.mean.form(self._pseudo_gradient, (self._theta, local), self._own_contribution())
         if not self.is_joining:
@@ -254,6 +284,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def _own_contribution(self) -> float:
         formed = self._formed
+        if formed.is_replacing and not formed.inner_steps:
+            return 1.0  # an average that nothing has been trained on since
         if self.is_joining or not formed.inner_steps:
             return 0.0
         if self._weight_by == "samples" and not formed.samples:
@@ -319,8 +351,15 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = self.mean.receive()
         if self.total_contribution > 0.0:
             self._state.begin_outer_step()
-            self.globals.take_outer_step(self.mean, self._write_back_alpha)
+            self.globals.take_outer_step(self.mean, self._rules())
         self.mean.clear()
+
+    def _rules(self) -> StepRules:
+        frozen, alpha = self._roll_call.frozen, self._write_back_alpha
+        rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
+        if not self._roll_call.is_replacing:
+            return rules
+        return replace(rules, plain=frozenset(range(len(self._theta))) - rules.held)
 
     def _merge_parameters(self) -> None:
         # Where something moved it has been done, piece by piece. If not, and all groups were
@@ -330,4 +369,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     @property
     def _write_back_alpha(self) -> float:
-        return 0.0 if self.is_joining else self._alpha
+        if self.is_joining:
+            return 0.0
+        if self.replaces_global and not self._formed.is_replacing:
+            return 1.0  # what was in flight does not touch the average that came meanwhile
+        return self._alpha

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -24,6 +24,7 @@ def split_model(
     model_fragments: nn.Module | Sequence[nn.Module],
     num_fragments: int = 1,
     fragment_patterns: Sequence[str | Sequence[str]] | None = None,
+    also_synced: Collection[str] = (),
 ) -> list[Parameters]:
     """Split a model into fragments.
 
@@ -32,6 +33,7 @@ def split_model(
             them), whose parameters are then called ``<fragment>.<name>``.
         num_fragments: How many fragments to cut a single module into, at block boundaries.
         fragment_patterns: Or the shell patterns over parameter names that make each fragment.
+        also_synced: Names of frozen parameters that are in a fragment all the same.
 
     Returns:
         The fragments in the order of their syncs. Frozen parameters are in none, tied ones once.
@@ -40,8 +42,8 @@ def split_model(
         ValueError: A parameter is in no fragment or in two, or a fragment is empty; by name.
     """
     if not isinstance(model_fragments, nn.Module):
-        return _from_modules(list(model_fragments), num_fragments, fragment_patterns)
-    parameters = dict(_trainable(model_fragments))
+        return _from_modules(list(model_fragments), num_fragments, fragment_patterns, also_synced)
+    parameters = dict(_trainable(model_fragments, also_synced))
     if not parameters:
         raise ValueError(
             "the model has no trainable parameter: set requires_grad=True on those to train"
@@ -65,7 +67,9 @@ def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Opt
         for index, parameter in enumerate(contents["params"])
         if parameter.requires_grad
     }
-    synced = {id(p): name for fragment in fragments for name, p in fragment.items()}
+    synced = {
+        id(p): name for fragment in fragments for name, p in fragment.items() if p.requires_grad
+    }
     foreign = [name for identity, name in synced.items() if identity not in trained]
     if foreign:
         raise ValueError(
@@ -77,6 +81,39 @@ def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Opt
         raise ValueError(
             f"in the inner optimizer but in no fragment: {_listed(uncovered)}. Add the module that "
             "holds them to model_fragments, or pass the whole model"
+        )
+
+
+def left_out(
+    model_fragments: nn.Module | Sequence[nn.Module], fragments: Sequence[Parameters]
+) -> Parameters:
+    """The parameters that are in no fragment, by name."""
+    whole = (
+        model_fragments
+        if isinstance(model_fragments, nn.Module)
+        else nn.ModuleList(model_fragments)
+    )
+    synced = {id(parameter) for fragment in fragments for parameter in fragment.values()}
+    return {name: p for name, p in whole.named_parameters() if id(p) not in synced}
+
+
+def check_none_thawed(left_out: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the inner optimizer still trains nothing that no fragment has.
+
+    Raises:
+        ValueError: A parameter was frozen when the fragments were made, and is trained now: it
+            would differ between the groups for ever.
+    """
+    thawed = {id(p): name for name, p in left_out.items() if p.requires_grad}
+    if not thawed:
+        return
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for identity, name in thawed.items() if identity in trained]
+    if names:
+        raise ValueError(
+            f"frozen when training began, and trained now: {_listed(names)}. No sync has them. "
+            "Let them be trainable from the beginning, in all replica groups (their learning rate "
+            "may be 0 at first), or freeze them again"
         )
 
 
@@ -94,13 +131,15 @@ def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) 
     ]
 
 
-def synced_tensors(model: nn.Module, settings: DiLoCoSettings) -> list[dict[str, Tensor]]:
+def synced_tensors(
+    model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
+) -> list[dict[str, Tensor]]:
     """All that is synchronised, by fragment and name: parameters, then buffers.
 
     Raises:
         ValueError: See ``split_model``.
     """
-    fragments = split_model(model, settings.num_fragments, settings.fragment_patterns)
+    fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
     if settings.sync_buffers == "none":
         return [dict(fragment) for fragment in fragments]
     buffers = split_buffers(model, len(fragments))
@@ -125,9 +164,9 @@ def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
     return f"{len(rows)} tensors, sha256 {hashlib.sha256(chr(10).join(rows).encode()).hexdigest()}"
 
 
-def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module.named_parameters():  # tied parameters come once
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and name not in also:
             continue
         if not parameter.is_floating_point():
             raise ValueError(
@@ -138,7 +177,7 @@ def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _from_modules(
-    modules: list[nn.Module], num_fragments: int, patterns: object
+    modules: list[nn.Module], num_fragments: int, patterns: object, also: Collection[str]
 ) -> list[Parameters]:
     if not modules:
         raise ValueError("model_fragments=[]: pass the model, or one module a fragment")
@@ -152,7 +191,9 @@ def _from_modules(
     for index, module in enumerate(modules):
         owners = _owners(module)
         fragment: Parameters = {}
-        for name, parameter in _trainable(module):
+        own = f"{index}."
+        own_also = {name.removeprefix(own) for name in also if name.startswith(own)}
+        for name, parameter in _trainable(module, own_also):
             identity = id(parameter)
             if identity not in home:
                 home[identity] = (index, owners[identity])

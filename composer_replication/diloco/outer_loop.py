@@ -97,6 +97,12 @@ class OuterLoop:
         for fragment in self._fragments:
             fragment.count_inner_step(samples)
 
+    def make_local_global(self) -> None:
+        """Have the local parameters become the global ones, see ``DiLoCo.make_local_global``."""
+        self._roll_call.is_over = False  # this group has more to send, even after its last step
+        for fragment in self._fragments:
+            fragment.replaces_global = True
+
     def offer(self, version: int) -> None:
         """Tell the others which version of the settings this group knows."""
         self._roll_call.known_version = max(version, self._roll_call.known_version)
@@ -324,7 +330,7 @@ class OuterLoop:
         self._roll_call.is_training = False
         is_alone = self._manager.num_participants() == 1
         while not self._roll_call.is_over:
-            if is_alone and not any(fragment.inner_steps for fragment in self._fragments):
+            if is_alone and not any(fragment.has_more for fragment in self._fragments):
                 break
             self.sync()
         self._roll_call.is_training, self.ends_with_next_step = True, False

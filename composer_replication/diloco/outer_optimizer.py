@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from composer_replication.diloco.averaging import WeightedMean, cut
 from composer_replication.diloco.fragments import Buffers, Parameters
+from composer_replication.diloco.freezing import Freezing, StepRules
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards
@@ -129,6 +130,7 @@ class GlobalParameters:
         self._momentum_norm: float | None = None
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
         self._buffers = frozenset(buffers or {})
+        self.freezing = Freezing(parameters)
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
@@ -143,7 +145,7 @@ class GlobalParameters:
             )
 
     @torch.no_grad()
-    def take_outer_step(self, mean: WeightedMean, alpha: float) -> None:
+    def take_outer_step(self, mean: WeightedMean, rules: StepRules) -> None:
         """Move the global parameters by the mean pseudo-gradient, and ``write_back``.
 
         Buffers take theirs at once: global minus the mean of (global minus local) is the mean, and
@@ -151,39 +153,49 @@ class GlobalParameters:
 
         Args:
             mean: Received, over the tensors in the order of ``theta``. It is used up.
-            alpha: See ``write_back``.
+            rules: Which of them the outer optimizer does not move, and what of the local ones
+                stays.
         """
         theta = list(self.theta.values())
-        buffers = {place for place, name in enumerate(self.theta) if name in self._buffers}
+        plain = {place for place, name in enumerate(self.theta) if name in self._buffers}
+        plain |= rules.plain
+        for place in plain | rules.held:
+            self.optimizer.state.pop(theta[place], None)
+        self.freezing.settle(rules)
         local = [local_tensor(parameter) for parameter in self.local.values()]
         if mean.device.type == theta[0].device.type == "cpu" and is_plain_sgd(self.optimizer):
-            descent = ChunkedDescent(self.optimizer, theta, buffers, self.shards)
-            moved = zip(descent.steps(mean), cut(local, mean.pieces), strict=True)
-            for theta_piece, local_piece in moved:
-                _mix(local_piece, theta_piece.view(local_piece.shape), alpha)
+            descent = ChunkedDescent(self.optimizer, theta, plain, rules.held, self.shards)
+            moved = zip(mean.pieces, descent.steps(mean), cut(local, mean.pieces), strict=True)
+            for piece, theta_piece, local_piece in moved:
+                shaped = theta_piece.view(local_piece.shape)
+                _mix(local_piece, shaped, rules.alpha_of(piece.tensor))
             self._momentum_norm = descent.momentum_norm
             return
         for place, parameter in enumerate(theta):
-            if place not in buffers:
+            if place not in plain | rules.held:
                 parameter.grad = torch.empty_like(parameter)
         targets = [parameter if parameter.grad is None else parameter.grad for parameter in theta]
         for piece, target, delta in zip(
             mean.pieces, cut(targets, mean.pieces), mean.take(), strict=True
         ):
-            if piece.tensor in buffers:
+            if piece.tensor in plain:
                 target.sub_(delta.to(target.device))
-            else:
+            elif piece.tensor not in rules.held:
                 target.copy_(delta)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        self.write_back(alpha)
+        self._write_back(rules)
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
         """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12)."""
-        for parameter, theta in zip(self.local.values(), self.theta.values(), strict=True):
-            _mix(local_tensor(parameter), theta, alpha)
+        self._write_back(StepRules(alpha))
+
+    def _write_back(self, rules: StepRules) -> None:
+        pairs = zip(self.local.values(), self.theta.values(), strict=True)
+        for place, (parameter, theta) in enumerate(pairs):
+            _mix(local_tensor(parameter), theta, rules.alpha_of(place))
 
     def copy_of_local(self) -> list[Tensor]:
         """Copies of the local parameters, in their own dtypes, beside the global ones."""
@@ -198,7 +210,11 @@ class GlobalParameters:
         Args:
             copies: Whether of the tensors, or the tensors themselves.
         """
-        state = {"theta": dict(self.theta), "optimizer": self.optimizer.state_dict()}
+        state = {
+            "theta": dict(self.theta),
+            "optimizer": self.optimizer.state_dict(),
+            "frozen": sorted(self.freezing.settled),
+        }
 
         def take(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -230,6 +246,8 @@ class GlobalParameters:
                 )
         for name, theta in self.theta.items():
             theta.copy_(state_dict["theta"][name])
+        self.freezing.settled = frozenset(state_dict.get("frozen", ()))
+        self.freezing.freeze_settled()
         self._momentum_norm = None
         groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
         # The optimizer keeps what it is given, and that may be a part of all that a peer has sent.

@@ -36,7 +36,8 @@ class ChunkedDescent:
     Args:
         optimizer: See ``is_plain_sgd``. Its state is used and kept, so that it may be saved.
         theta: Global parameters, fp32 and contiguous, in the order of the mean.
-        buffers: The places of those that the optimizer does not own, and that become the mean.
+        plain: The places of those that the optimizer does not move, and that become the mean.
+        held: The places of those that stay what they are.
         shards: Which part of them this rank holds.
     """
 
@@ -44,21 +45,23 @@ class ChunkedDescent:
         self,
         optimizer: torch.optim.Optimizer,
         theta: Sequence[nn.Parameter],
-        buffers: Collection[int],
+        plain: Collection[int],
+        held: Collection[int],
         shards: Shards,
     ) -> None:
         (group,) = optimizer.param_groups
         self._lr, self._momentum = float(group["lr"]), float(group["momentum"])
         self._nesterov = group["nesterov"]
         self._theta = theta
-        self._buffers = buffers
+        self._plain = plain
+        self._held = held
         self._shards = shards
         self._momenta: list[Tensor] = list(theta)  # itself where there is none
         self._is_first: set[int] = set()
         self.momentum_norm = 0.0
         """L2 of this rank's part, once all steps have been taken."""
         for place, parameter in enumerate(theta) if self._momentum else ():
-            if place in buffers:
+            if place in plain or place in held:
                 continue
             state = optimizer.state[parameter]
             if state.get("momentum_buffer") is None:
@@ -81,7 +84,9 @@ class ChunkedDescent:
             cut(self._momenta, mean.pieces),
             strict=True,
         ):
-            if piece.tensor in self._buffers:
+            if piece.tensor in self._held:
+                pass
+            elif piece.tensor in self._plain:
                 theta.sub_(sums.div_(total))
             elif not self._momentum:
                 theta.add_(sums.div_(total), alpha=-self._lr)

@@ -19,7 +19,17 @@ from composer_replication.diloco.torchft_boundary import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-_PRESENT, _PENDING, _JOINING, _HEALED, _OUTER_STEP, _VERSION, _MIN_SIZE, _CLAIM = range(8)
+(
+    _PRESENT,
+    _PENDING,
+    _JOINING,
+    _HEALED,
+    _OUTER_STEP,
+    _VERSION,
+    _MIN_SIZE,
+    _REPLACING,
+    _CLAIM,
+) = range(9)
 _SETTINGS = _CLAIM + 6  # three numbers, of two columns each
 _DIGESTS = _SETTINGS + 2
 _BITS = 22
@@ -33,9 +43,15 @@ class DivergenceError(RuntimeError):
 class Syncing(Protocol):
     """What a roll call asks of a fragment."""
 
-    inner_steps: int
     is_joining: bool
+    is_replacing: bool
     device: torch.device
+    frozen: list[bool]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether this group has something to send that no sync has brought in."""
+        ...
 
     @property
     def claim(self) -> Claim:
@@ -46,7 +62,7 @@ class Syncing(Protocol):
 class RollCall:
     """A small table that the groups of a sync fill in, a row each, and sum with the messages.
 
-    It tells five things that torchft does not:
+    It tells six things that torchft does not:
 
     * whether all groups of the quorum were in this sum (under a quorum id that was used before they
       can be others, or fewer);
@@ -55,7 +71,9 @@ class RollCall:
       sync, and a digest of each fragment every ``digest_every`` outer steps, after a heal and after
       a resume;
     * which version of the settings all groups know, so that all adopt it at the same outer step;
-    * how far each group's stream of samples is in the model once the sync has committed.
+    * how far each group's stream of samples is in the model once the sync has committed;
+    * which parameters each group has frozen, and whether one of them has replaced its local
+      parameters by an average that is to be the global ones.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -74,13 +92,18 @@ class RollCall:
         """The newest settings that this group knows, and that all of the last sync knew."""
         self.claims: list[Claim] = []
         """Of the groups in the last sync."""
+        self.is_replacing = False
+        """Whether a group of the last sync wants the plain mean as the global parameters."""
+        self.frozen: dict[int, Tensor] = {}
+        """What the groups in training of the last sync have frozen, by their places in it."""
 
     def send(self, fragment: Syncing) -> RollCallWork:
         """Start the table's allreduce, for the sync of a fragment."""
-        left = any(other.inner_steps for other in self.fragments if other is not fragment)
+        left = any(other.has_more for other in self.fragments if other is not fragment)
         rows, rank = self._manager.num_participants(), self._manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        table = torch.zeros(rows, _DIGESTS + 2 * len(self.fragments))
+        frozen = torch.tensor(fragment.frozen, dtype=torch.float32)
+        table = torch.zeros(rows, self._end_of_digests + len(frozen))
         table[rank, _PRESENT] = 1
         table[rank, _PENDING] = float(self.is_training or left)
         table[rank, _JOINING] = float(fragment.is_joining)
@@ -88,14 +111,20 @@ class RollCall:
         table[rank, _OUTER_STEP] = self._state.outer_step % 2**_BITS
         table[rank, _VERSION] = self.known_version % 2**_BITS
         table[rank, _MIN_SIZE] = self._manager._min_replica_size
+        table[rank, _REPLACING] = float(fragment.is_replacing)
         table[rank, _CLAIM:_SETTINGS] = torch.tensor(_as_columns(fragment.claim))
         table[rank, _SETTINGS:_DIGESTS] = torch.tensor(_as_numbers(self._state.settings_digest()))
         if self._digest_is_due():
             numbers = [n for digest in self._state.fragment_digests() for n in _as_numbers(digest)]
-            table[rank, _DIGESTS:] = torch.tensor(numbers)
+            table[rank, _DIGESTS : self._end_of_digests] = torch.tensor(numbers)
+        table[rank, self._end_of_digests :] = frozen
         table = table.to(fragment.device)
         work = self._manager.allreduce(table, reduce_op=ReduceOp.SUM)  # pyright: ignore
         return RollCallWork(self, work, table)
+
+    @property
+    def _end_of_digests(self) -> int:
+        return _DIGESTS + 2 * len(self.fragments)
 
     def _digest_is_due(self) -> bool:
         by_count = self._digest_every and self._state.outer_step % self._digest_every == 0
@@ -127,6 +156,9 @@ class RollCall:
         self.is_over = not table[:, _PENDING].any()
         self.are_all_joining = bool(table[:, _JOINING].all())
         self.agreed_version = int(table[:, _VERSION].min())
+        self.is_replacing = bool(table[:, _REPLACING].any())
+        training = (table[:, _JOINING] == 0).nonzero().flatten().tolist()
+        self.frozen = {rank: table[rank, self._end_of_digests :] for rank in training}
         self.claims = [_as_claim(row) for row in table[:, _CLAIM:_SETTINGS].int().tolist()]
         self._state.was_given = self._state.was_taken = False
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_replication.diloco.averaging import WeightedMean
+from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import GlobalParameters, nesterov_sgd
 from composer_replication.diloco.shards import Shards, count_shards
@@ -94,7 +95,7 @@ def step(parameters, ranks):
     mean.form(lambda value, into: into.copy_(value.detach().reshape(-1)), (local,), 1.0)
     mean.receive()
     if mean.is_finite:
-        owned.take_outer_step(mean, alpha=1.0)
+        owned.take_outer_step(mean, StepRules(alpha=1.0))
     return mean, owned
 
 
