@@ -252,17 +252,7 @@ class DiLoCoCallback(Callback):
         also_synced = self._names_before()
         resumed = self._resume.read(state)
         self._averages = WeightAverages(state)
-        with self._averages.out_of_the_model():
-            self._start(resumed, state, logger)
-
-    def _start(
-        self,
-        resumed: tuple[dict[str, Any], dict[str, Tensor]] | None,
-        state: State,
-        logger: Logger,
-    ) -> None:
-        """Join the other groups and begin to train."""
-        assert self._averages is not None, "fit_start has made them"
+        ema_was_active = self._averages.take_out(is_resumed=resumed is not None)
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -301,6 +291,8 @@ class DiLoCoCallback(Callback):
         if resumed is not None:
             self._progress.tell_resume(state, self.diloco)
         self._tell("training", state, logger)
+        if ema_was_active:
+            self._averages.put_in()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if self._data is not None:

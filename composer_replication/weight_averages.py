@@ -12,7 +12,7 @@ from composer import Algorithm, Event, Logger, State
 from composer.algorithms import EMA, SWA
 from composer.algorithms.ema.ema import EMAParameters
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from composer_replication.diloco.outer_optimizer import local_tensor
@@ -77,7 +77,29 @@ class WeightAverages:
             yield
         finally:
             if was_active:
-                self._swap()
+                self.put_in()
+
+    def put_in(self) -> None:
+        """Put EMA's weights into the model, which holds the local ones."""
+        if not self.is_ema_active:
+            self._swap()
+
+    def take_out(self, is_resumed: bool) -> bool:
+        """When training starts: take EMA's weights out of the model, and say if they were in it.
+
+        Args:
+            is_resumed: Whether EMA is as it was loaded, and the local weights are still to be put
+                into the model.
+        """
+        if self._ema is None:
+            return False
+        if is_resumed and self._is_sharded:
+            self._mend_shards(self._ema)
+        self._adapt(self._ema)
+        was_active = self.is_ema_active
+        if was_active:
+            self._swap()
+        return was_active
 
     def _swap(self) -> None:
         assert self._ema is not None and self._ema.ema_model is not None, "it is active, or was"
@@ -96,23 +118,38 @@ class WeightAverages:
         """The name of a tensor in ``state.model``, which may be DDP around the model."""
         return f"module.{name}" if self._state.is_model_ddp else name
 
-    def adapt(self) -> None:
+    def _mend_shards(self, ema: EMA) -> None:
+        """Composer writes the shards that rank 0's EMA has, and gives them to all ranks.
+
+        The model in the checkpoint is whole, and holds EMA's weights if EMA was active.
+        """
+        assert ema.ema_model is not None, "INIT has made it"
+        if ema.ema_weights_active:
+            whole = EMAParameters(self._state.model)
+            ema.ema_model.named_parameters_dict = whole.named_parameters_dict
+        elif ema.ema_started:
+            ema.ema_started = False
+            log.warning(
+                "EMA begins anew from the global weights: Composer saves sharded weights of EMA "
+                "only where they are in the model, as in the checkpoints of save_interval"
+            )
+
+    def _adapt(self, ema: EMA) -> None:
         """Let EMA find its weights in the model that is to be trained.
 
         It may have got them from a job with another number of ranks, or before the model was
-        wrapped or sharded: their names then differ by DDP's prefix, and Composer would leave them
-        out without a word.
+        wrapped: their names then differ by DDP's prefix, and Composer would leave them out without
+        a word.
         """
-        if self._ema is None or self._ema.ema_model is None:
-            return
-        model, ema_model = self._state.model, self._ema.ema_model
+        assert ema.ema_model is not None, "INIT has made it"
+        model, ema_model = self._state.model, ema.ema_model
         for kept, own in (
             (ema_model.named_parameters_dict, dict(model.named_parameters())),
             (ema_model.named_buffers_dict, dict(model.named_buffers())),
         ):
             here = _named_as(own, kept)
             kept.clear()
-            kept.update({name: _laid_out_as(own.get(name), t) for name, t in here.items()})
+            kept.update({name: t.to(own[name].device) for name, t in here.items() if name in own})
 
     # ---- updates ----------------------------------------------------------------------------
 
@@ -205,7 +242,8 @@ class WeightAverages:
             for algorithm, (_, state) in zip(self._algorithms, given, strict=True):
                 # Those given are parts of all that the donor has sent.
                 self._load(algorithm, tree_map(_copy, state))
-            self.adapt()
+                if isinstance(algorithm, EMA):
+                    self._adapt(algorithm)
         if misses_an_update:
             for algorithm in self._algorithms:
                 if algorithm.match(Event.BATCH_END, self._state):
@@ -232,17 +270,6 @@ def _named_as(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         return next((candidate for candidate in candidates if candidate in own), name)
 
     return {name_here(name): value for name, value in given.items()}
-
-
-def _laid_out_as(own: Tensor | None, given: Tensor) -> Tensor:
-    """On the device of a tensor, and sharded as it is."""
-    if own is None or isinstance(given, DTensor):
-        return given
-    if not isinstance(own, DTensor):
-        return given.to(own.device)
-    mesh = own.device_mesh
-    whole = given.to(mesh.device_type)
-    return distribute_tensor(whole, mesh, own.placements, src_data_rank=None)
 
 
 def _copy(leaf: Any) -> Any:
