@@ -444,7 +444,9 @@ class DiLoCoCallback(Callback):
         if diloco_state is not None and self._data is not None:
             self._data.load_place(diloco_state["reading"])
         theta = self.diloco.global_parameters()
-        self._weights = GlobalWeights(unwrapped(state), theta, self._saves_as_is)
+        self._weights = GlobalWeights(
+            unwrapped(state), theta, lambda: self._saved_model() != "global"
+        )
         self._averages.wrap(self._weights, self.diloco.make_local_global)
         if self._run is not None:
             self._run.offer_settings(self.diloco)
@@ -460,12 +462,14 @@ class DiLoCoCallback(Callback):
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
         assert self._averages is not None, "it has made them too"
-        return pack(diloco_state, self._averages.local(self._weights.local()), self._layout)
+        local = self._averages.local(self._weights.local())
+        return pack(diloco_state, local, self._layout, self._saved_model())
 
-    def _saves_as_is(self) -> bool:
-        """Whether the model is, as it is, what Composer calls the weights: not the global ones."""
-        is_active = self._averages is not None and self._averages.is_ema_active
-        return is_active or self._replaces_global
+    def _saved_model(self) -> str:
+        """What Composer calls the weights: EMA's or SWA's while the model holds these."""
+        if self._averages is not None and self._averages.is_ema_active:
+            return "ema"
+        return "local" if self._replaces_global else "global"
 
     def _evaluates_as_is(self) -> bool:
         """Whether evaluators see what Composer shows them: EMA puts its weights there itself."""

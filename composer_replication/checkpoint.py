@@ -113,9 +113,19 @@ class CheckpointLayout:
 
 
 def pack(
-    state: Mapping[str, Any], local: Mapping[str, Tensor], layout: CheckpointLayout
+    state: Mapping[str, Any],
+    local: Mapping[str, Tensor],
+    layout: CheckpointLayout,
+    saved_model: str = "global",
 ) -> dict[str, Any]:
-    """Turn ``DiLoCo.state_dict()`` and the local parameters into DiLoCo's part of a checkpoint."""
+    """Turn ``DiLoCo.state_dict()`` and the local parameters into DiLoCo's part of a checkpoint.
+
+    Args:
+        state: The first.
+        local: The second.
+        layout: How it lies.
+        saved_model: Whose weights Composer saves as the model's: ``global``, ``ema`` or ``local``.
+    """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
     momentum = _momentum(fragments)
@@ -126,6 +136,7 @@ def pack(
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
         "frozen": [f["frozen"] for f in fragments],
         "tied": layout.tied,
+        "model": saved_model,
     }
     saved = {
         "progress": json.dumps(progress),

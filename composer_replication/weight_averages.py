@@ -119,9 +119,10 @@ class WeightAverages:
         return f"module.{name}" if self._state.is_model_ddp else name
 
     def _mend_shards(self, ema: EMA) -> None:
-        """Composer writes the shards that rank 0's EMA has, and gives them to all ranks.
+        """Find EMA's weights where EMA itself has not saved them.
 
-        The model in the checkpoint is whole, and holds EMA's weights if EMA was active.
+        Of algorithms Composer writes what rank 0 has, and gives it to all ranks: one shard. The
+        model in the checkpoint is whole, and holds EMA's weights if EMA was active.
         """
         assert ema.ema_model is not None, "INIT has made it"
         if ema.ema_weights_active:
@@ -163,15 +164,16 @@ class WeightAverages:
         """
         self._weights = weights
         self._make_local_global = make_local_global
+        wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
         for algorithm in self._algorithms:
-            for name, wrapper in (("match", self._match), ("apply", self._apply)):
+            for name, wrapper in wrappers.items():
                 original = getattr(algorithm, name)
                 setattr(algorithm, name, functools.partial(wrapper, algorithm, original))
 
     def unwrap(self) -> None:
         """Leave the algorithms as they were."""
         for algorithm in self._algorithms:
-            for name in ("match", "apply"):
+            for name in ("match", "apply", "state_dict"):
                 vars(algorithm).pop(name, None)
 
     def _match(
@@ -197,6 +199,14 @@ class WeightAverages:
         # At the end of an epoch EMA may be active, after a checkpoint of its last batch.
         with self.out_of_the_model(), self._global_weights(algorithm):
             return apply(event, state, logger)
+
+    def _state_dict(
+        self, algorithm: Algorithm, state_dict: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        state = state_dict()
+        if isinstance(algorithm, EMA) and self._is_sharded:
+            state["ema_model"]["named_parameters_dict"] = {}  # only rank 0's shards are written
+        return state
 
     @contextmanager
     def _global_weights(self, algorithm: Algorithm) -> Iterator[None]:
