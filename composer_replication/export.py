@@ -63,9 +63,7 @@ class _Content:
         return self.told.get("model", "global")
 
 
-def export(
-    checkpoint: str | Path, out: str | Path, weights: str | None = None
-) -> dict[str, Any]:
+def export(checkpoint: str | Path, out: str | Path, weights: str | None = None) -> dict[str, Any]:
     """Write the weights of a checkpoint alone. Nothing that is in it is run.
 
     Args:

@@ -13,7 +13,6 @@ from composer.algorithms import EMA, SWA
 from composer.algorithms.ema.ema import EMAParameters
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.global_weights import GlobalWeights
@@ -140,7 +139,7 @@ class WeightAverages:
 
         It may have got them from a job with another number of ranks, or before the model was
         wrapped: their names then differ by DDP's prefix, and Composer would leave them out without
-        a word.
+        a word. A file has them once, and our part of it the same ones: these are copies.
         """
         assert ema.ema_model is not None, "INIT has made it"
         model, ema_model = self._state.model, ema.ema_model
@@ -150,7 +149,9 @@ class WeightAverages:
         ):
             here = _named_as(own, kept)
             kept.clear()
-            kept.update({name: t.to(own[name].device) for name, t in here.items() if name in own})
+            kept.update(
+                {name: t.to(own[name].device, copy=True) for name, t in here.items() if name in own}
+            )
 
     # ---- updates ----------------------------------------------------------------------------
 
@@ -250,8 +251,7 @@ class WeightAverages:
             return
         with self.out_of_the_model():
             for algorithm, (_, state) in zip(self._algorithms, given, strict=True):
-                # Those given are parts of all that the donor has sent.
-                self._load(algorithm, tree_map(_copy, state))
+                self._load(algorithm, state)
                 if isinstance(algorithm, EMA):
                     self._adapt(algorithm)
         if misses_an_update:
@@ -280,7 +280,3 @@ def _named_as(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         return next((candidate for candidate in candidates if candidate in own), name)
 
     return {name_here(name): value for name, value in given.items()}
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -247,7 +247,8 @@ def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, 
             for seen in ("trained", "theta", "ema"):
                 before, after = getattr(one[0], seen), getattr(other[0], seen)
                 assert max(after) == max(before)
-                assert all(are_equal(before[at], weights) for at, weights in after.items()), stop
+                for at, weights in after.items():
+                    assert are_equal(before[at], weights), (stop, seen, at)
             left = [each[2].state.model for each in (one, other)]
             assert are_equal(*(dict(model.named_parameters()) for model in left))
             assert one[1].result["global_digest"] == other[1].result["global_digest"]
@@ -271,7 +272,7 @@ def test_ema_is_equal_in_two_groups_to_the_bit():
     (one, _, _), (other, _, _) = simulate(replica, num_replicas=2)
     assert set(one.ema) == set(range(1, 11))
     assert all(are_equal(one.ema[at], other.ema[at]) for at in one.ema)
-    assert not are_equal(one.trained[9], other.trained[9])
+    assert not are_equal(one.trained[8], other.trained[8])  # in mid-round
 
 
 @pytest.mark.parametrize("algorithm", ["EMA", "SWA"])
@@ -292,7 +293,7 @@ def test_a_joiner_takes_over_the_averages_of_its_donor(algorithm):
     def replica(sim):
         own = build()
         averages = Averages(own)
-        callback = callback_of(sim, sync_every=2)
+        callback = callback_of(sim, sync_every=2, num_replicas=1)
         trainer = trainer_of(averages, callback, replica_id=sim.replica_id, algorithms=own)
         trainer.fit()
         trainer.close()
@@ -309,10 +310,14 @@ def test_a_group_that_heals_in_training_takes_them_over_too():
     faults = [Fault("fail_commit", replica_id=1, step=2)]
 
     def replica(sim):
-        return fit(sim, EMA(half_life="2ba"), max_duration="10ba")
+        return fit(sim, EMA(half_life="2ba"))
 
     (one, _, _), (other, _, _) = simulate(replica, num_replicas=2, faults=faults)
-    assert all(are_equal(one.ema[at], other.ema[at]) for at in range(4, 11))
+    # In its sixth batch it was behind; it heals there, in its donor's ninth, and takes them over at
+    # the end of it, after the record.
+    assert list(other.ema) == [1, 2, 3, 4, 5, 9, 10, 11, 12]
+    assert not are_equal(one.ema[9], other.ema[9])
+    assert all(are_equal(one.ema[at], other.ema[at]) for at in (10, 11, 12))
 
 
 # ---- SWA -------------------------------------------------------------------------------------
@@ -339,9 +344,7 @@ def test_swa_to_the_end_leaves_the_average_of_global_weights(num_replicas, sync_
         swa = SWA(swa_start="0.3dur", swa_end="1dur", update_interval="1ba")
         callback = callback_of(sim, sync_every=sync_every, **outer)
         record, swap = Record(callback), Swap(swa)
-        trainer = trainer_of(
-            record, swap, callback, replica_id=sim.replica_id, algorithms=swa
-        )
+        trainer = trainer_of(record, swap, callback, replica_id=sim.replica_id, algorithms=swa)
         trainer.fit()
         trainer.close()
         return record, swap, callback, copies(trainer.state.model.named_parameters())
@@ -451,7 +454,8 @@ def test_the_algorithms_are_left_as_they_were():
 
 def test_a_joiner_without_the_donor_s_algorithm_is_told(caplog):
     def replica(sim):
-        return fit(sim, EMA(half_life="2ba") if sim.replica_id else None)
+        own = EMA(half_life="2ba") if sim.replica_id else None
+        return fit(sim, own, diloco={"num_replicas": 1})
 
     with caplog.at_level(logging.WARNING):
         simulate(replica, num_replicas=2, faults=[Fault("late", replica_id=1, step=3)])
