@@ -44,9 +44,13 @@ class Syncing(Protocol):
     """What a roll call asks of a fragment."""
 
     is_joining: bool
-    is_replacing: bool
     device: torch.device
     frozen: list[bool]
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether what this group sends is to be the global parameters."""
+        ...
 
     @property
     def has_more(self) -> bool:

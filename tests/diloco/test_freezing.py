@@ -1,0 +1,150 @@
+"""What all groups have frozen takes one last plain mean, and then does not move by a bit.
+
+``pytest tests/diloco/test_freezing.py``: simulated network, traces computed by hand.
+"""
+
+import logging
+
+import pytest
+import torch
+from common import Constant, plain_sgd, take_step
+
+from composer_replication import DiLoCo, simulate
+from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.simulation import Fault, SimulationError
+
+MOVES = (1.0, -3.0)
+"""What an inner step of each group adds to every parameter."""
+
+
+def train(sim, steps, freeze_after, *, frozen=("a",), outer=None, **settings):
+    """Two parameters, of which ``frozen`` are frozen after some steps; the local and global values
+    after every step, and the digest at the end."""
+    model = Constant(a=(2,), b=(3,))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    trace = []
+    with DiLoCo(sim.manager, model, inner, outer or nesterov_sgd(), **settings) as diloco:
+        for step in range(steps):
+            if step == freeze_after:
+                for name in frozen:
+                    model.get_parameter(name).requires_grad_(False)
+                    model.get_parameter(name).grad = None
+            take_step(inner, MOVES[sim.replica_id])
+            theta = diloco.global_parameters()
+            trace.append([t[0].item() for t in (model.a, theta["a"], model.b, theta["b"])])
+        return trace, diloco.global_digest(), diloco.state_dict()
+
+
+def columns(trace):
+    return [list(column) for column in zip(*trace, strict=True)]
+
+
+@pytest.mark.parametrize("outer", [nesterov_sgd(), plain_sgd(), lambda p: torch.optim.Adam(p, 0.1)])
+def test_frozen_at_the_end_of_a_round_it_never_moves_again(outer):
+    runs = simulate(lambda sim: train(sim, 9, 4, outer=outer, sync_every=2), num_replicas=2)
+    assert runs[0][1] == runs[1][1]
+    for trace, _, state in runs:
+        local_a, theta_a, local_b, theta_b = columns(trace)
+        assert set(local_a[3:]) == set(theta_a[3:]) == {local_a[3]}
+        assert len(set(theta_b[3:])) == 3, "what is not frozen goes on"
+        assert state["fragments"][0]["frozen"] == ["a"]
+
+
+def test_frozen_in_mid_round_it_becomes_the_plain_mean_of_the_local_values():
+    runs = simulate(lambda sim: train(sim, 8, 3, sync_every=2), num_replicas=2)
+    assert runs[0][1] == runs[1][1]
+    # The mean step of the groups is -1. First round: delta 2, so theta -= 0.7 * 1.9 * 2.
+    first = 10 - 0.7 * 1.9 * 2
+    for (trace, _, _), move in zip(runs, MOVES, strict=True):
+        local_a, theta_a, _, _ = columns(trace)
+        assert theta_a[2] == pytest.approx(first)
+        assert local_a[2] == pytest.approx(first + move)  # one step more, then frozen
+        assert theta_a[3] == pytest.approx(first - 1)  # no outer momentum in it
+        assert set(local_a[3:]) == set(theta_a[3:]) == {theta_a[3]}
+
+
+def test_frozen_while_its_sync_is_in_flight_the_local_value_waits_for_the_next_mean():
+    settings = {"sync_every": 4, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5}
+    runs = simulate(lambda sim: train(sim, 16, 3, **settings), num_replicas=2)
+    assert runs[0][1] == runs[1][1]
+    for (trace, _, _), move in zip(runs, MOVES, strict=True):
+        local_a, theta_a, _, _ = columns(trace)
+        assert set(local_a[2:7]) == {10 + 3 * move}  # sent after 2 steps, received after 4
+        assert theta_a[4] == pytest.approx(10 - 0.7 * 1.9 * 2)
+        mean = 10 + 3 * sum(MOVES) / 2
+        assert local_a[7:] == pytest.approx([mean] * 9)
+        assert set(local_a[7:]) == set(theta_a[7:]) == {local_a[7]}
+
+
+def test_what_one_group_alone_has_frozen_goes_on_moving_and_the_log_names_who_trains_it(caplog):
+    def replica(sim):
+        frozen = ("a",) if sim.replica_id == 0 else ()
+        return train(sim, 8, 2, frozen=frozen, outer=plain_sgd(), sync_every=2)
+
+    with caplog.at_level(logging.WARNING):
+        runs = simulate(replica, num_replicas=2)
+    assert runs[0][1] == runs[1][1]
+    # Each round of two steps: group 0 adds 0 to a and group 1 adds -6, so -3 on average.
+    assert columns(runs[0][0])[1][-1] == pytest.approx(10 - 2 - 3 * 3)
+    told = [r.getMessage() for r in caplog.records if "frozen" in r.getMessage()]
+    assert len(told) == 2  # each group says it once
+    assert "Replica groups 1 (by their place in the quorum) train a, and others" in told[0]
+
+
+def test_a_parameter_that_is_thawed_again_moves_again_without_its_old_momentum():
+    def replica(sim):
+        model = Constant(a=(2,), b=(3,))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen = []
+        with DiLoCo(sim.manager, model, inner, nesterov_sgd(), 2) as diloco:
+            for step in range(8):
+                model.a.requires_grad_(not 2 <= step < 6)
+                if not model.a.requires_grad:
+                    model.a.grad = None
+                take_step(inner, 1.0)
+                seen.append(diloco.global_parameters()["a"][0].item())
+        return seen
+
+    (seen,) = simulate(replica, num_replicas=1)
+    first = 10 + 0.7 * 1.9 * 2
+    assert seen[1:7] == pytest.approx([first] * 6)
+    assert seen[7] == pytest.approx(first + 0.7 * 1.9 * 2)
+
+
+def test_a_joiner_freezes_what_the_groups_in_training_have_frozen():
+    def replica(sim):
+        is_late = sim.replica_id == 1
+        return train(sim, 6 if is_late else 14, 99 if is_late else 4, sync_every=2, num_replicas=1)
+
+    runs = simulate(replica, num_replicas=2, faults=[Fault("late", replica_id=1, step=4)])
+    first, joiner = (columns(trace)[0] for trace, _, _ in runs)
+    assert {*first[3:], *joiner} == {first[3]}
+    assert runs[1][2]["fragments"][0]["frozen"] == ["a"]
+
+
+def test_training_what_was_frozen_when_it_began_is_an_error_that_names_it():
+    def replica(sim):
+        model = Constant(a=(2,), b=(3,))
+        model.b.requires_grad_(False)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, plain_sgd(), 2):
+            take_step(inner, 1.0)
+            model.b.requires_grad_(True)
+            take_step(inner, 1.0)
+
+    with pytest.raises(SimulationError, match="frozen when training began, and trained now: b"):
+        simulate(replica, num_replicas=1)
+
+
+def test_what_is_also_synced_is_frozen_and_belongs_to_the_global_state():
+    def replica(sim):
+        model = Constant(a=(2,), b=(3,))
+        model.b.requires_grad_(False)
+        inner = torch.optim.SGD([model.a], lr=1.0)
+        with DiLoCo(sim.manager, model, inner, sync_every=2, also_synced=["b"]) as diloco:
+            for _ in range(4):
+                take_step(inner, 1.0)
+            return diloco.global_parameters()["b"].tolist(), model.a[0].item()
+
+    ((b, a),) = simulate(replica, num_replicas=1)
+    assert b == [10.0] * 3 and a > 10
