@@ -90,7 +90,7 @@ class WeightAverages:
             is_resumed: Whether EMA is as it was loaded, and the local weights are still to be put
                 into the model.
         """
-        if self._ema is None:
+        if self._ema is None or self._ema.ema_model is None:
             return False
         if is_resumed and self._is_sharded:
             self._mend_shards(self._ema)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
+from composer_replication.cli import app
 from composer_replication.export import export, read_checkpoint
 from composer_replication.simulation import Fault, simulate
 
@@ -461,3 +462,15 @@ def test_a_joiner_without_the_donor_s_algorithm_is_told(caplog):
         simulate(replica, num_replicas=2, faults=[Fault("late", replica_id=1, step=3)])
     told = "A joiner goes on with averages of its own, ['EMA']: the donor has none"
     assert any(told in message for message in caplog.messages)
+
+
+def test_the_command_says_whose_weights_it_writes(tmp_path, capsys):
+    fit_alone(EMA(half_life="2ba"), **saving(tmp_path, type("Sim", (), {"replica_id": 0})))
+    for arguments, whose in (
+        ([], "EMA's weights"),
+        (["--weights", "ema"], "EMA's weights"),
+        (["--weights", "global"], "the global weights"),
+    ):
+        out = tmp_path / "out.safetensors"
+        app(["export", f"{tmp_path}/0/ba8.pt", str(out), *arguments], standalone_mode=False)
+        assert f"{out}: {whose} after outer step 2, 6 tensors" in capsys.readouterr().out
