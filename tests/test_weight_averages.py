@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
+from composer_replication import heal_format
 from composer_replication.cli import app
 from composer_replication.export import export, read_checkpoint
 from composer_replication.simulation import Fault, simulate
+from composer_replication.weight_averages import WeightAverages
 
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 STREAMING = {
@@ -241,8 +243,9 @@ def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, 
 
         def resumed(sim, stop=stop):
             path = str(tmp_path / f"{sim.replica_id}" / f"ba{stop}.pt")
-            folder = saving(tmp_path / f"from {stop}", sim)
-            return fit(sim, EMA(half_life="2ba"), diloco=diloco, load_path=path, **folder)
+            more = saving(tmp_path / f"from {stop}", sim)
+            more |= {"eval_dataloader": loader(7, 1), "eval_interval": "2ba"}  # no difference
+            return fit(sim, EMA(half_life="2ba"), diloco=diloco, load_path=path, **more)
 
         for one, other in zip(uninterrupted, simulate(resumed, num_replicas=2), strict=True):
             for seen in ("trained", "theta", "ema"):
@@ -319,6 +322,58 @@ def test_a_group_that_heals_in_training_takes_them_over_too():
     assert list(other.ema) == [1, 2, 3, 4, 5, 9, 10, 11, 12]
     assert not are_equal(one.ema[9], other.ema[9])
     assert all(are_equal(one.ema[at], other.ema[at]) for at in (10, 11, 12))
+
+
+def test_a_group_that_stands_by_sends_the_local_weights_and_not_ema_s(tmp_path):
+    class StandingBy(Callback):
+        def __init__(self, diloco):
+            self._diloco = diloco
+
+        def before_dataloader(self, state, logger):
+            if state.timestamp.batch.value == 4:  # after a checkpoint, in mid-round
+                self._diloco._stand_by(state, logger)
+
+    def replica(sim, algorithm, **more):
+        callback = callback_of(sim, sync_every=3)
+        record = Record(callback)
+        trainer = trainer_of(record, callback, StandingBy(callback), algorithms=algorithm, **more)
+        trainer.fit()
+        trainer.close()
+        return record
+
+    [without] = simulate(lambda sim: replica(sim, None), num_replicas=1)
+    [with_ema] = simulate(
+        lambda sim: replica(sim, EMA(half_life="2ba"), **saving(tmp_path, sim)), num_replicas=1
+    )
+    for at, weights in without.theta.items():
+        assert are_equal(with_ema.theta[at], weights), at
+    assert difference(without.theta[4], without.theta[5]) > 1e-4  # it did sync there
+    assert are_equal(with_ema.ema[5], ema_by_hand(with_ema.theta, 0.5**0.5)[5])
+
+
+def test_what_a_joiner_gets_of_them_travels(monkeypatch):
+    arrived = []
+    give = WeightAverages.give
+
+    def travel(own):
+        arrived.append(heal_format.load(memoryview(bytearray().join(heal_format.dump(give(own))))))
+        return arrived[-1]
+
+    monkeypatch.setattr(WeightAverages, "give", travel)
+    swa = {"swa_start": "0.1dur", "swa_end": "0.9dur", "update_interval": "1ba"}
+
+    def replica(sim):
+        averages = [EMA(half_life="2ba"), SWA(**swa, schedule_swa_lr=True)]
+        return fit(sim, averages, diloco={"num_replicas": 1})
+
+    late = [Fault("late", replica_id=1, step=3)]
+    (one, _, _), (other, _, _) = simulate(replica, num_replicas=2, faults=late)
+    assert are_equal(one.ema[12], other.ema[12])
+    [(name, ema), (its_name, swa)] = arrived[0]
+    assert (name, its_name) == ("EMA", "SWA")
+    at = min(other.ema) - 2  # the donor has yet to make the update of the batch in which it is
+    assert are_equal(ema["ema_model"]["named_parameters_dict"], one.ema[at])
+    assert swa["swa_started"] and swa["step_counter"] == at - 1  # of 12 batches it leaves out one
 
 
 # ---- SWA -------------------------------------------------------------------------------------
