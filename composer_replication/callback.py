@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from composer import Callback, Event, Logger, State
+from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch import Tensor
 
@@ -212,6 +213,7 @@ class DiLoCoCallback(Callback):
         """What the fit before this one has left."""
         self._weights: GlobalWeights | None = None
         self._averages: WeightAverages | None = None
+        self._loads_active_ema = False
         self._evaluation = Evaluation(eval_weights)
         self._layout: CheckpointLayout | None = None
         self._handover: Handover | None = None
@@ -226,6 +228,16 @@ class DiLoCoCallback(Callback):
             self.diloco.note_progress()
         super().run_event(event, state, logger)
 
+    def init(self, state: State, logger: Logger) -> None:
+        # Whatever stands before this callback acts at fit_end on weights from before the final
+        # sync, and an export there is another model than the run's. While it acts, and while it
+        # closes, the other groups wait for this one. So all others come after it. Loggers are run
+        # apart; the engine goes through a copy of this list.
+        others = [each for each in state.callbacks if each is not self]
+        loggers = [each for each in others if isinstance(each, LoggerDestination)]
+        rest = [each for each in others if not isinstance(each, LoggerDestination)]
+        state.callbacks[:] = [*loggers, self, *rest]
+
     def before_load(self, state: State, logger: Logger) -> None:
         if self.options.coordinator_addr is not None:
             self._run = CoordinatedRun(self.options, self._given)
@@ -239,6 +251,7 @@ class DiLoCoCallback(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._resume.after_load(state)
+        self._loads_active_ema = WeightAverages(state).is_ema_active
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
@@ -250,9 +263,12 @@ class DiLoCoCallback(Callback):
             )
         check_parallelism(state)
         also_synced = self._names_before()
-        resumed = self._resume.read(state)
         self._averages = WeightAverages(state)
-        ema_was_active = self._averages.take_out(is_resumed=resumed is not None)
+        if self._loads_active_ema:  # an evaluation before fit may have taken it out
+            self._averages.put_in()
+        self._loads_active_ema = False
+        resumed = self._resume.read(state)
+        ema_was_active = self._averages.take_out(None if resumed is None else resumed[1])
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -463,7 +479,8 @@ class DiLoCoCallback(Callback):
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
         assert self._averages is not None, "it has made them too"
         local = self._averages.local(self._weights.local())
-        return pack(diloco_state, local, self._layout, self._saved_model())
+        saved = self._weights.saved
+        return pack(diloco_state, local, saved, self._layout, self._saved_model())
 
     def _saved_model(self) -> str:
         """What Composer calls the weights: EMA's or SWA's while the model holds these."""

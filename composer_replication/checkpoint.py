@@ -3,8 +3,8 @@
 Beside the model, which is saved with the global weights, the inner optimizer and the timestamp,
 all of which Composer saves, it has
 
-* ``progress``: outer step, manager step, position in the round, contribution counters, settings and
-  outer hyperparameters, as JSON;
+* ``progress``: outer step, position in the round, contribution counters, settings, outer
+  hyperparameters and checksums of the saved model's tensors, as JSON;
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``residual``: what the wire format has kept back, by name, fp32, if there is error feedback;
@@ -22,13 +22,14 @@ import base64
 import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composer_replication.checksums import checksums
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
 from composer_replication.global_weights import as_dtensor
@@ -40,7 +41,6 @@ _PLAIN = (
     "outer_step",
     "settings",
     "ledger",
-    "manager",
     "inner_steps",
     "local_step",
     "since_sync",
@@ -115,16 +115,18 @@ class CheckpointLayout:
 def pack(
     state: Mapping[str, Any],
     local: Mapping[str, Tensor],
+    in_model: Callable[[str], Tensor],
     layout: CheckpointLayout,
-    saved_model: str = "global",
+    whose: str = "global",
 ) -> dict[str, Any]:
-    """Turn ``DiLoCo.state_dict()`` and the local parameters into DiLoCo's part of a checkpoint.
+    """Turn ``DiLoCo.state_dict()`` into DiLoCo's part of a checkpoint.
 
     Args:
-        state: The first.
-        local: The second.
-        layout: How it lies.
-        saved_model: Whose weights Composer saves as the model's: ``global``, ``ema`` or ``local``.
+        state: What it gave.
+        local: The local parameters by name.
+        in_model: Gives what the checkpoint's model has under a name.
+        layout: Where what lies.
+        whose: Whose weights the checkpoint's model has: ``global``, ``ema`` or ``local``.
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
@@ -136,7 +138,8 @@ def pack(
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
         "frozen": [f["frozen"] for f in fragments],
         "tied": layout.tied,
-        "model": saved_model,
+        "model": whose,
+        "checksums": checksums(layout.live, in_model),
     }
     saved = {
         "progress": json.dumps(progress),
@@ -175,8 +178,12 @@ def unpack(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Turn DiLoCo's part of a checkpoint back; the model holds the weights of the same one.
 
+    A tensor of the model that is not the checkpoint's was left out of the load on purpose
+    (``load_ignore_keys``), or has been replaced since: it stays as it is, and is global and local.
+
     Returns:
-        What ``DiLoCo.load_state_dict`` takes, and the local parameters by name.
+        What ``DiLoCo.load_state_dict`` takes, and the local parameters by name, of those that were
+        loaded.
 
     Raises:
         BadStateError: It is another model's, or damaged.
@@ -194,19 +201,32 @@ def unpack(
         odd = sorted(names ^ layout.live.keys())[0]
         where = "in the model and not in it" if odd in layout.live else "in it and not in the model"
         raise BadStateError(f"{odd} is {where}: it is another model's")
-    local = {name: layout.load(name, tensor) for name, tensor in saved["local"].items()}
-    for name, tensor in local.items():
+    for name, tensor in saved["local"].items():
         if tensor.dtype != layout.live[name].dtype:
             raise BadStateError(
                 f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
             )
+    kept = _not_loaded(progress, layout)
+    local = {
+        name: layout.load(name, tensor)
+        for name, tensor in saved["local"].items()
+        if name not in kept
+    }
     in_flight = _load_in_flight(saved["in_flight"], layout)
+    if in_flight is not None and not kept.isdisjoint(in_flight["local"]):
+        in_flight = None
     state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
     if "replaces_global" in progress:
         state["replaces_global"] = progress["replaces_global"]
-    state["fragments"] = _fragments(saved, progress, layout)
-    residual = saved.get("residual", {}).items()
-    state["residual"] = {name: layout.load(name, tensor) for name, tensor in residual}
+    state["since_sync"] = [
+        [0, 0] if kept.issuperset(names) else counted
+        for names, counted in zip(layout.fragments, progress["since_sync"], strict=True)
+    ]
+    state["fragments"] = _fragments(saved, progress, layout, kept)
+    residual = {name: layout.load(name, t) for name, t in saved.get("residual", {}).items()}
+    state["residual"] = {
+        name: torch.zeros_like(t) if name in kept else t for name, t in residual.items()
+    }
     return state, local
 
 
@@ -257,6 +277,26 @@ def carry_over(ended: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def _not_loaded(progress: Mapping[str, Any], layout: CheckpointLayout) -> frozenset[str]:
+    """The tensors of the model that are not those that the checkpoint was saved with."""
+    saved = progress.get("checksums")
+    if saved is None:  # it is of a version that wrote none
+        return frozenset()
+    kept = [name for name, found in checksums(layout.live).items() if found != saved.get(name)]
+    if kept:
+        log.warning(
+            "%d of %d tensors of the model are not the checkpoint's: left out of the load "
+            "(load_ignore_keys), or replaced since. They stay as they are, are this group's part "
+            "of the global model too, and their outer momentum begins anew. All replica groups "
+            "must have them equal: %s%s",
+            len(kept),
+            len(layout.live),
+            ", ".join(kept[:6]),
+            f" and {len(kept) - 6} more" if len(kept) > 6 else "",
+        )
+    return frozenset(kept)
+
+
 def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(saved.get("progress"), str) or "local" not in saved:
         raise BadStateError(
@@ -288,17 +328,24 @@ def _momentum(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _fragments(
-    saved: Mapping[str, Any], progress: Mapping[str, Any], layout: CheckpointLayout
+    saved: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    layout: CheckpointLayout,
+    kept: Collection[str],
 ) -> list[dict[str, Any]]:
     """The global parameters and outer optimizers, as ``GlobalParameters.load_state_dict`` does."""
-    momentum = {name: layout.load(name, t) for name, t in saved.get("momentum", {}).items()}
-    given = saved.get("theta", {})
+    momentum = {
+        name: layout.load(name, tensor)
+        for name, tensor in saved.get("momentum", {}).items()
+        if name not in kept
+    }
+    given = {name: t for name, t in saved.get("theta", {}).items() if name not in kept}
     fragments = []
     for index, names in enumerate(layout.fragments):
         theta = {
             name: layout.load(name, given[name])
             if name in given
-            else local_tensor(layout.live[name]).clone()
+            else local_tensor(layout.live[name]).to(torch.float32, copy=True)
             for name in names
         }
         state = {

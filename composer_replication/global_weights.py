@@ -72,6 +72,11 @@ class GlobalWeights:
             return as_dtensor(value, live)
         return value
 
+    def saved(self, name: str) -> Tensor:
+        """What ``state_dict()`` of the model gives under a name: this rank's part of it."""
+        live = self._live[name]
+        return local_tensor(live if self._is_left_alone() else self._like(live, self._theta[name]))
+
     def local(self) -> dict[str, Tensor]:
         """The local parameters by name, also while the global ones are shown; not copies."""
         if self._kept is not None:

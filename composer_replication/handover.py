@@ -11,6 +11,7 @@ from composer import Logger, State, Timestamp
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
+from composer_replication.diloco.inner_optimizer import load_state, save_state
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.weight_averages import WeightAverages
 
@@ -43,7 +44,7 @@ class Handover:
         self._averages = averages
         self._received_averages: tuple[list[Any], bool] = [], False
         self._has_taken = False
-        self._received: dict[str, Any] | None = None
+        self._received: list[dict[str, Any]] | None = None
         if self._wants_inner_state and any(
             isinstance(p, DTensor) for p in state.model.parameters()
         ):
@@ -56,7 +57,7 @@ class Handover:
         """What a joiner gets. Rank 0 alone gives averages and the inner optimizer's state."""
         is_rank_0 = dist.get_global_rank() == 0
         gives = self._wants_inner_state and is_rank_0
-        inner = self._state.optimizers[0].state_dict() if gives else None
+        inner = save_state(self._state.optimizers[0]) if gives else None
         return {
             "timestamp": _counts(self._state.timestamp),
             "is_in_batch": self._is_in_batch(),
@@ -105,7 +106,7 @@ class Handover:
         received = [self._received]
         dist.broadcast_object_list(received, src=0)
         assert received[0] is not None, "rank 0 has refused a donor without it"
-        self._state.optimizers[0].load_state_dict(received[0])
+        load_state(self._state.optimizers[0], received[0])
         self._received = None
 
     def _take_timestamp(self, counts: dict[str, int], donor_is_in_batch: bool) -> None:

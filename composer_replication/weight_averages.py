@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,18 +83,18 @@ class WeightAverages:
         if not self.is_ema_active:
             self._swap()
 
-    def take_out(self, is_resumed: bool) -> bool:
+    def take_out(self, loaded: Collection[str] | None = None) -> bool:
         """When training starts: take EMA's weights out of the model, and say if they were in it.
 
         Args:
-            is_resumed: Whether EMA is as it was loaded, and the local weights are still to be put
-                into the model.
+            loaded: If EMA is as it was loaded: the names of the local weights of the same
+                checkpoint, which are put into the model next.
         """
         if self._ema is None or self._ema.ema_model is None:
             return False
-        if is_resumed and self._is_sharded:
-            self._mend_shards(self._ema)
         self._adapt(self._ema)
+        if loaded is not None:
+            self._take_from_model(self._ema, loaded)
         was_active = self.is_ema_active
         if was_active:
             self._swap()
@@ -117,22 +117,25 @@ class WeightAverages:
         """The name of a tensor in ``state.model``, which may be DDP around the model."""
         return f"module.{name}" if self._state.is_model_ddp else name
 
-    def _mend_shards(self, ema: EMA) -> None:
-        """Find EMA's weights where EMA itself has not saved them.
+    def _take_from_model(self, ema: EMA, loaded: Collection[str]) -> None:
+        """Give EMA the model's weights where its own are not those of the checkpoint.
 
-        Of algorithms Composer writes what rank 0 has, and gives it to all ranks: one shard. The
-        model in the checkpoint is whole, and holds EMA's weights if EMA was active.
+        A weight that was left out of the load is new, and so is its average. Of algorithms Composer
+        writes what rank 0 has, and gives it to all ranks: one shard. The model in the checkpoint is
+        whole, and holds EMA's weights if EMA was active.
         """
         assert ema.ema_model is not None, "INIT has made it"
-        if ema.ema_weights_active:
-            whole = EMAParameters(self._state.model)
-            ema.ema_model.named_parameters_dict = whole.named_parameters_dict
-        elif ema.ema_started:
+        if self._is_sharded and ema.ema_started and not ema.ema_weights_active:
             ema.ema_started = False
             log.warning(
                 "EMA begins anew from the global weights: Composer saves sharded weights of EMA "
                 "only where they are in the model, as in the checkpoints of save_interval"
             )
+        kept = ema.ema_model.named_parameters_dict
+        synced = {self._wrapped(name) for name in loaded}
+        for name, tensor in EMAParameters(self._state.model).named_parameters():
+            if self._is_sharded or (name in kept and name not in synced):
+                kept[name] = tensor
 
     def _adapt(self, ema: EMA) -> None:
         """Let EMA find its weights in the model that is to be trained.

@@ -17,6 +17,7 @@ import time
 import pytest
 import torch
 from composer import Callback
+from composer.callbacks import ExportForInferenceCallback
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from composer_jobs import (
@@ -349,6 +350,51 @@ def test_without_a_final_sync_the_last_steps_stay_local():
     assert not any(torch.equal(after[name], value) for name, value in theta.items())
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_exported_at_the_end_is_the_final_model_wherever_its_callback_stands(
+    tmp_path, is_first
+):
+    def replica(sim):
+        path = tmp_path / f"{sim.replica_id}.pt"
+        export = ExportForInferenceCallback("torchscript", str(path))
+        callback = callback_of(sim, sync_every=3)
+        given = [export, callback] if is_first else [callback, export]
+        logged = InMemoryLogger()
+        trainer = trainer_of(
+            *given, loggers=[logged], replica_id=sim.replica_id, max_duration="8ba"
+        )
+        assert trainer.state.callbacks[:3] == [logged, callback, export]
+        trainer.fit()
+        trainer.close()
+        exported = dict(torch.jit.load(path).named_parameters())
+        final = dict(trainer.state.model.named_parameters())
+        assert all(torch.equal(exported[name], value) for name, value in final.items())
+        return callback.result["global_digest"]
+
+    one, other = simulate(replica, num_replicas=2)
+    assert one == other
+
+
+def test_who_is_slow_at_the_end_of_the_fit_holds_nobody_up():
+    is_done = threading.Event()
+
+    class Slow(Callback):
+        def fit_end(self, state, logger):
+            assert is_done.wait(5)
+
+    def replica(sim):
+        callback = callback_of(sim, sync_every=2)
+        first = [Slow()] if sim.replica_id else []
+        duration = "4ba" if sim.replica_id else "8ba"
+        trainer = trainer_of(*first, callback, replica_id=sim.replica_id, max_duration=duration)
+        trainer.fit()
+        is_done.set()
+        trainer.close()
+        return callback.result["outer_steps"]
+
+    assert simulate(replica, num_replicas=2, timeout_s=10.0) == [4, 4]
+
+
 def test_closing_again_and_again_is_harmless():
     def replica(sim):
         callback = callback_of(sim)
@@ -415,6 +461,28 @@ def test_when_user_code_raises_the_peers_do_not_wait_for_this_group():
     survivor, failed = simulate(replica, num_replicas=2, timeout_s=10.0)
     assert survivor["outer_steps"] == 4 and is_done.is_set()
     assert failed == {}
+
+
+def test_who_raises_at_the_start_of_the_fit_holds_nobody_up():
+    class RaisesAtStart(Callback):
+        def fit_start(self, state, logger):
+            raise Broken
+
+    def replica(sim):
+        callback = callback_of(sim)
+        others = [RaisesAtStart()] if sim.replica_id else []
+        trainer = trainer_of(*others, callback, replica_id=sim.replica_id, max_duration="4ba")
+        if sim.replica_id:
+            with pytest.raises(Broken):
+                trainer.fit()
+            trainer.close()
+            assert callback.diloco is None and callback._manager is None
+        else:
+            trainer.fit()
+            trainer.close()
+        return callback.result.get("outer_steps")
+
+    assert simulate(replica, num_replicas=2, timeout_s=10.0) == [2, None]
 
 
 def test_a_group_that_cannot_join_leaves_no_one_waiting():

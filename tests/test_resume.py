@@ -4,8 +4,12 @@ Real: Composer's Trainer, savers and checkpoints in ``tmp_path``. The network is
 in tests/integration/test_resume.py it is real, and so is FSDP.
 """
 
+import itertools
+import json
 import logging
+import operator
 import re
+import threading
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from composer.callbacks import CheckpointSaver
 from composer.loggers import InMemoryLogger
 from composer_jobs import TinyModel, building, callback_of, data, trainer_of
 from safetensors.torch import load_file
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torchmetrics import MeanSquaredError
 
 from composer_replication.callback import DiLoCoCallback
@@ -310,6 +315,88 @@ def test_a_run_whose_end_is_put_off_goes_on_as_if_it_had_never_ended(tmp_path, d
     for (one, its), (other, theirs) in zip(whole, simulate(replica, num_replicas=2), strict=True):
         assert one.result["global_digest"] == other.result["global_digest"]
         assert its.state.timestamp.batch == theirs.state.timestamp.batch == 13
+
+
+def ours_in(path):
+    """DiLoCo's part of a checkpoint, as one flat mapping of plain values and tensors."""
+    ours = dict(read_checkpoint(path)["state"]["callbacks"]["DiLoCoCallback"])
+    ours["progress"] = json.loads(ours["progress"])
+    leaves, _ = tree_flatten_with_path(ours)
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
+def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(
+    tmp_path, diloco, num_replicas
+):
+    train_and_save(tmp_path, diloco=diloco, num_replicas=num_replicas, max_duration="15ba")
+
+    def replica(sim, start):
+        path = str(tmp_path / f"{sim.replica_id}" / f"ba{start}.pt")
+        folder = saving(tmp_path / "resumed", sim) | {"save_overwrite": True}
+        return fit(sim, diloco=diloco, load_path=path, max_duration="15ba", **folder)
+
+    for start in (3, 6):  # 6 is in mid-round, and has a sync in flight where there is a delay
+        simulate(lambda sim, start=start: replica(sim, start), num_replicas=num_replicas)
+        for replica_id in range(num_replicas):
+            for batch in range(start + 3, 16, 3):
+                whole = ours_in(tmp_path / f"{replica_id}/ba{batch}.pt")
+                resumed = ours_in(tmp_path / f"resumed/{replica_id}/ba{batch}.pt")
+                assert whole.keys() == resumed.keys()
+                for key, value in whole.items():
+                    is_tensor = isinstance(value, torch.Tensor)
+                    same = torch.equal if is_tensor else operator.eq
+                    assert same(value, resumed[key]), (start, batch, key)
+
+
+def test_a_checkpoint_that_has_the_manager_s_step_still_loads(tmp_path):
+    train_and_save(tmp_path, num_replicas=1, max_duration="9ba")
+    path = tmp_path / "0" / "ba6.pt"
+    saved = torch.load(path, weights_only=False)
+    ours = saved["state"]["callbacks"]["DiLoCoCallback"]
+    progress = json.loads(ours["progress"])
+    ours["progress"] = json.dumps(progress | {"manager": {"step": 5, "batches_committed": 7}})
+    torch.save(saved, path)
+
+    def replica(sim):
+        return fit(sim, load_path=str(path), max_duration="9ba")
+
+    [(callback, _)] = simulate(replica, num_replicas=1)
+    assert callback.result["outer_steps"] == 3
+
+
+def test_groups_that_have_waited_long_for_others_take_over_from_a_newer_checkpoint(tmp_path):
+    train_and_save(tmp_path, num_replicas=3, max_duration="12ba")
+    have_waited = threading.Event()
+    attempts = itertools.count()
+
+    def replica(sim):
+        start = 12 if sim.replica_id == 2 else 3
+        path = str(tmp_path / f"{sim.replica_id}" / f"ba{start}.pt")
+        callback = callback_of(sim, sync_every=4)
+        arguments = {"load_path": path, "max_duration": "20ba"}
+        trainer = trainer_of(callback, replica_id=sim.replica_id, **arguments)
+        if sim.replica_id == 2:
+            sim.manager.shutdown()
+            assert have_waited.wait(20)
+            sim.manager._network.come_back(2)
+        else:
+            asked = sim.manager.start_quorum
+
+            def start_quorum():
+                if next(attempts) > 12:
+                    have_waited.set()
+                asked()
+
+            sim.manager.start_quorum = start_quorum
+        trainer.fit()
+        trainer.close()
+        return callback.result["outer_steps"], callback.result["inner_steps"]
+
+    waited, also, newest = simulate(replica, num_replicas=3)
+    assert newest == (5, 20)  # three before, and two of its own
+    assert waited[0] == also[0] == 5
 
 
 @pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])

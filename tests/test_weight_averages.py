@@ -116,13 +116,15 @@ def saving(folder, sim, interval="1ba"):
     }
 
 
-def fit(sim, algorithm, *, diloco=None, **arguments):
+def fit(sim, algorithm, *, diloco=None, evaluates_first=False, **arguments):
     """Train one group; its record, callback and trainer, closed."""
     callback = callback_of(sim, **{"sync_every": 3} | (diloco or {}))
     record = Record(callback)
     trainer = trainer_of(
         record, callback, replica_id=sim.replica_id, algorithms=algorithm, **arguments
     )
+    if evaluates_first:
+        trainer.eval()
     trainer.fit()
     trainer.close()
     return record, callback, trainer
@@ -244,7 +246,9 @@ def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, 
         def resumed(sim, stop=stop):
             path = str(tmp_path / f"{sim.replica_id}" / f"ba{stop}.pt")
             more = saving(tmp_path / f"from {stop}", sim)
-            more |= {"eval_dataloader": loader(7, 1), "eval_interval": "2ba"}  # no difference
+            # Evaluations make no difference.
+            more |= {"eval_dataloader": loader(7, 1), "eval_interval": "2ba"}
+            more |= {"evaluates_first": stop % 2 == 0}
             return fit(sim, EMA(half_life="2ba"), diloco=diloco, load_path=path, **more)
 
         for one, other in zip(uninterrupted, simulate(resumed, num_replicas=2), strict=True):
@@ -267,6 +271,20 @@ def test_a_checkpoint_with_ema_in_the_model_gives_weights_alone_as_composer_does
     model, ours, _ = part_of(path)
     assert are_equal(loaded, model)
     assert not are_equal(loaded, ours["theta"])
+
+
+def test_a_weight_that_is_left_out_of_the_load_is_new_for_ema_too(tmp_path):
+    fit_alone(EMA(half_life="2ba"), **saving(tmp_path, type("Sim", (), {"replica_id": 0})))
+    name = "mlp.layers.4.weight"
+    fresh = Evaluated(seed=0).state_dict()[name]
+    record, _, _ = fit_alone(
+        EMA(half_life="2ba"),
+        load_path=str(tmp_path / "0/ba4.pt"),
+        load_ignore_keys=[f"state/model/{name}"],
+    )
+    assert torch.equal(record.trained[4][name], fresh)
+    ema = fresh * 0.5**0.5 + record.theta[5][name] * (1.0 - 0.5**0.5)
+    assert torch.equal(record.ema[5][name], ema)
 
 
 def test_ema_is_equal_in_two_groups_to_the_bit():

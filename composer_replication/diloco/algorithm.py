@@ -474,7 +474,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         in_flight = (fragment.in_flight_state() for fragment in self._fragments)
         return self._state.state_dict(copies=copies) | {
-            "manager": self._manager.state_dict(),
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
             "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
@@ -498,7 +497,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer optimizer.
         """
         self._state.resume(state_dict)
-        self._manager.load_state_dict(state_dict["manager"])
+        self._outer.tell_torchft_the_step()
         self._outer.inner_steps = state_dict["inner_steps"]
         for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
             fragment.inner_steps, fragment.samples = counted

@@ -11,6 +11,7 @@ import torch
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.inner_optimizer import clear_state
 from composer_replication.diloco.joining import (
     Patience,
     StartBarrier,
@@ -200,6 +201,8 @@ class OuterLoop:
             self._state.end_outer_step(
                 self._roll_call.claims
             )  # begun when the fragment was handed the mean
+        else:
+            self.tell_torchft_the_step()
         if fragment.mean.is_finite:
             fragment.settle()
             self._sick_in_a_row = 0
@@ -235,7 +238,8 @@ class OuterLoop:
         )
         self.has_healed = False
         self._steps_lost = 0
-        self._adopt_agreed_settings()
+        if moved:  # whoever missed this commit is healed then, and else would not hear of them
+            self._adopt_agreed_settings()
 
     def _adopt_agreed_settings(self) -> None:
         """All groups of this sync have read the same table, so all adopt after the same one."""
@@ -263,7 +267,7 @@ class OuterLoop:
             self._state.outer_step,
         )
         self._drop_local()
-        self._inner_optimizer.state.clear()
+        clear_state(self._inner_optimizer)
 
     def _drop_local(self) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
@@ -301,9 +305,21 @@ class OuterLoop:
                 # Alone, or all are resuming: whoever else resumes would find us training.
                 barrier.hears_start(device)
                 if self._manager.should_commit():
+                    self.tell_torchft_the_step()
                     return False
             error = self._manager.errored()
             barrier.wait(getattr(error, "original_exception", error), self._why_not_committed())
+
+    def tell_torchft_the_step(self) -> None:
+        """Have torchft's step be the outer step and one, after a commit that was no outer step.
+
+        torchft counts commits, and those with the highest count heal the others. A join, a start
+        and an end commit too: groups that wait for others to resume would count up meanwhile, and
+        heal one that comes with a newer checkpoint. The one is for the cold start: a group at
+        step 0 holds nothing.
+        """
+        step = self._state.outer_step + 1
+        self._manager.load_state_dict(self._manager.state_dict() | {"step": step})
 
     def _start(self) -> bool:
         agree_on_settings(self._manager, self._state.fingerprint, self._fragments[0].device)

@@ -53,7 +53,9 @@ class DiLoCoSettings:
         outer_momentum: Momentum of the outer SGD, in [0, 1).
         outer_nesterov: Whether that momentum is Nesterov's.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
-            (``steps``) or its samples (``samples``) since the fragment was last synchronised.
+            (``steps``) or its samples (``samples``) since the fragment was last synchronised. With
+            ``uniform`` a joiner's first round, which is only a part of one, counts as much as any
+            other group's. With ``steps`` it counts as much as the joiner has trained.
         sync_buffers: What becomes of floating-point buffers, such as BatchNorm's running
             statistics: each group keeps its own (``none``), or they are averaged with the
             parameters and are then part of the global state (``mean``). Buffers of integers and
