@@ -46,6 +46,7 @@ from composer_replication.progress import Progress, max_batches
 from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.stopping import end_if_stuck_in_close
+from composer_replication.weight_averages import WeightAverages
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -219,6 +220,8 @@ class DiLoCoCallback(Callback):
         self._left: dict[str, int] | None = None
         """Checksums of the model that it has left."""
         self._weights: GlobalWeights | None = None
+        self._averages: WeightAverages | None = None
+        self._loads_active_ema = False
         self._evaluation = Evaluation(eval_weights)
         self._layout: CheckpointLayout | None = None
         self._handover: Handover | None = None
@@ -256,6 +259,7 @@ class DiLoCoCallback(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._resume.after_load(state)
+        self._loads_active_ema = WeightAverages(state).is_ema_active
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
@@ -268,7 +272,12 @@ class DiLoCoCallback(Callback):
         check_parallelism(state)
         check_loads(state)
         also_synced = self._names_before()
+        self._averages = WeightAverages(state)
+        if self._loads_active_ema:  # an evaluation before fit may have taken it out
+            self._averages.put_in()
+        self._loads_active_ema = False
         resumed = self._resume.read(state)
+        ema_was_active = self._averages.take_out(None if resumed is None else resumed[1])
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -280,7 +289,9 @@ class DiLoCoCallback(Callback):
         self._data = DataShare.of(state, self.options, self._run)
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
-            self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)
+            self._handover = Handover(
+                state, self.options.heal_inner_state, self._is_in_batch, self._averages
+            )
             give, take = self._handover.give, self._handover.take
             self._manager.register_state_dict_fn("composer", take, give)
             self.diloco = build_diloco(
@@ -307,6 +318,8 @@ class DiLoCoCallback(Callback):
         if resumed is not None:
             self._progress.tell_resume(state, self.diloco)
         self._tell("training", state, logger)
+        if ema_was_active:
+            self._averages.put_in()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if self._data is not None:
@@ -342,7 +355,7 @@ class DiLoCoCallback(Callback):
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         if self._weights is not None:
-            self._evaluation.open(self._weights)
+            self._evaluation.open(self._weights, self._evaluates_as_is())
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._weights is not None:
@@ -363,8 +376,11 @@ class DiLoCoCallback(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
             return
-        if self.options.final_sync:
-            self.diloco.final_sync()
+        assert self._averages is not None and self._layout is not None, "fit_start has made them"
+        with self._averages.out_of_the_model():
+            if self.options.final_sync:
+                self.diloco.final_sync()
+            self._left = checksums(self._layout.live)
         self._tell("evaluating", state, logger)
         self.result = {
             "replica_id": replica_id_of(self.options),
@@ -376,9 +392,7 @@ class DiLoCoCallback(Callback):
         }
         if self._data is not None:
             self._data.end(self.diloco)
-        assert self._layout is not None, "fit_start has made it"
         self._ended = self._diloco_state()  # no copies: there is no next inner step
-        self._left = checksums(self._layout.live)
         self._leave()
         self.diloco = self._data = None
         # Last, since it fails on a full disk: the others and the coordinator know all by then.
@@ -398,7 +412,7 @@ class DiLoCoCallback(Callback):
         assert self.diloco is not None
         reports = self.diloco.pop_finished_syncs()
         if self._handover is not None:
-            self._handover.level_ranks()
+            self._handover.level_ranks(logger)
         if reports and self._run is not None:
             self._run.offer_settings(self.diloco)
         self._progress.tell_syncs(reports, state, logger)
@@ -411,8 +425,9 @@ class DiLoCoCallback(Callback):
 
     def _stand_by(self, state: State, logger: Logger) -> None:
         """There are no samples to train on for now."""
-        assert self.diloco is not None, "it is asked while training"
-        self.diloco.stand_by()
+        assert self.diloco is not None and self._averages is not None, "it is asked while training"
+        with self._averages.out_of_the_model():
+            self.diloco.stand_by()
         if not self._tell("training", state, logger) and self._data is not None:
             self._data.tell_sync(self.diloco)
 
@@ -442,7 +457,7 @@ class DiLoCoCallback(Callback):
         self, resumed: tuple[dict[str, Any], dict[str, Tensor]] | None, state: State
     ) -> None:
         """Take over what a checkpoint or the fit before has left, if there is either."""
-        assert self.diloco is not None, "it has just been built"
+        assert self.diloco is not None and self._averages is not None, "they have just been built"
         if self._weights is not None:
             self._weights.remove()
         assert self._layout is not None, "it has been made too"
@@ -460,7 +475,11 @@ class DiLoCoCallback(Callback):
             self.diloco.load_state_dict(diloco_state)
         if diloco_state is not None and self._data is not None:
             self._data.load_place(diloco_state["reading"])
-        self._weights = GlobalWeights(unwrapped(state), self.diloco.global_parameters())
+        theta = self.diloco.global_parameters()
+        self._weights = GlobalWeights(
+            unwrapped(state), theta, lambda: self._saved_model() != "global"
+        )
+        self._averages.wrap(self._weights, self.diloco.make_local_global)
         if self._run is not None:
             self._run.offer_settings(self.diloco)
 
@@ -474,7 +493,28 @@ class DiLoCoCallback(Callback):
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
-        return pack(diloco_state, self._weights.local(), self._weights.saved, self._layout)
+        assert self._averages is not None, "it has made them too"
+        local = self._averages.local(self._weights.local())
+        saved = self._weights.saved
+        return pack(diloco_state, local, saved, self._layout, self._saved_model())
+
+    def _saved_model(self) -> str:
+        """What Composer calls the weights: EMA's or SWA's while the model holds these."""
+        if self._averages is not None and self._averages.is_ema_active:
+            return "ema"
+        return "local" if self._replaces_global else "global"
+
+    def _evaluates_as_is(self) -> bool:
+        """Whether evaluators see what Composer shows them: EMA puts its weights there itself."""
+        has_ema = self._averages is not None and self._averages.has_ema_started
+        return has_ema or self._replaces_global
+
+    @property
+    def _replaces_global(self) -> bool:
+        """Whether SWA's average, in the model, is yet to become the global weights."""
+        if self.diloco is not None:
+            return self.diloco.replaces_global
+        return self._ended is not None and any(self._ended["replaces_global"])
 
     def _leave_after_error(self, manager: Any) -> None:
         """The fit that this manager was made for is over; nothing to do if it ended well."""
@@ -502,6 +542,8 @@ class DiLoCoCallback(Callback):
         if sys.is_finalizing():
             return  # there are no more threads, so no heartbeats, and no answer to a wait
         with self._leaving:
+            if self._averages is not None:
+                self._averages.unwrap()
             if self.diloco is not None:
                 self.diloco.__exit__(None, None, None)
             if self._manager is not None:

@@ -8,7 +8,8 @@ all of which Composer saves, it has
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``residual``: what the wire format has kept back, by name, fp32, if there is error feedback;
-* ``theta``: the global parameters by name, of those that are not fp32 in the model;
+* ``theta``: the global parameters by name, fp32: of those that are not fp32 in the model, or of all
+  if the job has an EMA or SWA, whose weights may be in the model in their place;
 * ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
 In a sharded checkpoint the keys depend on model and settings alone: it is loaded into a template,
@@ -54,12 +55,25 @@ class CheckpointLayout:
     Args:
         fragments: The model's parameters and buffers in each fragment, by name.
         is_sharded: Whether each rank writes its shards (DCP), or rank 0 all of it.
+        has_averages: Whether the saved model may be another than the global one.
+        tied: The further names of parameters that have several, and the one in ``fragments``.
     """
 
-    def __init__(self, fragments: Sequence[Mapping[str, Tensor]], is_sharded: bool) -> None:
+    def __init__(
+        self,
+        fragments: Sequence[Mapping[str, Tensor]],
+        is_sharded: bool,
+        has_averages: bool = False,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
         self.fragments = [list(fragment) for fragment in fragments]
         self.live = {name: t for fragment in fragments for name, t in fragment.items()}
         self.is_sharded = is_sharded
+        self.tied = dict(tied or {})
+        self.theta_beside = [
+            name for name, t in self.live.items() if has_averages or t.dtype != torch.float32
+        ]
+        """The global parameters that are saved beside the model."""
 
     def save(self, name: str, shard: Tensor) -> Tensor:
         """What goes into the checkpoint. A collective, if the tensor is sharded and it is not."""
@@ -100,6 +114,7 @@ def pack(
     local: Mapping[str, Tensor],
     in_model: Callable[[str], Tensor],
     layout: CheckpointLayout,
+    whose: str = "global",
 ) -> dict[str, Any]:
     """Turn ``DiLoCo.state_dict()`` into DiLoCo's part of a checkpoint.
 
@@ -108,6 +123,7 @@ def pack(
         local: The local parameters by name.
         in_model: Gives what the checkpoint's model has under a name.
         layout: Where what lies.
+        whose: Whose weights the checkpoint's model has: ``global``, ``ema`` or ``local``.
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
@@ -118,6 +134,8 @@ def pack(
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
         "frozen": [f["frozen"] for f in fragments],
+        "tied": layout.tied,
+        "model": whose,
         "checksums": checksums(layout.live, in_model),
     }
     saved = {
@@ -126,11 +144,7 @@ def pack(
         "local": {name: layout.save(name, tensor) for name, tensor in local.items()},
         "momentum": {name: layout.save(name, tensor) for name, tensor in momentum.items()},
         "residual": {name: layout.save(name, tensor) for name, tensor in state["residual"].items()},
-        "theta": {
-            name: layout.save(name, tensor)
-            for name, tensor in theta.items()
-            if layout.live[name].dtype != torch.float32
-        },
+        "theta": {name: layout.save(name, theta[name]) for name in layout.theta_beside},
     }
     return {key: value for key, value in saved.items() if value != {}}
 
@@ -151,11 +165,7 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
         "local": {name: empty(name, tensor.dtype) for name, tensor in layout.live.items()},
         "momentum": {name: empty(name, torch.float32) for name in with_momentum},
         "residual": {name: empty(name, torch.float32) for name in with_residual},
-        "theta": {
-            name: empty(name, torch.float32)
-            for name, tensor in layout.live.items()
-            if tensor.dtype != torch.float32
-        },
+        "theta": {name: empty(name, torch.float32) for name in layout.theta_beside},
     }
     return {key: value for key, value in saved.items() if value != {}}
 
@@ -163,7 +173,7 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
 def unpack(
     saved: Mapping[str, Any], settings: DiLoCoSettings, layout: CheckpointLayout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Turn DiLoCo's part of a checkpoint back; the model holds the global weights of the same one.
+    """Turn DiLoCo's part of a checkpoint back; the model holds the weights of the same one.
 
     A tensor of the model that is not the checkpoint's was left out of the load on purpose
     (``load_ignore_keys``), or has been replaced since: it stays as it is, and is global and local.

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from common import TinyMLP, batch
 from composer import Callback, Trainer
+from composer.algorithms import EMA
 from composer.models import ComposerModel
 from composer.optim import CosineAnnealingScheduler
 from composer.utils import dist
@@ -79,6 +80,7 @@ class Record(Callback):
             "global": self._diloco.diloco.global_digest(),
             "inner": digest_of(inner_state(state.optimizers[0])),
             "lr": state.optimizers[0].param_groups[0]["lr"],
+            "ema": [digest_of(each.ema_model.named_parameters()) for each in state.algorithms],
         }
 
 
@@ -124,6 +126,7 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
         eval_interval="2ba" if load_path else "100ba",
         max_duration=max_duration or case["max_duration"],
         callbacks=[diloco, record],
+        algorithms=[EMA(half_life=case["ema"])] if "ema" in case else None,
         device="cpu",
         device_train_microbatch_size=2,  # gradients are accumulated
         parallelism_config={"fsdp": {"state_dict_type": case["fsdp"]}} if case["fsdp"] else None,
