@@ -37,7 +37,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # llm-foundry pins much of its own: an environment of its own, minutes to install.
 test-llmfoundry: $(LLMFOUNDRY)/.installed
 	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
-	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry -m llmfoundry
+	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry tests/composer_parts -m llmfoundry
 
 $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
 	@echo "Installing llm-foundry into $(LLMFOUNDRY): about 7 GB, some minutes."

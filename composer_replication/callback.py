@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch import Tensor
 
-from composer_replication.checkpoint import CheckpointLayout, carry_over, pack
+from composer_replication.checkpoint import CheckpointLayout, pack
+from composer_replication.checksums import checksums
 from composer_replication.composer_job import (
     build_diloco,
     build_manager,
+    check_loads,
     check_parallelism,
     name_the_node,
     samples_in_batch,
@@ -32,14 +35,17 @@ from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.evaluation import Evaluation
+from composer_replication.fit_watch import when_fit_is_over
 from composer_replication.global_weights import GlobalWeights
 from composer_replication.handover import Handover
+from composer_replication.next_fit import carry_over, replaced_since
 from composer_replication.options import ReplicaOptions, replica_id_of
 from composer_replication.progress import Progress, max_batches
 from composer_replication.ranks import broadcast
 from composer_replication.resume import Resume
 from composer_replication.run_folder import ReplicaFolder
 from composer_replication.stopping import end_if_stuck_in_close
+from composer_replication.weight_averages import WeightAverages
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -201,6 +207,7 @@ class DiLoCoCallback(Callback):
         self.result: dict[str, Any] = {}
         self._given_manager = manager
         self._manager: Any = None
+        self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
         self._run: CoordinatedRun | None = None
         """What connects this group with the coordinator, if there is one."""
         self._data: DataShare | None = None
@@ -209,7 +216,11 @@ class DiLoCoCallback(Callback):
         self._resume = Resume(self.settings, on_bad_state)
         self._ended: dict[str, Any] | None = None
         """What the fit before this one has left."""
+        self._left: dict[str, int] | None = None
+        """Checksums of the model that it has left."""
         self._weights: GlobalWeights | None = None
+        self._averages: WeightAverages | None = None
+        self._loads_active_ema = False
         self._evaluation = Evaluation(eval_weights)
         self._layout: CheckpointLayout | None = None
         self._handover: Handover | None = None
@@ -247,18 +258,25 @@ class DiLoCoCallback(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._resume.after_load(state)
+        self._loads_active_ema = WeightAverages(state).is_ema_active
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.diloco is not None:
-            return
+            self._end_failed_fit()
         if self._given_manager is not None and self._ended is not None:
             raise ValueError(
                 "manager= is good for one fit, after which it has left the other groups: give "
                 "the next fit a new DiLoCoCallback with a new manager"
             )
         check_parallelism(state)
+        check_loads(state)
         also_synced = self._names_before()
+        self._averages = WeightAverages(state)
+        if self._loads_active_ema:  # an evaluation before fit may have taken it out
+            self._averages.put_in()
+        self._loads_active_ema = False
         resumed = self._resume.read(state)
+        ema_was_active = self._averages.take_out(None if resumed is None else resumed[1])
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._progress = Progress(self._folder, self.settings.sync_every)
@@ -271,7 +289,9 @@ class DiLoCoCallback(Callback):
         self._data = DataShare.of(state, self.options, settings, session)
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
-            self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch)
+            self._handover = Handover(
+                state, self.options.heal_inner_state, self._is_in_batch, self._averages
+            )
             give, take = self._handover.give, self._handover.take
             self._manager.register_state_dict_fn("composer", take, give)
             self.diloco = build_diloco(
@@ -290,12 +310,16 @@ class DiLoCoCallback(Callback):
             self.diloco.__enter__()
             if self._data is not None:
                 self._data.start(self.diloco, stream, lambda: self._stand_by(state, logger))
+            when_fit_is_over(functools.partial(self._leave_after_error, self._manager))
         except BaseException:
             self._leave()  # no heartbeat of ours may hold the others up
+            self.diloco = self._data = None
             raise
         if resumed is not None:
             self._progress.tell_resume(state, self.diloco)
         self._tell("training", state, logger)
+        if ema_was_active:
+            self._averages.put_in()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if self._data is not None:
@@ -331,7 +355,7 @@ class DiLoCoCallback(Callback):
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         if self._weights is not None:
-            self._evaluation.open(self._weights)
+            self._evaluation.open(self._weights, self._evaluates_as_is())
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._weights is not None:
@@ -352,8 +376,11 @@ class DiLoCoCallback(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
             return
-        if self.options.final_sync:
-            self.diloco.final_sync()
+        assert self._averages is not None and self._layout is not None, "fit_start has made them"
+        with self._averages.out_of_the_model():
+            if self.options.final_sync:
+                self.diloco.final_sync()
+            self._left = checksums(self._layout.live)
         self._tell("evaluating", state, logger)
         self.result = {
             "replica_id": replica_id_of(self.options),
@@ -367,6 +394,7 @@ class DiLoCoCallback(Callback):
             self._data.end(self.diloco)
         self._ended = self._diloco_state()  # no copies: there is no next inner step
         self._leave()
+        self.diloco = self._data = None
         # Last, since it fails on a full disk: the others and the coordinator know all by then.
         self._folder.write_result(self.result)
 
@@ -375,6 +403,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None or error is not None:  # before fit_end, or in what follows it
             end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
         self._leave()
+        self.diloco = self._data = None
         if self._weights is not None:
             self._weights.remove()
 
@@ -383,7 +412,7 @@ class DiLoCoCallback(Callback):
         assert self.diloco is not None
         reports = self.diloco.pop_finished_syncs()
         if self._handover is not None:
-            self._handover.level_ranks()
+            self._handover.level_ranks(logger)
         if reports and self._run is not None:
             self._run.offer_settings(self.diloco)
         self._progress.tell_syncs(reports, state, logger)
@@ -396,8 +425,9 @@ class DiLoCoCallback(Callback):
 
     def _stand_by(self, state: State, logger: Logger) -> None:
         """There are no samples to train on for now."""
-        assert self.diloco is not None, "it is asked while training"
-        self.diloco.stand_by()
+        assert self.diloco is not None and self._averages is not None, "it is asked while training"
+        with self._averages.out_of_the_model():
+            self.diloco.stand_by()
         if not self._tell("training", state, logger) and self._data is not None:
             self._data.tell_sync(self.diloco)
 
@@ -427,7 +457,7 @@ class DiLoCoCallback(Callback):
         self, resumed: tuple[dict[str, Any], dict[str, Tensor]] | None, state: State
     ) -> None:
         """Take over what a checkpoint or the fit before has left, if there is either."""
-        assert self.diloco is not None, "it has just been built"
+        assert self.diloco is not None and self._averages is not None, "they have just been built"
         if self._weights is not None:
             self._weights.remove()
         assert self._layout is not None, "it has been made too"
@@ -439,11 +469,17 @@ class DiLoCoCallback(Callback):
                 for name, tensor in local.items():
                     local_tensor(self._layout.live[name]).copy_(tensor)
         elif self._ended is not None:
-            diloco_state = carry_over(self._ended, self.diloco.state_dict(copies=False))
+            replaced = replaced_since(self._left, self._layout.live)
+            fresh = self.diloco.state_dict(copies=False)
+            diloco_state = carry_over(self._ended, fresh, replaced)
             self.diloco.load_state_dict(diloco_state)
         if diloco_state is not None and self._data is not None:
             self._data.load_place(diloco_state["reading"])
-        self._weights = GlobalWeights(unwrapped(state), self.diloco.global_parameters())
+        theta = self.diloco.global_parameters()
+        self._weights = GlobalWeights(
+            unwrapped(state), theta, lambda: self._saved_model() != "global"
+        )
+        self._averages.wrap(self._weights, self.diloco.make_local_global)
         if self._run is not None:
             self._run.offer_settings(self.diloco)
 
@@ -457,18 +493,63 @@ class DiLoCoCallback(Callback):
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
         assert self._weights is not None and self._layout is not None, "fit_start has made them"
-        return pack(diloco_state, self._weights.local(), self._weights.saved, self._layout)
+        assert self._averages is not None, "it has made them too"
+        local = self._averages.local(self._weights.local())
+        saved = self._weights.saved
+        return pack(diloco_state, local, saved, self._layout, self._saved_model())
+
+    def _saved_model(self) -> str:
+        """What Composer calls the weights: EMA's or SWA's while the model holds these."""
+        if self._averages is not None and self._averages.is_ema_active:
+            return "ema"
+        return "local" if self._replaces_global else "global"
+
+    def _evaluates_as_is(self) -> bool:
+        """Whether evaluators see what Composer shows them: EMA puts its weights there itself."""
+        has_ema = self._averages is not None and self._averages.has_ema_started
+        return has_ema or self._replaces_global
+
+    @property
+    def _replaces_global(self) -> bool:
+        """Whether SWA's average, in the model, is yet to become the global weights."""
+        if self.diloco is not None:
+            return self.diloco.replaces_global
+        return self._ended is not None and any(self._ended["replaces_global"])
+
+    def _leave_after_error(self, manager: Any) -> None:
+        """The fit that this manager was made for is over; nothing to do if it ended well."""
+        with self._leaving:
+            if self._manager is manager:
+                self._leave()
+                log.warning(
+                    "This replica group has left: its fit ended with an error. The others go on; "
+                    "it joins them again if fit is called again"
+                )
+
+    def _end_failed_fit(self) -> None:
+        """Keep what a fit that raised has left, for the one that now begins."""
+        assert self.diloco is not None, "it has left that"
+        self._leave()
+        self._ended = self._diloco_state()
+        self.diloco = self._data = None
+        log.info("Continuing from what the fit that failed has left")
 
     def _leave(self) -> None:
-        """Stop counting and stop the heartbeats, before the last evaluation: others would wait."""
-        if self.diloco is not None:
-            self.diloco.__exit__(None, None, None)
-            self.diloco = None
-        if self._manager is not None:
-            self._manager.shutdown()
-            self._manager = None
-        if self._data is not None:
-            self._data.close()
-            self._data = None
-        if self._run is not None:
-            self._run.leave()
+        """Stop counting and stop the heartbeats, before the last evaluation: others would wait.
+
+        The DiLoCo and the share of the data stay: a later fit may continue from them.
+        """
+        if sys.is_finalizing():
+            return  # there are no more threads, so no heartbeats, and no answer to a wait
+        with self._leaving:
+            if self._averages is not None:
+                self._averages.unwrap()
+            if self.diloco is not None:
+                self.diloco.__exit__(None, None, None)
+            if self._manager is not None:
+                self._manager.shutdown()
+                self._manager = None
+            if self._data is not None:
+                self._data.close()
+            if self._run is not None:
+                self._run.leave()

@@ -8,7 +8,8 @@ all of which Composer saves, it has
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``residual``: what the wire format has kept back, by name, fp32, if there is error feedback;
-* ``theta``: the global parameters by name, of those that are not fp32 in the model;
+* ``theta``: the global parameters by name, fp32: of those that are not fp32 in the model, or of all
+  if the job has an EMA or SWA, whose weights may be in the model in their place;
 * ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
 In a sharded checkpoint the keys depend on model and settings alone: it is loaded into a template,
@@ -20,7 +21,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,12 +28,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composer_replication.checksums import checksums
+from composer_replication.checksums import checksums, not_loaded
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
 from composer_replication.global_weights import as_dtensor
-
-log = logging.getLogger(__name__)
 
 FORMAT = 3
 _PLAIN = (
@@ -57,12 +55,25 @@ class CheckpointLayout:
     Args:
         fragments: The model's parameters and buffers in each fragment, by name.
         is_sharded: Whether each rank writes its shards (DCP), or rank 0 all of it.
+        has_averages: Whether the saved model may be another than the global one.
+        tied: The further names of parameters that have several, and the one in ``fragments``.
     """
 
-    def __init__(self, fragments: Sequence[Mapping[str, Tensor]], is_sharded: bool) -> None:
+    def __init__(
+        self,
+        fragments: Sequence[Mapping[str, Tensor]],
+        is_sharded: bool,
+        has_averages: bool = False,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
         self.fragments = [list(fragment) for fragment in fragments]
         self.live = {name: t for fragment in fragments for name, t in fragment.items()}
         self.is_sharded = is_sharded
+        self.tied = dict(tied or {})
+        self.theta_beside = [
+            name for name, t in self.live.items() if has_averages or t.dtype != torch.float32
+        ]
+        """The global parameters that are saved beside the model."""
 
     def save(self, name: str, shard: Tensor) -> Tensor:
         """What goes into the checkpoint. A collective, if the tensor is sharded and it is not."""
@@ -103,6 +114,7 @@ def pack(
     local: Mapping[str, Tensor],
     in_model: Callable[[str], Tensor],
     layout: CheckpointLayout,
+    whose: str = "global",
 ) -> dict[str, Any]:
     """Turn ``DiLoCo.state_dict()`` into DiLoCo's part of a checkpoint.
 
@@ -111,16 +123,19 @@ def pack(
         local: The local parameters by name.
         in_model: Gives what the checkpoint's model has under a name.
         layout: Where what lies.
+        whose: Whose weights the checkpoint's model has: ``global``, ``ema`` or ``local``.
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
-    momentum = _momentum(fragments)
+    momentum = momentum_of(fragments)
     progress = {key: state[key] for key in _PLAIN} | {
         "format": FORMAT,
         "replaces_global": state["replaces_global"],
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
         "frozen": [f["frozen"] for f in fragments],
+        "tied": layout.tied,
+        "model": whose,
         "checksums": checksums(layout.live, in_model),
     }
     saved = {
@@ -129,11 +144,7 @@ def pack(
         "local": {name: layout.save(name, tensor) for name, tensor in local.items()},
         "momentum": {name: layout.save(name, tensor) for name, tensor in momentum.items()},
         "residual": {name: layout.save(name, tensor) for name, tensor in state["residual"].items()},
-        "theta": {
-            name: layout.save(name, tensor)
-            for name, tensor in theta.items()
-            if layout.live[name].dtype != torch.float32
-        },
+        "theta": {name: layout.save(name, theta[name]) for name in layout.theta_beside},
     }
     return {key: value for key, value in saved.items() if value != {}}
 
@@ -154,11 +165,7 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
         "local": {name: empty(name, tensor.dtype) for name, tensor in layout.live.items()},
         "momentum": {name: empty(name, torch.float32) for name in with_momentum},
         "residual": {name: empty(name, torch.float32) for name in with_residual},
-        "theta": {
-            name: empty(name, torch.float32)
-            for name, tensor in layout.live.items()
-            if tensor.dtype != torch.float32
-        },
+        "theta": {name: empty(name, torch.float32) for name in layout.theta_beside},
     }
     return {key: value for key, value in saved.items() if value != {}}
 
@@ -166,7 +173,7 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
 def unpack(
     saved: Mapping[str, Any], settings: DiLoCoSettings, layout: CheckpointLayout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Turn DiLoCo's part of a checkpoint back; the model holds the global weights of the same one.
+    """Turn DiLoCo's part of a checkpoint back; the model holds the weights of the same one.
 
     A tensor of the model that is not the checkpoint's was left out of the load on purpose
     (``load_ignore_keys``), or has been replaced since: it stays as it is, and is global and local.
@@ -196,7 +203,7 @@ def unpack(
             raise BadStateError(
                 f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
             )
-    kept = _not_loaded(progress, layout)
+    kept = not_loaded(progress.get("checksums"), layout.live)
     local = {
         name: layout.load(name, tensor)
         for name, tensor in saved["local"].items()
@@ -220,73 +227,6 @@ def unpack(
     return state, local
 
 
-def carry_over(ended: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """What a fit has left, for the next one of this process, which may train more parameters.
-
-    Args:
-        ended: ``DiLoCo.state_dict()`` of the fit before.
-        fresh: The same of the DiLoCo that goes on. What it alone has begins as it is in the model.
-    """
-    theta = {name: t for fragment in ended["fragments"] for name, t in fragment["theta"].items()}
-    own_theta = {name: t for own in fresh["fragments"] for name, t in own["theta"].items()}
-    new = sorted(own_theta.keys() - theta.keys())
-    if not new:
-        return dict(ended)
-    log.info("Trained from this fit on, and synchronised: %s", ", ".join(new))
-    momentum = _momentum(ended["fragments"])
-    frozen = {name for fragment in ended["fragments"] for name in fragment["frozen"]}
-    residual = ended["residual"] and {
-        name: ended["residual"].get(name, torch.zeros_like(t)) for name, t in own_theta.items()
-    }
-    fragments = []
-    for own, before in zip(fresh["fragments"], ended["fragments"], strict=True):
-        state = {
-            place: {"momentum_buffer": momentum[name]}
-            for place, name in enumerate(own["theta"])
-            if name in momentum and before["optimizer"]["state"]
-        }
-        groups = [
-            {**group, "params": params["params"]}
-            for group, params in zip(
-                before["optimizer"]["param_groups"], own["optimizer"]["param_groups"], strict=True
-            )
-        ]
-        fragments.append(
-            {
-                "theta": {name: theta.get(name, t) for name, t in own["theta"].items()},
-                "optimizer": {"state": state, "param_groups": groups},
-                "frozen": [name for name in own["theta"] if name in frozen],
-            }
-        )
-    return {
-        **ended,
-        "fragments": fragments,
-        "residual": residual,
-        "in_flight": None,  # it is of other fragments
-        "settings": {**ended["settings"], "model": fresh["settings"]["model"]},
-    }
-
-
-def _not_loaded(progress: Mapping[str, Any], layout: CheckpointLayout) -> frozenset[str]:
-    """The tensors of the model that are not those that the checkpoint was saved with."""
-    saved = progress.get("checksums")
-    if saved is None:  # it is of a version that wrote none
-        return frozenset()
-    kept = [name for name, found in checksums(layout.live).items() if found != saved.get(name)]
-    if kept:
-        log.warning(
-            "%d of %d tensors of the model are not the checkpoint's: left out of the load "
-            "(load_ignore_keys), or replaced since. They stay as they are, are this group's part "
-            "of the global model too, and their outer momentum begins anew. All replica groups "
-            "must have them equal: %s%s",
-            len(kept),
-            len(layout.live),
-            ", ".join(kept[:6]),
-            f" and {len(kept) - 6} more" if len(kept) > 6 else "",
-        )
-    return frozenset(kept)
-
-
 def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(saved.get("progress"), str) or "local" not in saved:
         raise BadStateError(
@@ -302,7 +242,7 @@ def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
     return progress
 
 
-def _momentum(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
+def momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The momentum of every trained parameter; zeros, as good as none, before the first step."""
     momentum = {}
     for fragment in fragments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.outer_optimizer import local_tensor
+
+log = logging.getLogger(__name__)
 
 CHUNK = 1 << 17
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -41,6 +44,30 @@ def checksums(
         torch.distributed.all_reduce(together)
         sums = together.tolist()
     return dict(zip(live, sums, strict=True))
+
+
+def not_loaded(saved: Mapping[str, int] | None, live: Mapping[str, Tensor]) -> frozenset[str]:
+    """The tensors that are not those of the checkpoint; a warning names them.
+
+    Args:
+        saved: The checksums that are in it. None: it is of a version that wrote none.
+        live: The model's tensors by name.
+    """
+    if saved is None:
+        return frozenset()
+    kept = [name for name, found in checksums(live).items() if found != saved.get(name)]
+    if kept:
+        log.warning(
+            "%d of %d tensors of the model are not the checkpoint's: left out of the load "
+            "(load_ignore_keys), or replaced since. They stay as they are, are this group's part "
+            "of the global model too, and their outer momentum begins anew. What of them was in "
+            "flight is dropped. All replica groups must have them equal: %s%s",
+            len(kept),
+            len(live),
+            ", ".join(kept[:6]),
+            f" and {len(kept) - 6} more" if len(kept) > 6 else "",
+        )
+    return frozenset(kept)
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import warnings
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -32,6 +33,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class Weights(StrEnum):
+    """What an export may choose."""
+
+    GLOBAL = "global"
+    EMA = "ema"
+
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -245,17 +254,29 @@ def export(
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's file or folder.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="Where to write it.")],
+    weights: Annotated[
+        Weights | None,
+        typer.Option(help="Whose: of a run with EMA either. Without it: the checkpoint's model."),
+    ] = None,
 ) -> None:
-    """Write the global weights of a checkpoint alone, as safetensors."""
+    """Write the weights of a checkpoint alone, as safetensors: the global ones, or EMA's."""
     from composer_replication.export import export as run
 
-    told = run(checkpoint, out)
+    told = run(checkpoint, out, weights)
     when = f" after outer step {told['outer_step']}" if told["outer_step"] is not None else ""
+    whose = {
+        "global": "the global weights",
+        "ema": "EMA's weights",
+        "local": "this group's own weights",
+        "unknown": "the weights",
+    }[told["weights"]]
     print(
-        f"{out}: the global weights{when}, {told['num_tensors']} tensors, "
+        f"{out}: {whose}{when}, {told['num_tensors']} tensors, "
         f"{told['num_parameters']:,} parameters"
     )
-    if not when:
+    if told["weights"] == "local":
+        print("They are to become the global ones at the next sync, as SWA's average.")
+    if told["weights"] == "unknown":
         print("The checkpoint has no DiLoCo state, so these may be any weights.")
 
 

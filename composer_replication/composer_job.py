@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from composer import State
-from composer.callbacks import CheckpointSaver
+from composer import Event, State
+from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.core import DataSpec
 from composer.utils import dist
 from torch import nn
@@ -59,6 +59,31 @@ def check_parallelism(state: State) -> None:
             "set FSDP_VERSION=2 in the environment, or pass an FSDP2Config as "
             "parallelism_config['fsdp']"
         )
+
+
+def check_loads(state: State) -> None:
+    """Refuse checkpoints that callbacks load too late.
+
+    The global parameters are what the model holds when a fit starts. Weights that come later would
+    count as what this group has learnt since; and whether a checkpoint has a DiLoCo state is asked
+    at AFTER_LOAD.
+
+    Raises:
+        ValueError: There is such a callback.
+    """
+    for callback in state.callbacks:
+        if not isinstance(callback, LoadCheckpoint):
+            continue
+        in_time = [Event.INIT, Event.BEFORE_LOAD]
+        if callback.load_weights_only:
+            in_time.append(Event.AFTER_LOAD)
+        if callback.event not in in_time:
+            what = "" if callback.load_weights_only else " with load_weights_only=False"
+            raise ValueError(
+                f"LoadCheckpoint({callback.load_path!r}, event={callback.event.name}){what}: this "
+                "is too late for DiLoCo, whose global parameters are those at the start of the "
+                "fit. Use event=BEFORE_LOAD, its default, or the Trainer's load_path"
+            )
 
 
 def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:

@@ -25,13 +25,18 @@ class Evaluation:
         self._shows_global = eval_weights == "global"
         self._generators: tuple[Any, ...] | None = None
 
-    def open(self, weights: GlobalWeights) -> None:
-        """Evaluators come next."""
+    def open(self, weights: GlobalWeights, is_left_alone: bool) -> None:
+        """Evaluators come next.
+
+        Args:
+            weights: Puts the global weights into the model.
+            is_left_alone: Whether they see what Composer has put there, or puts there by itself.
+        """
         if self._generators is None:
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
             own = random.getstate(), np.random.get_state()
             self._generators = torch.get_rng_state(), cuda, *own
-        if self._shows_global:
+        if self._shows_global and not is_left_alone:
             weights.show()
 
     def close(self, weights: GlobalWeights) -> None:

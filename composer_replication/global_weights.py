@@ -24,10 +24,17 @@ class GlobalWeights:
         model: Without DDP around it.
         theta: The global parameters by the model's names, as this rank holds them: fp32, the shard
             of a DTensor. Looked at whenever they are needed, so they may change in place.
+        is_left_alone: Whether ``state_dict`` is to give what the model holds, now.
     """
 
-    def __init__(self, model: nn.Module, theta: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        theta: Mapping[str, Tensor],
+        is_left_alone: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._theta = theta
+        self._is_left_alone = is_left_alone
         self._live: dict[str, Tensor] = {
             name: tensor for name, tensor in _named_tensors(model) if name in theta
         }
@@ -47,7 +54,9 @@ class GlobalWeights:
     def _hook(self, owner: int, own: Mapping[str, str]) -> Callable[..., None]:
         def substitute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
             if id(module) != owner:
-                return  # a deep copy, such as an EMA's, has weights of its own
+                return  # a deep copy, such as SWA's, has weights of its own
+            if self._is_left_alone():
+                return
             for key, name in own.items():
                 found = state_dict.get(prefix + key)
                 if isinstance(found, nn.Parameter) or found is None:
@@ -65,7 +74,8 @@ class GlobalWeights:
 
     def saved(self, name: str) -> Tensor:
         """What ``state_dict()`` of the model gives under a name: this rank's part of it."""
-        return local_tensor(self._like(self._live[name], self._theta[name]))
+        live = self._live[name]
+        return local_tensor(live if self._is_left_alone() else self._like(live, self._theta[name]))
 
     def local(self) -> dict[str, Tensor]:
         """The local parameters by name, also while the global ones are shown; not copies."""
@@ -90,6 +100,10 @@ class GlobalWeights:
             self._write(self._kept)
             self._kept = None
 
+    def keep_shown(self) -> None:
+        """What the model holds now are the local parameters."""
+        self._kept = None
+
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, tensor in self._live.items():
             local_tensor(tensor).copy_(values[name])
@@ -112,3 +126,10 @@ def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The further names of parameters that have several, and the one that we call them by."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(p)] for name, p in every if names[id(p)] != name}

@@ -1,5 +1,5 @@
-"""What goes to a joiner beside the global state: the position in training, and, if asked for, the
-inner optimizer's state."""
+"""What goes to a joiner beside the global state: the position in training, the averages of EMA and
+SWA, and, if asked for, the inner optimizer's state."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from composer import State, Timestamp
+from composer import Logger, State, Timestamp
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.inner_optimizer import load_state, save_state
 from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.weight_averages import WeightAverages
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +25,24 @@ class Handover:
         state: Composer's.
         heal_inner_state: ``own`` or ``donor``, see ``ReplicaOptions``.
         is_in_batch: Whether this group stands inside a batch that it has not counted yet.
+        averages: The job's EMA and SWA.
 
     Raises:
         ValueError: The inner optimizer's state is sharded, so that no rank has all of it.
     """
 
     def __init__(
-        self, state: State, heal_inner_state: str, is_in_batch: Callable[[], bool]
+        self,
+        state: State,
+        heal_inner_state: str,
+        is_in_batch: Callable[[], bool],
+        averages: WeightAverages,
     ) -> None:
         self._state = state
         self._wants_inner_state = heal_inner_state == "donor"
         self._is_in_batch = is_in_batch
+        self._averages = averages
+        self._received_averages: tuple[list[Any], bool] = [], False
         self._has_taken = False
         self._received: list[dict[str, Any]] | None = None
         if self._wants_inner_state and any(
@@ -46,13 +54,15 @@ class Handover:
             )
 
     def give(self) -> dict[str, Any]:
-        """What a joiner gets. Rank 0 alone gives the inner optimizer's state."""
-        gives = self._wants_inner_state and dist.get_global_rank() == 0
+        """What a joiner gets. Rank 0 alone gives averages and the inner optimizer's state."""
+        is_rank_0 = dist.get_global_rank() == 0
+        gives = self._wants_inner_state and is_rank_0
         inner = save_state(self._state.optimizers[0]) if gives else None
         return {
             "timestamp": _counts(self._state.timestamp),
             "is_in_batch": self._is_in_batch(),
             "inner_optimizer": inner,
+            "averages": self._averages.give() if is_rank_0 else [],
         }
 
     def take(self, saved: dict[str, Any]) -> None:
@@ -62,6 +72,9 @@ class Handover:
             SettingsMismatch: The donor gives no inner optimizer state, and it is wanted.
         """
         self._has_taken = True
+        # The averages are taken at the end of the batch, after their own updates in it.
+        misses_an_update = saved["is_in_batch"] or self._is_in_batch()
+        self._received_averages = saved["averages"], misses_an_update
         self._take_timestamp(saved["timestamp"], saved["is_in_batch"])
         self._received = saved["inner_optimizer"]
         wants = self._wants_inner_state and dist.get_global_rank() == 0
@@ -71,7 +84,7 @@ class Handover:
                 "make them equal"
             )
 
-    def level_ranks(self) -> None:
+    def level_ranks(self, logger: Logger) -> None:
         """What rank 0's donor gave, for all ranks of the group, if there has been a heal.
 
         torchft picks a donor for each rank. Donors may stand at different batches, when some have
@@ -83,6 +96,11 @@ class Handover:
         counts = [_counts(self._state.timestamp)]
         dist.broadcast_object_list(counts, src=0)
         self._adopt(counts[0])
+        if self._averages.exist:
+            given = [self._received_averages]
+            dist.broadcast_object_list(given, src=0)
+            self._averages.take(*given[0], logger)
+        self._received_averages = [], False
         if not self._wants_inner_state:
             return
         received = [self._received]

@@ -21,10 +21,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler
 from itertools import islice
-from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
 from composer_replication import audit
+from composer_replication.background_server import BackgroundServer
 from composer_replication.heal_proof import ASKER, CHALLENGE, MAC, NONCE, Question
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ TLS_CHUNK = 1 << 20
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class HealServer(ThreadingMixIn, TCPServer):
+class HealServer(BackgroundServer):
     """Answers those who prove that they know one of the run's tokens; each in a thread.
 
     Args:
@@ -61,9 +61,6 @@ class HealServer(ThreadingMixIn, TCPServer):
         answer: What a path gets; a KeyError says that there is nothing.
         context: For TLS. None: no TLS.
     """
-
-    daemon_threads = True
-    block_on_close = False
 
     def __init__(
         self,
@@ -79,9 +76,7 @@ class HealServer(ThreadingMixIn, TCPServer):
         self._shortages = Seldom()
         self._unproven: dict[socket.socket, str] = {}  # the oldest first, with their hosts
         self._changed = threading.Condition()
-        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()  # socketserver's own, which is not bound
-        self.socket = listener
+        super().__init__(listener, _Handler, "heal")
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:

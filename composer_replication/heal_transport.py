@@ -73,9 +73,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         address = f"{scheme}://{bracketed(hostname or socket.gethostname())}:{self.port}"
         context = None if tls_dir is None else server_context(tls_dir)
         self._server = HealServer(listener, address, tokens, self.answer, context)
-        threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="heal", daemon=True
-        ).start()
+        self._server.start()
 
     # ---- the donor ---------------------------------------------------------------------------
 
@@ -188,5 +186,4 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
 
     def shutdown(self, wait: bool = True) -> None:
         del wait
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()

@@ -15,10 +15,11 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from socketserver import StreamRequestHandler, TCPServer, ThreadingMixIn
+from socketserver import StreamRequestHandler
 from typing import Any
 
 from composer_replication.addresses import bracketed, listen
+from composer_replication.background_server import BackgroundServer
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +44,11 @@ class NoticeBoard:
         self._server = _Server(listen(hostname), tuple(tokens) or ("",))
         port = self._server.socket.getsockname()[1]
         self.address = f"{bracketed(hostname or socket.gethostname())}:{port}"
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), daemon=True)
-        thread.name = "notice_board"
-        thread.start()
+        self._server.start()
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
 
 class Notices:
@@ -102,14 +100,9 @@ def _proof(key: str, value: str, token: str) -> str:
     return hmac.new(token.encode(), b"notice\0" + text, hashlib.sha256).hexdigest()
 
 
-class _Server(ThreadingMixIn, TCPServer):
-    daemon_threads = True
-    block_on_close = False
-
+class _Server(BackgroundServer):
     def __init__(self, listener: socket.socket, tokens: Sequence[str]) -> None:
-        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()  # socketserver's own, which is not bound
-        self.socket = listener
+        super().__init__(listener, _Handler, "notice_board")
         self.tokens = tokens
         self.notices: OrderedDict[str, str] = OrderedDict()
         self.lock = threading.Lock()

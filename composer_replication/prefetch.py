@@ -59,7 +59,8 @@ def prefetch(
             return
         except HealError as error:
             log.warning("No global state from %s: %s", donor, error)
-            reasons.append(str(error))
+            if _answers(donor, connect_timeout):
+                reasons.append(str(error))  # else it has just left, or died, and is no donor
     if reasons:
         raise HealError(
             f"{len(reasons)} replica groups have the global state, and it could be had from none. "
@@ -101,8 +102,7 @@ def _donors(
     limit = timedelta(seconds=connect_timeout)
     for member in sorted(members, key=lambda member: -member.step):
         try:
-            server = urlsplit(member.manager_addr)
-            if not can_connect(server.hostname or "", server.port or 0, connect_timeout):
+            if not _answers(member.manager_addr, connect_timeout):
                 continue  # it has died, which torchft's client would find out after connect_timeout
             manager = ManagerClient(member.manager_addr, connect_timeout=limit)
             address = manager._checkpoint_metadata(rank, timeout=limit)
@@ -114,6 +114,11 @@ def _donors(
             continue
         if is_donor:
             yield address
+
+
+def _answers(address: str, connect_timeout: float) -> bool:
+    server = urlsplit(address)
+    return can_connect(server.hostname or "", server.port or 0, connect_timeout)
 
 
 def _ask(donor: str, path: str, client: HealClient, timeout: float) -> Offer:

@@ -95,6 +95,7 @@ class QuorumWatch:
         self.should_commit = client.should_commit
         self.layout = GroupLayout(world_size)
         self.members: tuple[str, ...] = ()
+        self._managers: dict[str, str] = {}
         self.boards: dict[str, str] = {}
         """Addresses of the members' notice boards, by their names."""
         self.max_step = 0
@@ -151,7 +152,7 @@ class QuorumWatch:
             raise QuorumFailed(str(error).splitlines()[0]) from error
         quorum_as_given = [quorum.quorum_id, list(quorum.replica_ids)]
         quorum, reports = self._without_strangers(quorum, request["group_rank"])
-        before = self.members
+        before = self._managers
         is_used = self._is_usable(quorum, quorum_as_given, reports)
         is_used = self.layout.fits(dict(zip(self.members, reports, strict=True))) and is_used
         if self._world_size > 1:
@@ -233,14 +234,17 @@ class QuorumWatch:
                 self.awaits_until = self.awaits_until or now + self.MISSED_FOR_S
                 self.awaits = self.awaits | living
 
-    def _judge(self, reports: Mapping[str, Report], before: tuple[str, ...]) -> None:
+    def _judge(self, reports: Mapping[str, Report], before: Mapping[str, str]) -> None:
         """Find who is to blame for the failure of the last sync, if it has failed.
+
+        A member whose manager server is another one has gone since, and has come back.
 
         If it is this group, and has been for ``LEAVES_AFTER_S``, then it leaves unless the sync in
         this quorum ends well.
         """
         culprit = at_fault(reports)
-        self.fault = "another" if culprit is not None or before != self.members else None
+        self._managers = {name: report.manager for name, report in reports.items()}
+        self.fault = "another" if culprit is not None or before != self._managers else None
         if culprit == self.name:
             self.fault = "this"
         self.unreachable, self.has_failed = (), False

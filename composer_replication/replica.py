@@ -6,9 +6,11 @@ import logging
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,7 +38,7 @@ from composer_replication.options import (
 )
 from composer_replication.prefetch import prefetch
 from composer_replication.process_group import host_store, make_process_group
-from composer_replication.replica_manager import ReplicaManager
+from composer_replication.replica_manager import ReplicaManager, free_uuids
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +137,8 @@ def make_manager(
     if store_addr is None:
         store = host_store(hostname)
         store_addr, store_port = store.host, store.port
-    with _manager_server_at(own_address(hostname)) if rank == 0 else nullcontext():
+    own_uuid = free_uuids.pop((str(replica_id), lighthouse_addr), None) or str(uuid.uuid4())
+    with _manager_server_at(own_address(hostname), own_uuid) if rank == 0 else nullcontext():
         manager = ReplicaManager(
             pg=process_group,
             load_state_dict=None,  # DiLoCo and the callback register theirs
@@ -183,11 +186,12 @@ _binding = threading.Lock()
 
 
 @contextmanager
-def _manager_server_at(address: str | None) -> Iterator[None]:
+def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
     """Have torchft's manager server listen on one address; None: on every interface.
 
     torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where whoever reaches it may
-    vote, or end this process. Remove this when ``Manager`` takes the address.
+    vote, or end this process; and it always makes a new uuid for the lighthouse (``new_uuid``).
+    Remove this when ``Manager`` takes both.
     """
 
     def bound(*, bind: str, **arguments: Any) -> ManagerServer:
@@ -196,10 +200,11 @@ def _manager_server_at(address: str | None) -> Iterator[None]:
 
     with _binding:  # two managers of one process may be built at the same time
         torchft.manager.ManagerServer = bound  # pyright: ignore[reportAttributeAccessIssue]
+        torchft.manager.uuid = SimpleNamespace(uuid4=lambda: own_uuid)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
-            torchft.manager.ManagerServer = ManagerServer
+            torchft.manager.ManagerServer, torchft.manager.uuid = ManagerServer, uuid
 
 
 class _OneLine(logging.Filter):

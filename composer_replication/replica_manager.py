@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,11 @@ log = logging.getLogger(__name__)
 
 _left: list[ReplicaManager] = []
 """Managers that have left. Their connections stay until the next one of this process commits."""
+
+free_uuids: dict[tuple[str, str], str] = {}
+"""The uuids of managers of this process that have left, by replica id and lighthouse: the next one
+that takes their place takes theirs. A lighthouse would wait for a member with another uuid until
+its heartbeats are old, though it has just gone. It waits for this one too, which comes."""
 
 
 class ReplicaManager(Manager):
@@ -323,8 +329,9 @@ class ReplicaManager(Manager):
         else:
             commits = self._executor.submit(super().should_commit, timeout).result()
         if commits and _left:
-            while _left:
-                _left.pop().release()
+            with suppress(IndexError):  # another group of this process may be at it too
+                while True:
+                    _left.pop().release()
             gc.collect()  # some of it is in cycles, which Python leaves alone for long
         return commits
 
@@ -337,6 +344,9 @@ class ReplicaManager(Manager):
         if not self._is_shut_down:
             self._is_shut_down = True
             super().shutdown(wait=wait)
+            if self._group_rank == 0:  # which has the manager server
+                uuid = self._watch.name.rpartition(":")[2]
+                free_uuids[self.replica_name, self._lighthouse_addr] = uuid
             _left.append(self)
             self.store = None
 

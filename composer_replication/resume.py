@@ -18,6 +18,8 @@ from composer_replication.checkpoint import (
 from composer_replication.composer_job import unwrapped
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.global_weights import tied_names
+from composer_replication.weight_averages import averages_in
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +82,10 @@ class Resume:
 
     def layout(self, state: State, also_synced: Collection[str] = ()) -> CheckpointLayout:
         """How a checkpoint of this group lies; for ``also_synced`` see ``DiLoCo``."""
-        fragments = synced_tensors(unwrapped(state), self._settings, also_synced)
-        return CheckpointLayout(fragments, state.fsdp_sharded_state_dict_enabled)
+        model = unwrapped(state)
+        fragments = synced_tensors(model, self._settings, also_synced)
+        is_sharded = state.fsdp_sharded_state_dict_enabled
+        return CheckpointLayout(fragments, is_sharded, bool(averages_in(state)), tied_names(model))
 
     def read(self, state: State) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """What ``DiLoCo.load_state_dict`` takes, and the local parameters, if any were loaded.

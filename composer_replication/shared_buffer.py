@@ -44,8 +44,8 @@ class Fault:
               believe it did.
             * ``late`` starts the replica only once its peers have reached ``step``.
         replica_id: Whose fault it is.
-        step: The manager's step (committed votes so far; 1 after the cold start) at which it
-            happens, once.
+        step: The manager's step (1 after the cold start, and one more after every outer step) at
+            which it happens, once.
     """
 
     kind: FaultKind

@@ -37,7 +37,7 @@ def end_if_stuck_in_close(error: BaseException | None) -> None:
     Args:
         error: Why it closes; the process ends with the status that this would have given it.
     """
-    closing = next((f for f in _stack(sys._getframe()) if f.f_code is Trainer.close.__code__), None)
+    closing = next((f for f in stack(sys._getframe()) if f.f_code is Trainer.close.__code__), None)
     if closing is not None:
         arguments = (threading.get_ident(), closing, _exit_status(error))
         threading.Thread(target=_watch, args=arguments, name="close watch", daemon=True).start()
@@ -45,9 +45,9 @@ def end_if_stuck_in_close(error: BaseException | None) -> None:
 
 def _watch(thread_id: int, closing: FrameType, status: int) -> None:
     since = time.monotonic()
-    while closing in (stack := list(_stack(sys._current_frames().get(thread_id)))):
+    while closing in (frames := list(stack(sys._current_frames().get(thread_id)))):
         in_barrier = any(
-            frame.f_code is dist.barrier.__code__ and frame.f_back is closing for frame in stack
+            frame.f_code is dist.barrier.__code__ and frame.f_back is closing for frame in frames
         )
         if not in_barrier:
             since = time.monotonic()
@@ -69,7 +69,8 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, its caller, and so on to the thread's first."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from dataclasses import replace
 from http.client import HTTPConnection
@@ -37,11 +36,9 @@ def server():
     listener = listen("127.0.0.1")
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = HealServer(listener, address, ["secret"], answer)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
+    server.start()
     yield server
-    server.shutdown()
-    server.server_close()
+    server.stop()
 
 
 def ask(server, token="secret", timeout=5.0):

@@ -172,3 +172,18 @@ def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(stack, lighthou
         (Group("honest", lighthouse, stack), 4, honest.metadata()),
     )
     assert len(fetch_ahead(stack, lighthouse).fetched) == 1
+
+
+def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(stack, lighthouse):
+    leaving = donor(stack)
+
+    def leave():
+        leaving.shutdown()
+        raise KeyError("it has gone")
+
+    leaving.source = (lambda: 4, leave)
+    all_join(
+        (Group("a", lighthouse, stack), 4, leaving.metadata()),
+        (Group("b", lighthouse, stack), 0, "http://127.0.0.1:1"),
+    )
+    assert fetch_ahead(stack, lighthouse).fetched == {}

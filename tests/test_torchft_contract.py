@@ -143,6 +143,9 @@ def test_the_manager_still_does_what_ours_hangs_on():
         r"= ManagerServer\((\n +\w+=.*,)+", init := inspect.getsource(Manager.__init__)
     )
     assert 'bind = f"[::]:{port}"' in init and "bind=bind," in init
+    # And another uuid than torchft's.
+    assert init.count("uuid.") == 1 and "new_uuid = str(uuid.uuid4())" in init
+    assert 'replica_id = f"{replica_id}:{new_uuid}"' in init
     # The heal state has these two parts, and the transport is told when it may go.
     assert '"user": {' in inspect.getsource(Manager._manager_state_dict)
     assert "_checkpoint_transport.disallow_checkpoint()" in inspect.getsource(Manager.should_commit)

@@ -158,11 +158,13 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return self._unsent is not None
 
     def in_flight_state(self) -> dict[str, Any] | None:
-        """What a group that continues from here has to send again; None if nothing."""
+        """What a group that continues from here has to send again; None if nothing.
+
+        A sync without a delay is in flight only if it was broken off: it is formed anew.
+        """
         formed = self._formed if self.is_in_flight else self._unsent
-        if formed is None:
+        if formed is None or formed.local is None:
             return None
-        assert formed.local is not None, "only a sync with a delay is ever in flight"
         return {
             "fragment": self.fragment_id,
             "inner_steps": formed.inner_steps,
@@ -226,14 +228,27 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """In a quorum: form the pseudo-gradient and start its allreduce, without waiting for it."""
         self._clock.quorum_formed()
         self.committed = False
-        super().prepare_sync()
+        try:
+            super().prepare_sync()
+        except BaseException as error:
+            self._break_off(error)
+            raise
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. True if it committed."""
-        self.committed = super().perform_sync()
+        try:
+            self.committed = super().perform_sync()
+        except BaseException as error:
+            if self.is_in_flight:  # not yet at the vote
+                self._break_off(error)
+            raise
         self._formed.local = None  # no longer in flight
         self._clock.vote_over()
         return self.committed
+
+    def _break_off(self, error: BaseException) -> None:
+        """Ctrl-C, or an error of this group's own: peers need not wait for what it has not sent."""
+        self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step of ``samples`` samples since the last sync."""

@@ -40,6 +40,7 @@ class GlobalState:
     def __init__(self, fragments: Sequence[GlobalParameters], fingerprint: dict[str, Any]) -> None:
         self._fragments = fragments
         self._whole = threading.RLock()
+        self._is_in_outer_step = False
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.settings_version = 0
@@ -77,8 +78,17 @@ class GlobalState:
 
         Args:
             copies: Whether of the tensors, or the tensors themselves.
+
+        Raises:
+            RuntimeError: An outer step was broken off half way, by Ctrl-C or an error.
         """
         with self._whole:
+            if self._is_in_outer_step:  # this very thread was in it
+                raise RuntimeError(
+                    f"outer step {self.outer_step + 1} was broken off half way, so part of the "
+                    "global parameters have moved and part have not: build a new Trainer, which "
+                    "takes over what the other groups have, or load a checkpoint in it"
+                )
             return {
                 "outer_step": self.outer_step,
                 "settings_version": self.settings_version,
@@ -90,11 +100,13 @@ class GlobalState:
     def begin_outer_step(self) -> None:
         """The outer optimizer is about to move global parameters."""
         self._whole.acquire()
+        self._is_in_outer_step = True
 
     def end_outer_step(self, claims: Iterable[Claim]) -> None:
         """It has, for what the groups of the sync have trained on."""
         self.outer_step += 1
         self.ledger.commit(claims)
+        self._is_in_outer_step = False
         self._whole.release()
 
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from common import TinyMLP, batch
 from composer import Callback, Trainer
+from composer.algorithms import EMA
 from composer.models import ComposerModel
 from composer.utils import dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -56,19 +57,25 @@ class Record(Callback):
         self._seen = diloco.outer_step
         theta = diloco.global_parameters()
         local = {name: p.detach() for name, p in state.model.module.named_parameters()}
-        digest = hashlib.sha256()
-        for _, parameter in sorted(local.items()):
-            digest.update(parameter.float().numpy().tobytes())
+        [ema] = state.algorithms
         line = {
             "outer_step": diloco.outer_step,
             "batch": state.timestamp.batch.value,
             "inner_steps": diloco.inner_steps,
-            "local": digest.hexdigest(),
+            "local": digest_of(local),
+            "ema": digest_of(ema.ema_model.named_parameters_dict) if ema.ema_started else None,
             "global": diloco.global_digest(),
             "is_level": all(torch.equal(p, theta[name].to(p.dtype)) for name, p in local.items()),
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def digest_of(tensors):
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class Pause(Callback):
@@ -104,6 +111,7 @@ def main(out, dtype, microbatch_size, batches="7", pause_s="0"):
             diloco,
             Record(diloco, Path(out) / f"{group}_{rank}.jsonl"),
         ],
+        algorithms=EMA(half_life="2ba"),
         device="cpu",
         device_train_microbatch_size=int(microbatch_size),
         progress_bar=False,

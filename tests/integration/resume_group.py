@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from common import TinyMLP, batch
 from composer import Callback, Trainer
+from composer.algorithms import EMA
 from composer.models import ComposerModel
 from composer.optim import CosineAnnealingScheduler
 from composer.utils import dist
@@ -27,6 +28,9 @@ OPTIMIZERS = {
     # Without momentum it has no state, and torch steps it at every save.
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
 }
+
+
+HEAD = "mlp.layers.4"
 
 
 class TinyModel(ComposerModel):
@@ -51,6 +55,7 @@ class Record(Callback):
         self._diloco = diloco
         self.batches = {}
         self.at_start = ""
+        self.heads = {}
 
     def fit_start(self, state, logger):
         """All of what is local, global and outer momentum, whatever the number of ranks."""
@@ -63,6 +68,10 @@ class Record(Callback):
         model = state.get_model_state_dict()
         whole |= {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.items()}
         self.at_start = digest_of(whole.items())
+        self.heads = {
+            "local": digest_of((n, t) for n, t in whole.items() if n.startswith(f"local.{HEAD}")),
+            "global": digest_of((n, t) for n, t in whole.items() if n.startswith(HEAD)),
+        }
 
     def batch_end(self, state, logger):
         self.batches[state.timestamp.batch.value] = {
@@ -71,6 +80,7 @@ class Record(Callback):
             "global": self._diloco.diloco.global_digest(),
             "inner": digest_of(inner_state(state.optimizers[0])),
             "lr": state.optimizers[0].param_groups[0]["lr"],
+            "ema": [digest_of(each.ema_model.named_parameters()) for each in state.algorithms],
         }
 
 
@@ -99,7 +109,9 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
         group_rank=rank,
         num_replicas=dist.get_world_size(),
     )
-    model = TinyModel(seed=3, dtype=getattr(torch, case.get("dtype", "float32")))
+    model = TinyModel(seed=case.get("seed", 3), dtype=getattr(torch, case.get("dtype", "float32")))
+    head = digest_of((n, p) for n, p in model.named_parameters() if n.startswith(HEAD))
+    ignored = case.get("ignored") if load_path else None
     diloco = DiLoCoCallback(
         lighthouse_addr=lighthouse_addr, timeout=30.0, start_timeout_s=90.0, **case["diloco"]
     )
@@ -114,6 +126,7 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
         eval_interval="2ba" if load_path else "100ba",
         max_duration=max_duration or case["max_duration"],
         callbacks=[diloco, record],
+        algorithms=[EMA(half_life=case["ema"])] if "ema" in case else None,
         device="cpu",
         device_train_microbatch_size=2,  # gradients are accumulated
         parallelism_config={"fsdp": {"state_dict_type": case["fsdp"]}} if case["fsdp"] else None,
@@ -122,6 +135,8 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
         save_interval=f"{case['stop']}ba",
         save_overwrite=True,
         load_path=load_path,
+        load_ignore_keys=ignored,
+        load_strict_model_weights=not ignored,
         progress_bar=False,
         auto_log_hparams=False,
     )
@@ -129,6 +144,7 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
     trainer.close()
     return {
         "at_start": record.at_start,
+        "heads": record.heads | {"fresh": head},
         "batches": record.batches,
         "result": diloco.result,
         "model": digest_of(model.named_parameters()),

@@ -121,6 +121,7 @@ def test_all_ranks_of_all_groups_hold_the_same_model(tmp_path, launcher, dtype, 
     assert [line["inner_steps"] for line in first] == [0, 2, 4, 6]
     assert all(line["is_level"] for line in first)
     assert len({line["global"] for line in first}) == 4  # it did train
+    assert len({line["ema"] for line in first}) == 4
     for seen in lines.values():
         assert seen == first
     results = [
@@ -158,11 +159,12 @@ def test_six_ranks_are_equal_at_every_sync_after_a_group_was_killed_and_healed(t
         (tmp_path / "STOP").touch()
         wait_for(groups)
 
-    held: dict[int, list[tuple[str, str]]] = {}
+    held: dict[int, list[tuple[str, ...]]] = {}
     for group in range(3):
         for rank in RANKS:
             for line in lines_of(tmp_path, group, rank):
-                held.setdefault(line["outer_step"], []).append((line["local"], line["global"]))
+                found = line["local"], line["global"], line["ema"]
+                held.setdefault(line["outer_step"], []).append(found)
     assert all(len(set(values)) == 1 for values in held.values())
     assert len(held[back_at]) == len(held[back_at + 3]) == 6
     assert len(held[killed_at + 1]) == 4

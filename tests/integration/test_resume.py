@@ -4,6 +4,7 @@ Run: pytest tests/integration/test_resume.py. Real: two replica groups, each a C
 process (monolithic checkpoints) or of two under FSDP2 (sharded ones), lighthouse and gloo.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -20,7 +21,9 @@ from integration.test_composer_launchers import (
     free_port,
     kill,
 )
+from safetensors.torch import load_file
 
+from composer_replication.export import export
 from composer_replication.lighthouse import start_lighthouse
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -160,7 +163,8 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
                 for settings in UNENCODED
                 for optimizer in ("adamw", "sgd")
             ]
-            + [case("in_flight", "adamw", None, dtype="bfloat16"), case("int8", "adamw", None)],
+            + [case("in_flight", "adamw", None, dtype="bfloat16"), case("int8", "adamw", None)]
+            + [case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba")],
             id="monolithic",
         ),
         pytest.param(
@@ -171,7 +175,8 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
                 for optimizer in ("adamw", "sgd")
             ]
             + [case("in_flight", "adamw", "full"), case("int8", "adamw", "sharded")]
-            + [case("int8", "adamw", None)],
+            + [case("int8", "adamw", None)]
+            + [case("in_flight", "adamw", fsdp, ema="2ba") for fsdp in (None, "full", "sharded")],
             id="sharded",
         ),
     ],
@@ -182,17 +187,58 @@ def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrup
     run_groups(tmp_path, cases, ranks=ranks, resumes=False)
     run_groups(tmp_path, cases, ranks=ranks, resumes=True)
     check_resumed(tmp_path, cases, ranks)
+    check_averages(tmp_path, [each for each in cases if "ema" in each])
+
+
+def check_averages(tmp_path: Path, cases: list[dict]) -> None:
+    """EMA's weights and the global ones are equal in both groups, also in what is exported."""
+    for each in cases:
+        found = results(tmp_path, each, False)
+        assert len({one["batches"]["13"]["ema"][0] for one in found.values()}) == (
+            2 if each["fsdp"] else 1  # each rank has its shard
+        )
+        exported = {}
+        for group, which in itertools.product(range(2), (None, "ema", "global")):
+            checkpoint = tmp_path / each["name"] / str(group) / name_of(each)
+            told = export(checkpoint, tmp_path / "out.safetensors", which)
+            assert told["weights"] == (which or "ema")
+            weights = load_file(tmp_path / "out.safetensors")
+            exported[group, which] = {name: t.tolist() for name, t in weights.items()}
+        assert exported[0, None] == exported[0, "ema"] == exported[1, "ema"]
+        assert exported[0, "global"] == exported[1, "global"] != exported[0, "ema"]
+
+
+def name_of(case: dict) -> str:
+    """Of the checkpoint from which a case is resumed."""
+    stop = case["stop"]
+    return f"ep{(stop - 1) // 5}-ba{stop}" if case["fsdp"] == "sharded" else f"ba{stop}.pt"
+
+
+def test_a_new_head_is_local_and_global_in_sharded_groups_too(tmp_path):
+    # In the first case the fragment that the head is a part of is in flight.
+    cases = [case("in_flight", "adamw", "sharded"), case("vanilla", "adamw", "full")]
+    run_groups(tmp_path, cases, ranks=2, resumes=False)
+    for each in cases:
+        each |= {"ignored": ["state/model/mlp.layers.4*"], "seed": 5}
+    run_groups(tmp_path, cases, ranks=2, resumes=True)
+    for each in cases:
+        found = results(tmp_path, each, True)
+        assert len({one["result"]["global_digest"] for one in found.values()}) == 1
+        for group in range(2):
+            head = found[f"{group}.0.json"]["heads"]  # only rank 0 has all of what is saved
+            assert head["local"] == head["global"] == head["fresh"]
 
 
 def test_a_group_may_go_on_with_another_number_of_ranks(tmp_path):
     # A sync is in flight, of sharded parameters and of replicated ones.
     cases = [case("in_flight", "adamw", "sharded"), case("in_flight", "adamw", None)]
+    cases += [case("in_flight", "adamw", None, ema="2ba")]
     run_groups(tmp_path, cases, ranks=2, resumes=False)
     at_start = []
     for ranks, launcher in ((2, TORCHRUN), (1, COMPOSER)):
         run_groups(tmp_path, cases, ranks=ranks, resumes=True, launcher=launcher)
         found = [results(tmp_path, each, True) for each in cases]
-        assert [len(each) for each in found] == [2 * ranks] * 2
+        assert [len(each) for each in found] == [2 * ranks] * 3
         at_start.append([{name[0]: one["at_start"] for name, one in r.items()} for r in found])
         for path in tmp_path.glob("*.True.*.json"):
             path.unlink()
@@ -202,4 +248,6 @@ def test_a_group_may_go_on_with_another_number_of_ranks(tmp_path):
                 assert one["inner_steps"] == 13
                 # Of one rank a group, the digest is that of whole parameters.
                 assert one["global_digest"] == other["global_digest"]
+            averages = [one["batches"]["13"]["ema"] for one in found[2].values()]
+            assert averages[0] == averages[1]
     assert at_start[0] == at_start[1]

@@ -1,0 +1,220 @@
+"""Each callback of Composer under DiLoCo. Run: pytest tests/composer_parts/test_callbacks.py
+
+Real: Composer's Trainer, callbacks and files, on the CPU. Replica groups are threads over the
+simulation's shared buffer.
+"""
+
+import dataclasses
+import importlib.util
+import threading
+
+import pytest
+import torch
+from composer import Callback
+from composer.callbacks import LoadCheckpoint, NaNMonitor, ThresholdStopper
+from composer_parts.callbacks import CALLBACKS, evaluating
+from composer_parts.fits import (
+    IDENTITY,
+    NOT_TRIED,
+    Part,
+    check_equal,
+    check_identity,
+    difference,
+    fit,
+    fit_groups,
+    names,
+)
+from composer_parts.models import steady
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.simulation import SimulationError, simulate
+
+ON_A_FILE = "LoadCheckpoint"  # which its own tests make
+TRIED = [name for name, part in CALLBACKS.items() if part.status != NOT_TRIED and name != ON_A_FILE]
+STREAMING = {
+    "sync_every": 4,
+    "num_fragments": 2,
+    "fragment_sync_delay": 1,
+    "fragment_update_alpha": 0.5,
+}
+NEED_A_GPU = [name for name, part in CALLBACKS.items() if "CUDA" in part.error]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", names(TRIED, CALLBACKS))
+def test_one_group_trains_as_under_composer_alone_and_the_callback_does_its_work(name):
+    part = CALLBACKS[name]
+    part.check_needs()
+    part.did(*check_identity(part))
+
+
+@pytest.mark.parametrize("name", names(TRIED, CALLBACKS))
+def test_two_groups_end_equal(name):
+    CALLBACKS[name].check_needs()
+    check_equal(CALLBACKS[name])
+
+
+@pytest.mark.parametrize("name", NEED_A_GPU)
+def test_what_needs_a_gpu_only_warns_on_a_cpu(name):
+    with pytest.warns(UserWarning, match=CALLBACKS[name].error):
+        check_identity(CALLBACKS[name])
+
+
+def test_mlperf_needs_a_package():
+    if importlib.util.find_spec("mlperf_logging") is not None:
+        pytest.skip("it is installed")
+    with pytest.raises(ImportError, match=CALLBACKS["MLPerfCallback"].error):
+        CALLBACKS["MLPerfCallback"].build()
+
+
+# ---- the notes on the page --------------------------------------------------------------------
+
+
+def test_groups_that_watch_the_global_weights_stop_together():
+    part = Part(build=lambda: {"callbacks": [watching("eval", 10.0)], **evaluating()})
+    one, other = check_equal(part)
+    assert len(one.losses) == len(other.losses) == 2
+
+
+def test_an_export_is_the_model_after_the_final_sync():
+    part = CALLBACKS["ExportForInferenceCallback"]
+    for each in check_equal(part):
+        part.did(each, None)
+
+
+def watching(where, threshold):
+    return ThresholdStopper(
+        "CrossEntropy" if where == "eval" else "MulticlassAccuracy",
+        where,
+        threshold,
+        comp=torch.less,
+        stop_on_batch=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, STREAMING],
+    ids=["vanilla", "streaming"],
+)
+def test_a_group_that_stops_by_itself_follows_the_others_to_their_end(settings):
+    def replica(sim):
+        diloco = diloco_of(sim, **settings)
+        never = -1.0
+        stops = Part(
+            build=lambda: {"callbacks": [watching("train", never if sim.replica_id else 2)]}
+        )
+        return fit(stops, diloco, group=sim.replica_id)
+
+    stopped, other = simulate(replica, num_replicas=2)
+    assert (len(stopped.losses), len(other.losses)) == (1, 12)
+    ours, theirs = stopped.diloco.result, other.diloco.result
+    assert ours["global_digest"] == theirs["global_digest"]
+    assert ours["outer_steps"] == theirs["outer_steps"] == (8 if settings else 4)
+    assert difference(stopped, other) == 0
+
+
+def diloco_of(sim, **settings):
+    return DiLoCoCallback(
+        manager=sim.manager,
+        replica_id=sim.replica_id,
+        **{"num_replicas": sim.num_replicas, "sync_every": 3} | settings,
+    )
+
+
+class NaNAt(Callback):
+    """Spoils the loss of one batch."""
+
+    def __init__(self, batch):
+        self._batch = batch
+
+    def after_loss(self, state, logger):
+        if state.timestamp.batch == self._batch:
+            state.loss = state.loss * float("nan")
+
+
+def test_a_nan_in_one_group_ends_that_group_and_no_other():
+    is_done = threading.Event()
+
+    def replica(sim):
+        diloco = diloco_of(sim)
+        if sim.replica_id == 0:
+            ours = fit(Part(), diloco)
+            is_done.set()
+            return ours
+        spoilt = Part(build=lambda: {"callbacks": [NaNAt(4), NaNMonitor()]})
+        with pytest.raises(RuntimeError, match="Train loss contains a NaN"):
+            fit(spoilt, diloco, group=1)
+        return is_done.wait(20)
+
+    survivor, waited = simulate(replica, num_replicas=2, timeout_s=10.0)
+    assert len(survivor.losses) == 12 and survivor.diloco.result["outer_steps"] == 4
+    assert waited
+    assert all(torch.isfinite(p).all() for p in survivor.parameters.values())
+
+
+@pytest.mark.llmfoundry
+def test_prompts_are_answered_by_the_local_weights():
+    CALLBACKS["Generate"].check_needs()
+    from composer.callbacks import Generate
+
+    answering = {}
+
+    class Looking(Generate):
+        def generate(self, state, logger):
+            super().generate(state, logger)
+            weights = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+            answering.setdefault(state.timestamp.batch.value, []).append(weights)
+
+    build = lambda: {"callbacks": [Looking(["w1"], "5ba", max_new_tokens=1)]}  # noqa: E731
+    check_equal(dataclasses.replace(CALLBACKS["Generate"], build=build))
+    one, other = answering[5]  # in mid-round
+    assert not all(torch.equal(p, other[name]) for name, p in one.items())
+
+
+# ---- LoadCheckpoint ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole():
+    """A run that was not stopped, and has left a checkpoint in mid-round."""
+    saving = {"save_folder": ".", "save_filename": "ba{batch}.pt", "save_interval": "5ba"}
+    [whole] = fit_groups(CALLBACKS[ON_A_FILE], settings=IDENTITY, **saving | {"callbacks": []})
+    return whole
+
+
+@pytest.mark.parametrize("event", ["INIT", "BEFORE_LOAD"])
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_a_checkpoint_that_a_callback_loads_is_gone_on_from(whole, event, comes_first):
+    def replica(sim):
+        diloco = diloco_of(sim, **IDENTITY)
+        load = LoadCheckpoint("ba5.pt", event=event)
+        both = [load, diloco] if comes_first else [diloco, load]
+        return fit(Part(model=steady), callbacks=both), diloco.result
+
+    [(resumed, result)] = simulate(replica, num_replicas=1)
+    assert len(resumed.losses) == 7
+    assert result["global_digest"] == whole.diloco.result["global_digest"]
+
+
+@pytest.mark.parametrize(
+    ("event", "weights_only"), [("AFTER_LOAD", False), ("FIT_START", True), ("EPOCH_START", False)]
+)
+def test_a_checkpoint_that_comes_after_the_global_weights_were_taken_is_refused(
+    whole, event, weights_only
+):
+    load = LoadCheckpoint("ba5.pt", event=event, load_weights_only=weights_only)
+    with pytest.raises(SimulationError, match=f"LoadCheckpoint.*event={event}.*BEFORE_LOAD"):
+        fit_groups(Part(build=lambda: {"callbacks": [load]}, model=steady))
+
+
+@pytest.mark.parametrize("event", ["BEFORE_LOAD", "AFTER_LOAD"])
+def test_weights_alone_that_a_callback_loads_start_a_run(whole, event):
+    load = LoadCheckpoint("ba5.pt", event=event, load_weights_only=True)
+    part = Part(build=lambda: {"callbacks": [load]}, model=steady)
+    ours, _ = check_identity(part)
+    assert len(ours.losses) == 12

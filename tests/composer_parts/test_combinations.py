@@ -1,0 +1,139 @@
+"""What users combine with DiLoCo. Run: pytest tests/composer_parts/test_combinations.py
+
+Real: Composer's Trainer, schedulers, profiler and checkpoints, on the CPU; where there is more
+than one fit a torchft lighthouse, Manager and gloo too. Elsewhere replica groups are threads over
+the simulation's shared buffer.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from composer_parts.combinations import COMBINATIONS
+from composer_parts.fits import (
+    IDENTITY,
+    NOT_TRIED,
+    REFUSED,
+    Part,
+    check_equal,
+    check_identity,
+    difference,
+    fit,
+    fit_groups,
+    fit_over_torchft,
+)
+
+from composer_replication.lighthouse import start_lighthouse
+from composer_replication.simulation import Fault
+
+NOT_RUN = [name for name, part in COMBINATIONS.items() if part.status in (NOT_TRIED, REFUSED)]
+SEVERAL_FITS = [name for name, part in COMBINATIONS.items() if part.steps is not None]
+ONE_FIT = [name for name in COMBINATIONS if name not in {*NOT_RUN, *SEVERAL_FITS}]
+ALONE_IN_A_PROCESS = {"`Profiler`"}  # torch has one for all threads
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ONE_FIT)
+def test_one_group_trains_as_under_composer_alone(name):
+    part = COMBINATIONS[name]
+    part.did(*check_identity(part))
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_FIT if name not in ALONE_IN_A_PROCESS])
+def test_two_groups_end_equal(name):
+    check_equal(COMBINATIONS[name])
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_what_is_refused_says_so(name):
+    with pytest.raises((ValueError, NotImplementedError), match=COMBINATIONS[name].error):
+        fit(COMBINATIONS[name])
+
+
+# ---- several fits ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lighthouse_addr():
+    lighthouse = start_lighthouse(heartbeat_timeout_ms=1_000)
+    yield lighthouse.address()
+    lighthouse.shutdown()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", SEVERAL_FITS)
+def test_one_group_goes_on_in_the_next_fit_as_under_composer_alone(name, lighthouse_addr):
+    part = COMBINATIONS[name]
+    alone = fit(part)
+    ours = fit_over_torchft(part, lighthouse_addr, **IDENTITY)
+    torch.testing.assert_close(ours.losses, alone.losses, rtol=0, atol=1e-5)
+    assert difference(ours, alone) < 1e-5
+    assert ours.diloco.result["inner_steps"] == len(ours.losses)
+
+
+@pytest.mark.integration
+def test_two_groups_end_equal_after_several_fits(lighthouse_addr):
+    def train(group):
+        part = COMBINATIONS["fits in a row"]
+        return fit_over_torchft(part, lighthouse_addr, group, num_replicas=2)
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(train, range(2))
+    assert one.diloco.result["outer_steps"] == 5  # after batches 3, 4, 7, 9 and 12
+    assert one.diloco.result["global_digest"] == other.diloco.result["global_digest"]
+    assert difference(one, other) == 0
+
+
+# ---- checkpoints -----------------------------------------------------------------------------
+
+SAVING = {"save_folder": "{run_name}", "save_filename": "ba{batch}.pt", "save_interval": "5ba"}
+
+
+def test_weights_alone_start_a_run():
+    part = COMBINATIONS["`load_weights_only`"]
+    fit_groups(part, num_replicas=2, **SAVING)
+    loading = {"load_path": "group0/ba5.pt", "load_weights_only": True}
+    part = Part(build=lambda: loading)
+    ours, _ = check_identity(part)
+    assert len(ours.losses) == 12
+    check_equal(part)
+
+
+def test_groups_that_resume_by_themselves_end_as_if_nobody_had_stopped():
+    part = COMBINATIONS["`autoresume`"]
+    whole = fit_groups(part, num_replicas=2)
+    fit_groups(part, num_replicas=2, max_duration="5ba", **SAVING)  # in mid-round
+    again = check_equal(part, autoresume=True, **SAVING)
+    for one, other in zip(again, whole, strict=True):
+        assert len(one.losses) == 7
+        assert one.diloco.result == other.diloco.result
+
+
+# ---- the notes on the page -------------------------------------------------------------------
+
+
+JOINS_LATE = [Fault("restart", replica_id=1, step=2)]
+
+
+def test_a_group_that_joins_late_counts_its_own_epochs():
+    part = COMBINATIONS["`max_duration` in epochs"]
+    one, late = fit_groups(part, num_replicas=2, faults=JOINS_LATE)
+    assert one.trainer.state.timestamp.batch == len(one.losses) == len(late.losses) == 12
+    assert late.trainer.state.timestamp.batch == 18  # alone, after batch 12
+    assert late.diloco.result["outer_steps"] > one.diloco.result["outer_steps"]
+    for duration in ("12ba", "96sp"):
+        _, late = check_equal(part, faults=JOINS_LATE, max_duration=duration)
+        assert len(late.losses) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "agree"), [("Composer's schedulers", True), ("torch's schedulers", False)]
+)
+def test_composer_s_schedulers_follow_the_run_s_clock_and_torch_s_their_own(name, agree):
+    groups = check_equal(COMBINATIONS[name], faults=JOINS_LATE, max_duration="12ba")
+    one, other = (fit.trainer.state.schedulers[0].get_last_lr() for fit in groups)
+    assert (one == other) is agree

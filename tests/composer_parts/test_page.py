@@ -1,0 +1,56 @@
+"""docs/composer.md says of every part of Composer what its tests say. Run: pytest
+tests/composer_parts/test_page.py"""
+
+import re
+from pathlib import Path
+
+import composer.algorithms
+import composer.callbacks
+import pytest
+from composer import Algorithm, Callback
+from composer_parts.algorithms import ALGORITHMS
+from composer_parts.callbacks import CALLBACKS
+from composer_parts.combinations import COMBINATIONS
+from composer_parts.fits import REFUSED
+
+PAGE = Path(__file__).parents[2] / "docs" / "composer.md"
+
+
+def rows(heading):
+    """The rows of the table under a heading: name, status, note."""
+    [section] = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def public(module, base):
+    """The names of a module's public classes of one kind."""
+    found = {name: getattr(module, name) for name in module.__all__}
+    return {name for name, one in found.items() if isinstance(one, type) and issubclass(one, base)}
+
+
+def test_no_algorithm_and_no_callback_of_composer_is_missing():
+    assert public(composer.algorithms, Algorithm) == ALGORITHMS.keys()
+    assert public(composer.callbacks, Callback) == CALLBACKS.keys()
+
+
+@pytest.mark.parametrize(
+    ("heading", "parts", "code"),
+    [
+        ("Algorithms", ALGORITHMS, "`"),
+        ("Callbacks", CALLBACKS, "`"),
+        ("What else is combined", COMBINATIONS, ""),
+    ],
+)
+def test_the_page_has_the_tests_names_and_statuses(heading, parts, code):
+    page = [(name, status) for name, status, _ in rows(heading)]
+    assert page == [(f"{code}{name}{code}", part.status) for name, part in parts.items()]
+
+
+def test_a_note_is_there_where_one_is_promised_and_an_error_is_quoted():
+    parts = ALGORITHMS | CALLBACKS | COMBINATIONS
+    for heading in ("Algorithms", "Callbacks", "What else is combined"):
+        for name, status, note in rows(heading):
+            assert note or status == "works", name
+            if status == REFUSED:
+                assert parts[name].error in note

@@ -1,0 +1,290 @@
+"""Fits that follow each other in a process that lives on, and fits that fail in one.
+
+Real: lighthouse, managers, gloo and Composer, the groups as threads; processes where their end is
+what matters. Run: pytest tests/integration/test_failed_fit.py
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from composer import Callback
+from composer_jobs import Each, trainer_of
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.lighthouse import start_lighthouse
+from composer_replication.waiting import InterruptibleWork
+
+pytestmark = pytest.mark.integration
+
+HEARTBEAT_TIMEOUT_S = 5.0
+
+
+class Broken(Exception):
+    pass
+
+
+class Starts(Callback):
+    """How long each fit takes from its start to its first batch."""
+
+    def __init__(self):
+        self.seconds = []
+        self._since = None
+
+    def run_event(self, event, state, logger):
+        if event.name == "FIT_START":
+            self._since = time.monotonic()
+        elif event.name == "BATCH_START" and self._since is not None:
+            self.seconds.append(time.monotonic() - self._since)
+            self._since = None
+
+
+@pytest.fixture
+def lighthouse_addr():
+    lighthouse = start_lighthouse(
+        bind="127.0.0.1:0", heartbeat_timeout_ms=round(1000 * HEARTBEAT_TIMEOUT_S)
+    )
+    yield "http://127.0.0.1:" + lighthouse.address().rpartition(":")[2]
+    lighthouse.shutdown()
+
+
+def diloco(lighthouse_addr, **arguments):
+    defaults = {"replica_id": 0, "sync_every": 2, "hostname": "127.0.0.1", "timeout": 20.0}
+    return DiLoCoCallback(lighthouse_addr=lighthouse_addr, **defaults | arguments)
+
+
+def fails_after(*batches):
+    """Raises at the ends of these batches, once each."""
+    left = list(batches)
+
+    def look(state):
+        if left and state.timestamp.batch.value == left[0]:
+            raise Broken(f"after batch {left.pop(0)}")
+
+    return Each(look)
+
+
+def side_by_side(*groups):
+    """What each returns; all run at the same time."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return [future.result(100) for future in [pool.submit(group) for group in groups]]
+
+
+# ---- a fit that fails -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["after a batch", "in a sync"])
+def test_the_others_go_on_when_a_fit_fails_and_its_process_lives_on(
+    lighthouse_addr, caplog, monkeypatch, where
+):
+    is_over, failed_at, steps = threading.Event(), [], []
+    form = FragmentSync._save_grads
+
+    def broken(fragment):
+        is_second_sync = fragment.inner_steps and fragment._state.outer_step == 1
+        if where == "in a sync" and is_second_sync and fragment._manager.replica_name == "0":
+            raise Broken("in a sync")
+        form(fragment)
+
+    monkeypatch.setattr(FragmentSync, "_save_grads", broken)
+
+    def fails():
+        others = [fails_after(3)] if where == "after a batch" else []
+        trainer = trainer_of(*others, diloco(lighthouse_addr, num_replicas=2), max_duration="90ba")
+        with pytest.raises(Broken):
+            trainer.fit()
+        failed_at.append(time.monotonic())
+        is_over.wait(60)  # as a notebook does
+        trainer.close()
+
+    def goes_on():
+        callback = diloco(lighthouse_addr, replica_id=1, num_replicas=2)
+        note = Each(lambda _: steps.append((time.monotonic(), callback.diloco.outer_step)))
+        trainer = trainer_of(callback, note, replica_id=1, max_duration="8ba")
+        trainer.fit()
+        is_over.set()
+        trainer.close()
+        return callback.result
+
+    _, result = side_by_side(fails, goes_on)
+    assert result["outer_steps"] == 4
+    next_commit = next(at for at, outer_step in steps if outer_step == 2)
+    assert next_commit - failed_at[0] < HEARTBEAT_TIMEOUT_S + 2
+    assert "This replica group has left: its fit ended with an error" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [
+    {},
+    {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
+], ids=["at once", "streaming"])  # fmt: skip
+@pytest.mark.parametrize("pause_s", [0.0, 1.0], ids=["before it has left", "after it has left"])
+def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
+    lighthouse_addr, settings, pause_s
+):
+    def train(*failures):
+        callback = diloco(lighthouse_addr, **settings)
+        trainer = trainer_of(callback, fails_after(*failures), max_duration="13ba")
+        for _ in failures:
+            with pytest.raises(Broken):
+                trainer.fit()
+            time.sleep(pause_s)
+        trainer.fit()
+        trainer.close()
+        return callback.result
+
+    # Of the two failures one comes with a sync in flight.
+    whole, in_parts = train(), train(5, 8)
+    assert in_parts["global_digest"] == whole["global_digest"]
+    assert in_parts["inner_steps"] == whole["inner_steps"] == 13
+
+
+def test_ctrl_c_in_a_sync_costs_nothing_but_the_attempt(lighthouse_addr, monkeypatch):
+    waits = []
+    wait = InterruptibleWork.wait
+
+    def interrupted(work, *limits):
+        waits.append(work)
+        if len(waits) == 8:
+            raise KeyboardInterrupt
+        return wait(work, *limits)
+
+    monkeypatch.setattr(InterruptibleWork, "wait", interrupted)
+    callback = diloco(lighthouse_addr)
+    trainer = trainer_of(callback, max_duration="12ba")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert 0 < trainer.state.timestamp.batch.value < 10
+    trainer.fit()
+    trainer.close()
+    assert callback.result["inner_steps"] == 13  # the batch of the sync is trained on again
+    assert callback.result["outer_steps"] in (6, 7)
+
+
+# ---- fits that follow each other ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same_trainer", [True, False], ids=["one Trainer", "a Trainer each"])
+def test_fits_that_follow_each_other_start_at_once_and_leave_nothing(lighthouse_addr, same_trainer):
+    starts, kept = Starts(), []
+    process = psutil.Process()
+    trainer = None
+    for _ in range(25):
+        if trainer is None:
+            trainer = trainer_of(diloco(lighthouse_addr), starts, max_duration="2ba")
+            trainer.fit()
+        else:
+            trainer.fit(duration="2ba")
+        if not same_trainer:
+            trainer.close()
+            trainer = None
+        kept.append((process.num_fds(), process.num_threads()))
+    if trainer is not None:
+        trainer.close()
+    assert len(starts.seconds) == 25 and max(starts.seconds[1:]) < 1.0, starts.seconds
+    for before, after in zip(kept[9], kept[-1], strict=True):
+        assert abs(after - before) <= 10, kept
+
+
+def test_two_groups_that_fit_twice_in_a_row_start_at_once_and_end_equal(lighthouse_addr):
+    def group(replica_id):
+        callback = diloco(lighthouse_addr, replica_id=replica_id, num_replicas=2)
+        starts = Starts()
+        trainer = trainer_of(callback, starts, replica_id=replica_id, max_duration="4ba")
+        trainer.fit()
+        digests = [callback.result["global_digest"]]
+        for _ in range(3):
+            trainer.fit(duration="4ba")
+            digests.append(callback.result["global_digest"])
+        trainer.close()
+        return digests, starts.seconds[1:], callback.result["outer_steps"]
+
+    (digests, seconds, steps), other = side_by_side(lambda: group(0), lambda: group(1))
+    assert digests == other[0] and len(set(digests)) == 4
+    assert steps == other[2] == 8
+    assert max(*seconds, *other[1]) < HEARTBEAT_TIMEOUT_S / 2, (seconds, other[1])
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 1.0, HEARTBEAT_TIMEOUT_S + 1])
+def test_a_group_that_leaves_and_comes_back_hurts_nobody(lighthouse_addr, pause_s, caplog):
+    def comes_back():
+        callback = diloco(lighthouse_addr, num_replicas=2)
+        trainer = trainer_of(callback, fails_after(5), max_duration="40ba")
+        with pytest.raises(Broken):
+            trainer.fit()
+        time.sleep(pause_s)
+        trainer.fit()
+        trainer.close()
+        return callback.result
+
+    def goes_on():
+        callback = diloco(lighthouse_addr, replica_id=1, num_replicas=2)
+        ends = []
+        note = Each(lambda _: (time.sleep(0.1), ends.append(time.monotonic())))
+        trainer = trainer_of(callback, note, replica_id=1, max_duration="40ba")
+        trainer.fit()
+        trainer.close()
+        waits = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        return callback.result, max(waits)
+
+    one, (other, longest_wait) = side_by_side(comes_back, goes_on)
+    assert one["global_digest"] == other["global_digest"]
+    # A joiner's rounds may end elsewhere, which leaves steps for one more sync at the end.
+    assert one["outer_steps"] == other["outer_steps"] in (20, 21)
+    assert other["inner_steps"] == 40
+    assert longest_wait < HEARTBEAT_TIMEOUT_S + 2
+    assert "did not commit" not in caplog.text and "Going on without" not in caplog.text
+    print(f"paused {pause_s}: {longest_wait:.2f}")
+
+
+# ---- the end of the process -----------------------------------------------------------------
+
+FAILED = """
+import sys
+from composer_jobs import Each, trainer_of
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.lighthouse import start_lighthouse
+
+lighthouse = start_lighthouse(bind="127.0.0.1:0")
+address = "http://127.0.0.1:" + lighthouse.address().rpartition(":")[2]
+
+def fail(state):
+    raise ValueError("of the job")
+
+def job():
+    callback = DiLoCoCallback(replica_id=0, lighthouse_addr=address, hostname="127.0.0.1")
+    trainer = trainer_of(callback, Each(fail), max_duration="2ba")
+    try:
+        trainer.fit()
+    except ValueError:
+        return trainer
+
+kept = job()
+other = trainer_of(max_duration="1ba")
+other.fit()
+other = None  # its end takes all closes off atexit
+print("end of the script", flush=True)
+"""
+
+
+@pytest.mark.parametrize("last, status", [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_a_process_whose_fit_has_failed_ends_by_itself(last, status):
+    tests = Path(__file__).parent.parent
+    path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAILED + last], env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "end of the script\n"
+        assert process.wait(5.0) == status
+    finally:
+        process.kill()
+        process.wait()
