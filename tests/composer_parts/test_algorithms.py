@@ -58,7 +58,7 @@ def test_two_groups_end_equal(name):
     check_equal(TRIED[name])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS.keys() - TRIED.keys())
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - TRIED.keys()))
 def test_what_is_not_tried_is_refused_by_composer_on_a_cpu(name):
     with pytest.raises(ValueError, match=ALGORITHMS[name].error):
         fit(ALGORITHMS[name])
