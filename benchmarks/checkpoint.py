@@ -24,9 +24,9 @@ from rich.progress import track
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from composer_replication.byte_gpt import ByteGPT
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.simulation import simulate
+from composer_replication.simulation.simulation import simulate
+from composer_replication.training.byte_gpt import ByteGPT
 
 STREAMING = {
     "sync_every": 8,

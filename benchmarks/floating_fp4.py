@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.wire import Fp4
+from composer_replication.diloco.averaging.wire_formats import Fp4
 
 LEVELS = {
     "E3M0": [0.0, *(2.0**e for e in range(-6, 1))],  # Streaming DiLoCo's, arXiv 2501.18512

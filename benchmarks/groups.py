@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica.lighthouse import start_lighthouse
 
 Times = dict[str, list[float]]
 """Seconds of each repetition, by what was measured."""

@@ -23,8 +23,8 @@ from rich.table import Table
 from still import Still, build_model
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.lighthouse import start_lighthouse
-from composer_replication.replica import make_manager
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.lighthouse import start_lighthouse
 
 TENSORS = 50
 FLOOR = {"resting": 8.0, "peak": 12.0, "given back": 0.0, "device, peak": 0.0}

@@ -29,7 +29,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.replica import make_manager
+from composer_replication.replica.factory import make_manager
 
 QUICK = {"params": 2_000_000, "turns": 2, "sync_every": 20}
 LAYERS = 4

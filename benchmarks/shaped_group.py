@@ -36,9 +36,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica.lighthouse import start_lighthouse
 
-from composer_replication.replica import make_manager  # isort: skip
+from composer_replication.replica.factory import make_manager  # isort: skip
 
 GROUPS = 2
 BLOCKS = 8

@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--quick] [--json OUT] [--params 100e6]
     python benchmarks/startup.py --link 1Gbit --round-s 20
 
-* import: ``composer_replication.callback`` beside ``composer`` alone, in fresh interpreters, taking
-  turns.
+* import: ``composer_replication.callback.callback`` beside ``composer`` alone, in fresh
+  interpreters, taking turns.
 * join: a replica group joins another one that is in training, beside sending as many bytes as it
   takes over (global parameters and momentum) through gloo. It counts from the start of its manager
   until it may train: first it fetches the state, then it asks for a quorum, which forms at the
@@ -36,8 +36,8 @@ from rich.progress import track
 from still import Still, build_model
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.lighthouse import start_lighthouse
-from composer_replication.replica import make_manager
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.lighthouse import start_lighthouse
 
 TENSORS = 147
 
@@ -54,7 +54,7 @@ def measure_imports(turns: int) -> list[float]:
     ratios = []
     for _ in track(range(turns + 1), "imports"):
         alone = import_seconds("composer")
-        ratios.append(import_seconds("composer_replication.callback") / alone)
+        ratios.append(import_seconds("composer_replication.callback.callback") / alone)
     return ratios[1:]
 
 

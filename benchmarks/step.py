@@ -18,9 +18,9 @@ from results import command_line, report
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from composer_replication.byte_gpt import ByteGPT
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.simulation import simulate
+from composer_replication.simulation.simulation import simulate
+from composer_replication.training.byte_gpt import ByteGPT
 
 WARM_UP = 10
 

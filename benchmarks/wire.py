@@ -35,11 +35,11 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from composer_replication.config import load_config
+from composer_replication.diloco.averaging.wire_formats import BFloat16, Fp4, Int8, WireFormat
+from composer_replication.diloco.averaging.wire_sizes import PART
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.wire import BFloat16, Fp4, Int8, WireFormat
-from composer_replication.diloco.wire_sizes import PART
-from composer_replication.training import simulate_replicas
+from composer_replication.training.config import load_config
+from composer_replication.training.trainer import simulate_replicas
 
 ROUND = 25
 FORMATS: dict[str, WireFormat] = {

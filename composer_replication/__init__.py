@@ -9,20 +9,20 @@ os.environ.setdefault("RUST_LOG", "warn")
 
 if TYPE_CHECKING:
     from composer_replication.callback import DiLoCoCallback
+    from composer_replication.data.loader import ReplicaDataLoader
     from composer_replication.diloco.algorithm import DiLoCo
     from composer_replication.diloco.settings import DiLoCoSettings
-    from composer_replication.replica_loader import ReplicaDataLoader
-    from composer_replication.simulation import simulate
+    from composer_replication.simulation.simulation import simulate
 
 __all__ = ["DiLoCo", "DiLoCoCallback", "DiLoCoSettings", "ReplicaDataLoader", "simulate"]
 __version__ = "0.1.0"
 
 _HOME = {
     "DiLoCo": "composer_replication.diloco.algorithm",
-    "DiLoCoCallback": "composer_replication.callback",
+    "DiLoCoCallback": "composer_replication.callback.callback",
     "DiLoCoSettings": "composer_replication.diloco.settings",
-    "ReplicaDataLoader": "composer_replication.replica_loader",
-    "simulate": "composer_replication.simulation",
+    "ReplicaDataLoader": "composer_replication.data.loader",
+    "simulate": "composer_replication.simulation.simulation",
 }
 
 

@@ -17,14 +17,14 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__
-from composer_replication.config import ConfigError, load_config, save_config
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.known_errors import INTERRUPTED, report_error
-from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.lossy_output import lose_what_cannot_be_printed
-from composer_replication.preflight import check_reachable
-from composer_replication.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
+from composer_replication.launch.errors import INTERRUPTED, report_error
+from composer_replication.launch.lossy_output import lose_what_cannot_be_printed
+from composer_replication.launch.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
+from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.training.config import ConfigError, load_config, save_config
+from composer_replication.training.preflight import check_reachable
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer: several replica groups train one model.",
@@ -104,7 +104,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     checked = load_config(config, overrides or [])
     check_reachable(checked)
     # Here: importing Composer takes seconds, and what is wrong should be said before.
-    from composer_replication.training import train as run
+    from composer_replication.training.trainer import train as run
 
     run(checked)
 
@@ -120,7 +120,7 @@ def launch(
     hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
     """Train in several replica groups on this machine, with a lighthouse of its own."""
-    from composer_replication.launch import launch as run
+    from composer_replication.launch.launcher import launch as run
 
     checked = load_config(config, overrides or [])
     status = run(
@@ -178,8 +178,12 @@ def coordinator(
     ] = None,
 ) -> None:
     """Say to all replica groups what the settings are, and bring the lighthouse."""
-    from composer_replication.coordinate import choose_tokens, coordinate, tls_dir_of
     from composer_replication.coordinator.http_service import TlsFiles
+    from composer_replication.launch.coordinator_command import (
+        choose_tokens,
+        coordinate,
+        tls_dir_of,
+    )
 
     checked = load_config(config, overrides or [])
     coordinate(
@@ -211,7 +215,7 @@ def chaos(
     ] = None,
 ) -> None:
     """Train as launch does under faults of all kinds, check it meanwhile, and tell the cost."""
-    from composer_replication.chaos import chaos as run
+    from composer_replication.launch.chaos import chaos as run
 
     checked = load_config(config, overrides or [])
     status = run(
@@ -230,16 +234,16 @@ def chaos(
 @app.command()
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same groups in one process, to try DiLoCo before renting anything."""
-    from composer_replication.display import Display
-    from composer_replication.launch import finish
-    from composer_replication.run_folder import CONFIG, make_run_folder
+    from composer_replication.callback.run_folder import CONFIG, make_run_folder
+    from composer_replication.launch.display import Display
+    from composer_replication.launch.launcher import finish
 
     checked = load_config(config, overrides or [])
     run_dir = make_run_folder(checked, config)
     checked["run_dir"] = str(run_dir)
     save_config(checked, run_dir / CONFIG)
     began = time.monotonic()
-    from composer_replication.training import simulate_replicas
+    from composer_replication.training.trainer import simulate_replicas
 
     # One table for all of them, instead of every group's line for every sync.
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
@@ -260,7 +264,7 @@ def export(
     ] = None,
 ) -> None:
     """Write the weights of a checkpoint alone, as safetensors: the global ones, or EMA's."""
-    from composer_replication.export import export as run
+    from composer_replication.callback.export import export as run
 
     told = run(checkpoint, out, weights)
     when = f" after outer step {told['outer_step']}" if told["outer_step"] is not None else ""
@@ -355,7 +359,7 @@ def certificates(
     days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1)] = 365,
 ) -> None:
     """Make a certificate for TLS within a run, and the run's authority if there is none."""
-    from composer_replication.certificates import CA_KEY, make_certificates
+    from composer_replication.replica.certificates import CA_KEY, make_certificates
 
     folder = folder.absolute()
     authority = authority or folder.with_name(f"{folder.name}-authority")
@@ -373,8 +377,8 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
 ) -> None:
     """Draw loss.png from what a run wrote, and say what came out."""
-    from composer_replication.report import write_report
-    from composer_replication.run_record import describe, read_run
+    from composer_replication.launch.report import write_report
+    from composer_replication.launch.run_record import describe, read_run
 
     picture = write_report(run_dir)
     for name, value in [*describe(read_run(run_dir)), ("picture", str(picture))]:

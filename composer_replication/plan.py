@@ -35,8 +35,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
 
 SEGMENT_BYTES = 2**20
 """What gloo sends at a time."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
+from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.plan import CONSTANTS, DDP_OVERLAP, PlannedRun
 
 SHIPPED = Path(__file__).with_name("plan_calibration.json")

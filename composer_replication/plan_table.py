@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from composer_replication.diloco.wire_sizes import WIRE_FORMATS
+from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
 from composer_replication.plan import (
     Memory,
     PlannedRun,

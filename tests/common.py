@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from composer_replication import DiLoCo
-from composer_replication.simulation import SimulatedReplica
+from composer_replication.simulation.simulation import SimulatedReplica
 
 
 class Constant(nn.Module):

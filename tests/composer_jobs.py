@@ -9,7 +9,7 @@ from composer.models import ComposerModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.simulation import simulate
+from composer_replication.simulation.simulation import simulate
 
 BATCHES_IN_EPOCH = 4
 

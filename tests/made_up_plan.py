@@ -1,6 +1,6 @@
 """A planned run and constants for the tests of the plan: made up, and nobody's measurements."""
 
-from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
+from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.plan import PlannedRun
 from composer_replication.plan_calibration import Calibration
 

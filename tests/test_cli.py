@@ -73,7 +73,7 @@ def test_nothing_heavy_is_imported_before_the_input_is_known_good(config):
     check = (
         "import sys\n"
         "from composer_replication.cli import app\n"
-        "import composer_replication.launch\n"
+        "import composer_replication.launch.launcher\n"
         "try: app(['train', sys.argv[1], 'model.name=x'], standalone_mode=False)\n"
         "except ValueError: pass\n"
         "sys.exit(bool({'torch', 'composer', 'matplotlib'} & sys.modules.keys()))"

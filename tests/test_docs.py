@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from composer_replication.cli import app
-from composer_replication.options import ReplicaEnv
+from composer_replication.replica.options import ReplicaEnv
 
 ROOT = Path(__file__).parent.parent
 SECURITY = ROOT / "docs" / "security.md"

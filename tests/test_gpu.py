@@ -11,10 +11,10 @@ import torch
 from common import TinyMLP, batch, mse, plain_sgd, take_step
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.wire import make_wire_format
-from composer_replication.lighthouse import start_lighthouse
-from composer_replication.replica import backend_for, make_manager
-from composer_replication.simulation import Fault
+from composer_replication.diloco.averaging.wire_formats import make_wire_format
+from composer_replication.replica.factory import backend_for, make_manager
+from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.simulation.simulation import Fault
 
 DEVICE = os.environ.get("COMPOSER_REPLICATION_TEST_DEVICE", "cuda")
 device_module = torch.get_device_module(DEVICE)

@@ -9,7 +9,7 @@ from made_up_plan import CONSTANTS, calibration
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
-from composer_replication.diloco.wire_sizes import BYTES_PER_PARAMETER
+from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 
 
 def plan(folder, *arguments, found=None):

@@ -40,7 +40,7 @@ from composer_replication.coordinator.registry import (
 from composer_replication.coordinator.run_settings import RefusedError, RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.unit_rows import (
+from composer_replication.coordinator.work_units.tables import (
     DatasetMismatch,
     StreamClosed,
     UnknownStream,

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from composer_replication.audit import log, record
 from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.replica.audit import log, record
 
 AUDIT = "audit.jsonl"
 """The file in the state folder; lines are only ever added."""

@@ -11,8 +11,8 @@ from composer_replication.coordinator.admission import address_of
 from composer_replication.coordinator.api_types import Count, GroupName, Name, Refusal, Strict
 from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.unit_leases import Lease
-from composer_replication.coordinator.unit_progress import DatasetProgress
+from composer_replication.coordinator.work_units.leases import Lease
+from composer_replication.coordinator.work_units.progress import DatasetProgress
 
 
 def _each_once(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -20,7 +20,7 @@ from composer_replication.coordinator.connections import (
     BoundedProtocol,
     raise_file_limit,
 )
-from composer_replication.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY, check_tls_dir
+from composer_replication.replica.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY, check_tls_dir
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
-from composer_replication.addresses import bracketed
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import create_app
 from composer_replication.coordinator.audit import AUDIT, Audit
@@ -23,8 +22,9 @@ from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.folder_lock import open_lock
-from composer_replication.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
+from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.folder_lock import open_lock
+from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer

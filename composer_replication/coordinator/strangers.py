@@ -8,7 +8,7 @@ import threading
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry
-from composer_replication.lighthouse import read_status
+from composer_replication.replica.lighthouse import read_status
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Set
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.unit_rows import check_count
-from composer_replication.coordinator.work_units import Ledger, WorkUnits
+from composer_replication.coordinator.work_units.tables import check_count
+from composer_replication.coordinator.work_units.work_units import Ledger, WorkUnits
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS outer_step (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
-from composer_replication.diloco.encoded_mean import check_can_encode
+from composer_replication.diloco.averaging.quantized_mean import check_can_encode
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
     check_none_thawed,
@@ -26,7 +26,6 @@ from composer_replication.diloco.fragments import (
 )
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
-from composer_replication.diloco.ledger import check_keeps_all_steps
 from composer_replication.diloco.outer_loop import OuterLoop, SyncError
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
@@ -35,8 +34,8 @@ from composer_replication.diloco.outer_optimizer import (
     describe,
     nesterov_sgd,
 )
-from composer_replication.diloco.reports import SyncClock, SyncReport
-from composer_replication.diloco.roll_call import DivergenceError, RollCall
+from composer_replication.diloco.peer_table import DivergenceError, RollCall
+from composer_replication.diloco.sample_ledger import check_keeps_all_steps
 from composer_replication.diloco.settings import (
     ON_START_TIMEOUT,
     START_TIMEOUT_S,
@@ -44,7 +43,8 @@ from composer_replication.diloco.settings import (
     StartPolicy,
 )
 from composer_replication.diloco.shards import count_shards
-from composer_replication.diloco.torchft_boundary import DiLoCoManager
+from composer_replication.diloco.sync_report import SyncClock, SyncReport
+from composer_replication.diloco.torchft_api import DiLoCoManager
 
 __all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
 

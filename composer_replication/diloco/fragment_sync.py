@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
-from composer_replication.diloco.averaging import CHUNK, MeanLayout, WeightedMean, cut
-from composer_replication.diloco.encoded_mean import EncodedMean
+from composer_replication.diloco.averaging.quantized_mean import EncodedMean
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout, WeightedMean, cut
+from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
 from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.ledger import Claim
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
     local_tensor,
     pseudo_gradient,
 )
-from composer_replication.diloco.reports import SyncClock
-from composer_replication.diloco.roll_call import RollCall
+from composer_replication.diloco.peer_table import RollCall
+from composer_replication.diloco.sample_ledger import Claim
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.torchft_boundary import DiLoCoManager, _StreamingDiLoCoFragment
-from composer_replication.diloco.wire_sizes import WIRE_FORMATS
+from composer_replication.diloco.sync_report import SyncClock
+from composer_replication.diloco.torchft_api import DiLoCoManager, _StreamingDiLoCoFragment
 
 
 @dataclass

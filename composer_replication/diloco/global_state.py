@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.ledger import Claim, Ledger
 from composer_replication.diloco.outer_optimizer import GlobalParameters, describe
+from composer_replication.diloco.sample_ledger import Claim, Ledger
 from composer_replication.diloco.settings import (
     DiLoCoSettings,
     adopt_changes,

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.settings import StartPolicy, compare_fingerprints
-from composer_replication.diloco.torchft_boundary import DiLoCoManager
+from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
 

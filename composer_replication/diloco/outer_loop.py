@@ -19,11 +19,11 @@ from composer_replication.diloco.joining import (
     agree_on_settings,
     share_initial_parameters,
 )
-from composer_replication.diloco.ledger import Claim
-from composer_replication.diloco.reports import SyncClock, SyncReport
-from composer_replication.diloco.roll_call import RollCall
+from composer_replication.diloco.peer_table import RollCall
+from composer_replication.diloco.sample_ledger import Claim
 from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
-from composer_replication.diloco.torchft_boundary import DiLoCoManager, fault_of_last_sync
+from composer_replication.diloco.sync_report import SyncClock, SyncReport
+from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from composer_replication.diloco.averaging import WeightedMean, cut
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean, cut
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.freezing import Freezing, StepRules
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.averaging import WeightedMean, cut
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean, cut
 from composer_replication.diloco.shards import Shards
 
 LANES = 16

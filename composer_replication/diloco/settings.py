@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composer_replication.diloco.wire_sizes import WIRE_FORMATS, encoded_bytes
+from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
 
 START_TIMEOUT_S = 600.0
 """How long a cold start waits for the other replica groups, in seconds."""

@@ -10,7 +10,7 @@ from composer.optim import DecoupledAdamW, LinearScheduler
 from composer_parts.fits import NOT_TRIED, WITH_NOTE, Part
 from composer_parts.models import SIZE, image_data, prompting_text, steady, text_data, unmeasured
 
-from composer_replication.export import read_checkpoint
+from composer_replication.callback.export import read_checkpoint
 
 
 def callback(name, *args, trainer=None, **part):

@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 from composer_parts.models import image_data, images
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.simulation import simulate
+from composer_replication.simulation.simulation import simulate
 
 WORKS, WITH_NOTE, REFUSED, NOT_TRIED = "works", "works with a note", "refused", "not tried here"
 

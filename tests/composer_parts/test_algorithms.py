@@ -1,8 +1,8 @@
 """Each algorithm of Composer under DiLoCo. Run: pytest tests/composer_parts/test_algorithms.py
 
 Real: Composer's Trainer and algorithms, on the CPU. Replica groups are threads over the
-simulation's shared buffer. More about EMA and SWA is in tests/test_weight_averages.py, about
-LayerFreezing in tests/test_freezing.py.
+simulation's shared buffer. More about EMA and SWA is in tests/callback/test_weight_averages.py,
+about LayerFreezing in tests/callback/test_freezing.py.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from composer_parts.fits import (
 )
 from composer_parts.models import text
 
-from composer_replication.simulation import SimulationError
+from composer_replication.simulation.simulation import SimulationError
 
 TRIED = {name: part for name, part in ALGORITHMS.items() if part.status != NOT_TRIED}
 

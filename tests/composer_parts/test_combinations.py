@@ -23,8 +23,8 @@ from composer_parts.fits import (
     fit_over_torchft,
 )
 
-from composer_replication.lighthouse import start_lighthouse
-from composer_replication.simulation import Fault
+from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.simulation.simulation import Fault
 
 NOT_RUN = [name for name, part in COMBINATIONS.items() if part.status in (NOT_TRIED, REFUSED)]
 SEVERAL_FITS = [name for name, part in COMBINATIONS.items() if part.steps is not None]

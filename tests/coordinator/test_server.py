@@ -15,12 +15,12 @@ import httpx
 import pytest
 from torchft.coordination import LighthouseClient
 
+from composer_replication.coordinator.client import CoordinatorClient
+from composer_replication.coordinator.client_http import CoordinatorAwayError
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.coordinator.strangers import Strangers
-from composer_replication.coordinator_client import CoordinatorClient
-from composer_replication.coordinator_http import CoordinatorAwayError
 from composer_replication.diloco.settings import DiLoCoSettings
 
 

@@ -9,7 +9,7 @@ from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.unit_rows import UnknownStream
+from composer_replication.coordinator.work_units.tables import UnknownStream
 
 TIMEOUT_S = 3.0
 VERSIONS = Versions("0.1.0", "2026.10.26")

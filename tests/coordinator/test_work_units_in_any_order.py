@@ -32,10 +32,10 @@ from hypothesis.stateful import (
 )
 
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.unit_progress import EpochProgress
-from composer_replication.coordinator.unit_rows import StreamClosed
-from composer_replication.coordinator.unit_streams import OpenStream
-from composer_replication.coordinator.work_units import Returned, WorkUnits
+from composer_replication.coordinator.work_units.progress import EpochProgress
+from composer_replication.coordinator.work_units.streams import OpenStream
+from composer_replication.coordinator.work_units.tables import StreamClosed
+from composer_replication.coordinator.work_units.work_units import Returned, WorkUnits
 
 EPOCHS = st.sampled_from([0, 0, 0, 1, 2])
 

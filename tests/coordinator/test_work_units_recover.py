@@ -15,11 +15,11 @@ from coordinator.small_units import (
     unit_order,
 )
 
-from composer_replication.coordinator import unit_leases
 from composer_replication.coordinator.database import StorageError
-from composer_replication.coordinator.unit_progress import EpochProgress
-from composer_replication.coordinator.unit_rows import StreamClosed, UnknownStream
-from composer_replication.coordinator.unit_streams import OpenStream
+from composer_replication.coordinator.work_units import leases as unit_leases
+from composer_replication.coordinator.work_units.progress import EpochProgress
+from composer_replication.coordinator.work_units.streams import OpenStream
+from composer_replication.coordinator.work_units.tables import StreamClosed, UnknownStream
 
 # Rewinding and reopening.
 

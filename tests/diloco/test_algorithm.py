@@ -12,7 +12,7 @@ from common import Constant, TinyMLP, batch, mse, plain_sgd, run_scripted, take_
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.diloco.settings import SettingsMismatch
-from composer_replication.simulation import Fault, SimulationError
+from composer_replication.simulation.simulation import Fault, SimulationError
 
 
 def train(sim, model, inner, steps, *, outer=None, num_samples=8, **settings):

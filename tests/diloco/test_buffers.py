@@ -7,7 +7,7 @@ from torch import nn
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.fragments import split_buffers
-from composer_replication.simulation import Fault, SimulationError
+from composer_replication.simulation.simulation import Fault, SimulationError
 
 
 class WithBuffers(Constant):

@@ -11,7 +11,7 @@ from common import Constant, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.algorithm import SyncError
-from composer_replication.simulation import Fault
+from composer_replication.simulation.simulation import Fault
 
 MOVES = (-1.0, -2.0, -6.0)
 ALL, TWO = (

@@ -11,7 +11,7 @@ from common import Constant, plain_sgd, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.simulation import Fault, SimulationError
+from composer_replication.simulation.simulation import Fault, SimulationError
 
 MOVES = (1.0, -3.0)
 """What an inner step of each group adds to every parameter."""

@@ -14,7 +14,7 @@ from common import TinyMLP, batch, mse, run_scripted
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import SettingsMismatch
-from composer_replication.simulation import Fault, SimulationError
+from composer_replication.simulation.simulation import Fault, SimulationError
 
 STREAMING = {
     "sync_every": 8,

@@ -12,7 +12,7 @@ from common import TinyMLP, batch, mse
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.simulation import Fault
+from composer_replication.simulation.simulation import Fault
 
 FIRST = DiLoCoSettings(sync_every=4)
 SECOND = replace(FIRST, outer_lr=0.35, outer_momentum=0.5)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from composer_replication.diloco.averaging import WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import GlobalParameters, nesterov_sgd

@@ -9,7 +9,7 @@ from common import Constant, plain_sgd, take_step
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.simulation import SimulationError
+from composer_replication.simulation.simulation import SimulationError
 
 
 def alone(replica):

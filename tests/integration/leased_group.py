@@ -19,7 +19,7 @@ from composer.utils import dist
 from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
-from composer_replication.checkpoint_files import newest_whole
+from composer_replication.callback.checkpoint_files import newest_whole
 
 NUMBERS = 3
 

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from composer_replication.lighthouse import start_lighthouse
-from composer_replication.replica import make_manager
-from composer_replication.replica_manager import ReplicaManager
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.replica.manager import ReplicaManager
 
 # torch and torchft take seconds to import. The fork server does it once; a fork of it, which has
 # no threads yet, is a process as fresh as a spawned one.
 PRELOAD = [
     "pytest",
     "composer_replication.diloco.algorithm",
-    "composer_replication.replica",
+    "composer_replication.replica.factory",
     "torch._dynamo",  # building the first optimizer imports it
 ]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica.lighthouse import start_lighthouse
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -9,8 +9,8 @@ import time
 import pytest
 from integration.test_composer_launchers import free_port
 
+from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.coordinator_client import CoordinatorClient
 from composer_replication.diloco.settings import DiLoCoSettings
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 RANK = """
 import sys, time
 import torch, torch.distributed as dist
-from composer_replication.coordinated_run import CoordinatedRun
-from composer_replication.coordinator_http import RefusedByCoordinatorError
-from composer_replication.options import ReplicaOptions
+from composer_replication.callback.coordinated_run import CoordinatedRun
+from composer_replication.coordinator.client_http import RefusedByCoordinatorError
+from composer_replication.replica.options import ReplicaOptions
 
 class Training:  # what coordinated_run tells of new settings
     def offer_settings(self, versions): pass

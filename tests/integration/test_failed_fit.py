@@ -19,8 +19,8 @@ from composer_jobs import Each, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.lighthouse import start_lighthouse
-from composer_replication.waiting import InterruptibleWork
+from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.replica.waiting import InterruptibleWork
 
 pytestmark = pytest.mark.integration
 
@@ -249,7 +249,7 @@ FAILED = """
 import sys
 from composer_jobs import Each, trainer_of
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.lighthouse import start_lighthouse
+from composer_replication.replica.lighthouse import start_lighthouse
 
 lighthouse = start_lighthouse(bind="127.0.0.1:0")
 address = "http://127.0.0.1:" + lighthouse.address().rpartition(":")[2]

@@ -30,11 +30,12 @@ from integration.test_composer_launchers import free_port
 from torch import nn
 from torchft.checkpointing.transport import CheckpointTransport
 
-from composer_replication import heal_client, replica_manager
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
-from composer_replication.heal_client import HealError
-from composer_replication.lighthouse import can_connect, start_lighthouse
-from composer_replication.replica import make_manager
+from composer_replication.replica import manager as replica_manager
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.heal import client as heal_client
+from composer_replication.replica.heal.client import HealError
+from composer_replication.replica.lighthouse import can_connect, start_lighthouse
 
 pytestmark = pytest.mark.integration
 
@@ -525,7 +526,7 @@ def test_a_stranger_who_claims_a_higher_step_is_refused_and_its_pickle_not_run(t
 
 WAITER = """
 import signal, sys, time
-from composer_replication.replica import make_manager
+from composer_replication.replica.factory import make_manager
 from composer_replication.diloco.algorithm import DiLoCo
 import torch
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Composer does

@@ -22,9 +22,9 @@ from integration.replicas import Group, run_groups
 from integration.test_faults import Scalar
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
-from composer_replication.heal_client import HealError
-from composer_replication.quorum_watch import AtFaultError, QuorumWatch
-from composer_replication.replica_manager import ReplicaManager
+from composer_replication.replica.heal.client import HealError
+from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.quorum_watch import AtFaultError, QuorumWatch
 
 pytestmark = pytest.mark.integration
 

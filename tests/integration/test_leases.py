@@ -22,9 +22,9 @@ from integration.leased_group import train, what_is_in
 from integration.test_composer_launchers import free_port
 from integration.test_coordinator import TOKEN, Run
 
-from composer_replication.coordinator.unit_leases import unit_order
+from composer_replication.callback.run_folder import STATUS
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
-from composer_replication.run_folder import STATUS
+from composer_replication.coordinator.work_units.leases import unit_order
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -54,7 +54,7 @@ class LeaseRun(Run):
         super().__init__(folder)
         # Importing Composer takes seconds: each life of a group is forked off after that.
         self.spawn = multiprocessing.get_context("forkserver")
-        self.spawn.set_forkserver_preload(["composer_replication.callback", "composer"])
+        self.spawn.set_forkserver_preload(["composer_replication.callback.callback", "composer"])
         self.lives = {}
         self.num_lives = self.num_left = 0
 

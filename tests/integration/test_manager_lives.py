@@ -5,8 +5,8 @@ import os
 import psutil
 import pytest
 
-from composer_replication.lighthouse import start_lighthouse
-from composer_replication.replica import make_manager
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.lighthouse import start_lighthouse
 
 pytestmark = pytest.mark.integration
 

@@ -15,11 +15,11 @@ from common import plain_sgd
 from integration.replicas import Group, run_groups
 from integration.test_faults import MOVES, Lighthouse, Scalar, train
 
-from composer_replication import replica_manager
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.lighthouse import LighthouseStatus, read_status
-from composer_replication.process_group import host_store
-from composer_replication.replica_manager import ReplicaManager
+from composer_replication.replica import manager as replica_manager
+from composer_replication.replica.lighthouse import LighthouseStatus, read_status
+from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.process_group import host_store
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from composer_replication.checkpoint_files import LATEST, what_is_wrong
+from composer_replication.callback.checkpoint_files import LATEST, what_is_wrong
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
@@ -106,7 +106,7 @@ def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_
     folder = tmp_path / "run" / "replica_0" / "checkpoints"
     config.write_text(CONFIG.replace("180ba", "4ba").replace("67ba", "2ba"))
     environ = os.environ | {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-    from composer_replication.lighthouse import read_status, start_lighthouse
+    from composer_replication.replica.lighthouse import read_status, start_lighthouse
 
     lighthouse = start_lighthouse()
     try:

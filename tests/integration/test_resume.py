@@ -23,8 +23,8 @@ from integration.test_composer_launchers import (
 )
 from safetensors.torch import load_file
 
-from composer_replication.export import export
-from composer_replication.lighthouse import start_lighthouse
+from composer_replication.callback.export import export
+from composer_replication.replica.lighthouse import start_lighthouse
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

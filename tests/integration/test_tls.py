@@ -18,10 +18,10 @@ from integration.replicas import Group, run_groups
 from torch.distributed import TCPStore
 from torchft._torchft import ManagerClient, ManagerServer
 
-from composer_replication.certificates import make_certificates
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.heal_client import HealError
-from composer_replication.lighthouse import read_status
+from composer_replication.replica.certificates import make_certificates
+from composer_replication.replica.heal.client import HealError
+from composer_replication.replica.lighthouse import read_status
 
 pytestmark = pytest.mark.integration
 

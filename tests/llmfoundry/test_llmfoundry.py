@@ -252,4 +252,4 @@ def test_llmfoundry_lists_the_callback():
         timeout=120,
     )
     assert found.returncode == 0, found.stderr
-    assert "composer_replication.callback" in found.stdout
+    assert "composer_replication.callback.callback" in found.stdout

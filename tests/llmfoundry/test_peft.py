@@ -81,8 +81,8 @@ def fit(sim, folder, load_path=None, max_duration="9ba", **diloco):
 
 
 def test_adapters_are_averaged_saved_and_resumed_and_the_base_is_left_alone(tmp_path):
-    from composer_replication.export import read_checkpoint
-    from composer_replication.simulation import simulate
+    from composer_replication.callback.export import read_checkpoint
+    from composer_replication.simulation.simulation import simulate
 
     whole = simulate(lambda sim: fit(sim, tmp_path), num_replicas=2)
     (one, before, after), (other, _, theirs) = whole
@@ -109,7 +109,7 @@ def test_adapters_are_averaged_saved_and_resumed_and_the_base_is_left_alone(tmp_
 
 
 def test_fragments_may_be_given_as_peft_names_the_adapters(tmp_path):
-    from composer_replication.simulation import simulate
+    from composer_replication.simulation.simulation import simulate
 
     patterns = ["*.lora_A.weight", "*.lora_B.weight"]
     [(callback, _, _)] = simulate(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from composer_replication import ReplicaDataLoader
-from composer_replication.fixed_shards import FixedShards
-from composer_replication.sample_stream import Place
+from composer_replication.data.fixed_shards import FixedShards
+from composer_replication.data.sample_stream import Place
 
 pytestmark = [
     pytest.mark.llmfoundry,

@@ -1,0 +1,555 @@
+"""Run a Composer training job as one DiLoCo replica group."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from composer import Callback, Event, Logger, State
+from composer.loggers import LoggerDestination
+from composer.utils import dist
+from torch import Tensor
+
+from composer_replication.callback.checkpoint import CheckpointLayout, pack
+from composer_replication.callback.checksums import checksums
+from composer_replication.callback.composer_job import (
+    build_diloco,
+    build_manager,
+    check_loads,
+    check_parallelism,
+    name_the_node,
+    samples_in_batch,
+    unwrapped,
+    why_not_start,
+)
+from composer_replication.callback.coordinated_run import CoordinatedRun
+from composer_replication.callback.evaluation import Evaluation
+from composer_replication.callback.fit_watch import when_fit_is_over
+from composer_replication.callback.global_weights import GlobalWeights
+from composer_replication.callback.heal_state import Handover
+from composer_replication.callback.next_fit import carry_over, replaced_since
+from composer_replication.callback.progress import Progress, max_batches
+from composer_replication.callback.resume import Resume
+from composer_replication.callback.run_folder import ReplicaFolder
+from composer_replication.callback.stuck_process import end_if_stuck_in_close
+from composer_replication.callback.weight_averages import WeightAverages
+from composer_replication.data.share import DataShare
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.fragments import synced_tensors
+from composer_replication.diloco.outer_optimizer import local_tensor
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.options import ReplicaOptions, replica_id_of
+from composer_replication.replica.ranks import broadcast
+
+log = logging.getLogger(__name__)
+package_log = logging.getLogger("composer_replication")
+
+
+def remembers_given(init: Callable[..., None]) -> Callable[..., None]:
+    """Keep the arguments that were given: a coordinator's settings are compared with these."""
+
+    @functools.wraps(init)  # its signature too, for whoever reads that
+    def remembering(self: DiLoCoCallback, **given: Any) -> None:
+        self._given = given
+        init(self, **given)
+
+    return remembering
+
+
+class DiLoCoCallback(Callback):
+    """Make a Composer ``Trainer`` one replica group of a DiLoCo run.
+
+    Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
+    ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, equal in all groups, and of
+    :class:`ReplicaOptions`, which may differ; both document them. ``replica_id``,
+    ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` come from the environment if not given.
+
+    Example:
+        .. code-block:: yaml
+
+            callbacks:
+              diloco:
+                sync_every: 100
+                num_fragments: 2
+                fragment_sync_delay: 5
+                fragment_update_alpha: 0.5
+
+    Logs at every committed sync:
+
+    +-----------------------------------+-----------------------------------------------------+
+    | Key                               | Value                                               |
+    +===================================+=====================================================+
+    | ``diloco/outer_step``             | outer steps committed so far                        |
+    | ``diloco/fragment``               | which fragment was synchronised, from 0             |
+    | ``diloco/num_participants``       | groups in the quorum                                |
+    | ``diloco/contribution``           | this group's weight in the mean                     |
+    | ``diloco/total_contribution``     | the sum of all weights                              |
+    | ``diloco/sync_seconds``           | how long training stood still for it                |
+    | ``diloco/wait_seconds``           | of that, the wait for the quorum                    |
+    | ``diloco/compute_fraction``       | of the time since the last sync, the part training  |
+    | ``diloco/bytes_sent``             | size of this rank's messages, as they travel        |
+    | ``diloco/bytes_float32``          | size that they would have in float32                |
+    | ``diloco/pseudo_gradient_norm``   | L2 norm of this group's pseudo-gradient             |
+    | ``diloco/outer_momentum_norm``    | L2 norm of the fragment's outer momentum            |
+    | ``diloco/steps_lost``             | inner steps thrown away, by a heal or not finite    |
+    | ``diloco/retries``                | attempts that did not commit                        |
+    | ``diloco/healed``                 | 1 if the group took over the global state in it     |
+    | ``diloco/outer_lr``               | learning rate of the outer optimizer in it          |
+    | ``diloco/settings_version``       | of the settings in force in it; 0: no coordinator   |
+    | ``diloco/global_digest``          | SHA-256 of the global parameters (run folder only)  |
+    +-----------------------------------+-----------------------------------------------------+
+
+    Args:
+        manager: Use this manager, for one fit, instead of building one: for simulations. Not for
+            YAML.
+    """
+
+    _given: Mapping[str, Any]
+
+    @remembers_given
+    def __init__(
+        self,
+        *,
+        sync_every: int = DiLoCoSettings.sync_every,
+        num_fragments: int = DiLoCoSettings.num_fragments,
+        fragment_patterns: Sequence[str | Sequence[str]] | None = None,
+        fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay,
+        fragment_update_alpha: float = DiLoCoSettings.fragment_update_alpha,
+        outer_lr: float = DiLoCoSettings.outer_lr,
+        outer_momentum: float = DiLoCoSettings.outer_momentum,
+        outer_nesterov: bool = DiLoCoSettings.outer_nesterov,
+        weight_by: str = DiLoCoSettings.weight_by,
+        sync_buffers: str = DiLoCoSettings.sync_buffers,
+        bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
+        wire_format: str = DiLoCoSettings.wire_format,
+        error_feedback: bool = DiLoCoSettings.error_feedback,
+        max_sync_retries: int = DiLoCoSettings.max_sync_retries,
+        replica_id: str | int | None = None,
+        num_replicas: int | None = None,
+        lighthouse_addr: str | None = None,
+        min_replica_size: int = ReplicaOptions.min_replica_size,
+        start_timeout_s: float = ReplicaOptions.start_timeout_s,
+        on_start_timeout: str = ReplicaOptions.on_start_timeout,
+        timeout: float = ReplicaOptions.timeout,
+        quorum_timeout: float = ReplicaOptions.quorum_timeout,
+        connect_timeout: float = ReplicaOptions.connect_timeout,
+        quorum_retries: int = ReplicaOptions.quorum_retries,
+        coordinator_addr: str | None = None,
+        heartbeat_interval_s: float = ReplicaOptions.heartbeat_interval_s,
+        give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
+        hang_timeout_s: float | None = ReplicaOptions.hang_timeout_s,
+        hostname: str | None = None,
+        backend: str | None = None,
+        backup_device: str | None = None,
+        pin_memory: bool = ReplicaOptions.pin_memory,
+        final_sync: bool = ReplicaOptions.final_sync,
+        heal_inner_state: str = ReplicaOptions.heal_inner_state,
+        eval_weights: str = ReplicaOptions.eval_weights,
+        on_bad_state: str = ReplicaOptions.on_bad_state,
+        digest_every: int = ReplicaOptions.digest_every,
+        run_dir: str | None = None,
+        tls_dir: str | None = None,
+        manager: Any = None,
+    ) -> None:
+        self.settings = DiLoCoSettings(
+            sync_every=sync_every,
+            num_fragments=num_fragments,
+            fragment_patterns=fragment_patterns,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_nesterov=outer_nesterov,
+            weight_by=weight_by,
+            sync_buffers=sync_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            wire_format=wire_format,
+            error_feedback=error_feedback,
+            max_sync_retries=max_sync_retries,
+        )
+        self.options = ReplicaOptions(
+            replica_id=replica_id,
+            num_replicas=num_replicas,
+            lighthouse_addr=lighthouse_addr,
+            min_replica_size=min_replica_size,
+            start_timeout_s=start_timeout_s,
+            on_start_timeout=on_start_timeout,
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            connect_timeout=connect_timeout,
+            quorum_retries=quorum_retries,
+            coordinator_addr=coordinator_addr,
+            heartbeat_interval_s=heartbeat_interval_s,
+            give_up_after_s=give_up_after_s,
+            hang_timeout_s=hang_timeout_s,
+            hostname=hostname,
+            backend=backend,
+            backup_device=backup_device,
+            pin_memory=pin_memory,
+            final_sync=final_sync,
+            heal_inner_state=heal_inner_state,
+            eval_weights=eval_weights,
+            on_bad_state=on_bad_state,
+            digest_every=digest_every,
+            run_dir=run_dir,
+            tls_dir=tls_dir,
+        ).with_environment()
+        name_the_node()
+        if package_log.level == logging.NOTSET:
+            package_log.setLevel(logging.INFO)  # llm-foundry lets only its own packages speak
+        self.diloco: DiLoCo | None = None
+        self.result: dict[str, Any] = {}
+        self._given_manager = manager
+        self._manager: Any = None
+        self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
+        self._run: CoordinatedRun | None = None
+        """What connects this group with the coordinator, if there is one."""
+        self._data: DataShare | None = None
+        """This group's share of the data, if the loader is one of ours."""
+        self._must_not_start: str | None = None
+        self._resume = Resume(self.settings, on_bad_state)
+        self._ended: dict[str, Any] | None = None
+        """What the fit before this one has left."""
+        self._left: dict[str, int] | None = None
+        """Checksums of the model that it has left."""
+        self._weights: GlobalWeights | None = None
+        self._averages: WeightAverages | None = None
+        self._loads_active_ema = False
+        self._evaluation = Evaluation(eval_weights)
+        self._layout: CheckpointLayout | None = None
+        self._handover: Handover | None = None
+        self._parent = os.getppid()
+        self._folder = ReplicaFolder(None, "")
+        self._progress = Progress(self._folder, sync_every)
+
+    # ---- Composer's events, in the order in which they come ---------------------------------
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if self.diloco is not None:
+            self.diloco.note_progress()
+        super().run_event(event, state, logger)
+
+    def init(self, state: State, logger: Logger) -> None:
+        # Whatever stands before this callback acts at fit_end on weights from before the final
+        # sync, and an export there is another model than the run's. While it acts, and while it
+        # closes, the other groups wait for this one. So all others come after it. Loggers are run
+        # apart; the engine goes through a copy of this list.
+        others = [each for each in state.callbacks if each is not self]
+        loggers = [each for each in others if isinstance(each, LoggerDestination)]
+        rest = [each for each in others if not isinstance(each, LoggerDestination)]
+        state.callbacks[:] = [*loggers, self, *rest]
+
+    def before_load(self, state: State, logger: Logger) -> None:
+        if self.options.coordinator_addr is not None:
+            self._run = CoordinatedRun(self.options, self._given)
+            self.settings, self.options = self._run.settings, self._run.options
+            self._resume = Resume(self.settings, self.options.on_bad_state)
+        self._resume.before_load(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Composer loads checkpoints before fit_start: keep it until there is something to load.
+        self._resume.keep(state)
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        self._resume.after_load(state)
+        self._loads_active_ema = WeightAverages(state).is_ema_active
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.diloco is not None:
+            self._end_failed_fit()
+        if self._given_manager is not None and self._ended is not None:
+            raise ValueError(
+                "manager= is good for one fit, after which it has left the other groups: give "
+                "the next fit a new DiLoCoCallback with a new manager"
+            )
+        check_parallelism(state)
+        check_loads(state)
+        also_synced = self._names_before()
+        self._averages = WeightAverages(state)
+        if self._loads_active_ema:  # an evaluation before fit may have taken it out
+            self._averages.put_in()
+        self._loads_active_ema = False
+        resumed = self._resume.read(state)
+        ema_was_active = self._averages.take_out(None if resumed is None else resumed[1])
+        run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
+        self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
+        self._progress = Progress(self._folder, self.settings.sync_every)
+        is_new = resumed is None and self._ended is None
+        known_step = self._run.outer_step if self._run is not None else 0
+        self._must_not_start = why_not_start(self.options, state, known_step) if is_new else None
+        if self._run is not None:
+            self._run.register(synced_tensors(unwrapped(state), self.settings, also_synced))
+        settings, session = (self.settings, self._run.session) if self._run else (None, None)
+        self._data = DataShare.of(state, self.options, settings, session)
+        try:
+            self._manager = self._given_manager or build_manager(self.options, state)
+            self._handover = Handover(
+                state, self.options.heal_inner_state, self._is_in_batch, self._averages
+            )
+            give, take = self._handover.give, self._handover.take
+            self._manager.register_state_dict_fn("composer", take, give)
+            self.diloco = build_diloco(
+                self.settings,
+                self.options,
+                self._manager,
+                state,
+                self._must_not_start,
+                also_synced,
+            )
+            self._layout = self._resume.layout(state, also_synced)
+            self._continue_from(resumed, state)
+            self.diloco.counts_steps = False
+            self._progress.tell_phase("joining", state, self.diloco)
+            stream = self.diloco.stream
+            self.diloco.__enter__()
+            if self._data is not None:
+                self._data.start(self.diloco, stream, lambda: self._stand_by(state, logger))
+            when_fit_is_over(functools.partial(self._leave_after_error, self._manager))
+        except BaseException:
+            self._leave()  # no heartbeat of ours may hold the others up
+            self.diloco = self._data = None
+            raise
+        if resumed is not None:
+            self._progress.tell_resume(state, self.diloco)
+        self._tell("training", state, logger)
+        if ema_was_active:
+            self._averages.put_in()
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        if self._data is not None:
+            self._data.before_batch(state)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if self.diloco is None:
+            return
+        if self._data is not None:
+            self.diloco.expect_position(self._data.place.position)
+        # Only steps inside a batch count: torch's get_optimizer_state_dict and
+        # set_optimizer_state_dict make hidden ones, at a load and, for SGD, at every save.
+        self.diloco.counts_steps = True
+        if max_batches(state) == state.timestamp.batch.value + 1:
+            self.diloco.expect_last_step()
+        if self.settings.weight_by == "samples":
+            self.diloco.count_samples(samples_in_batch(state))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.diloco is None:
+            return
+        self.diloco.counts_steps = False
+        self._check_launcher()
+        self._progress.count_batch(state)
+        if self._tell("training", state, logger) and broadcast(self._folder.asks_to_stop):
+            log.info(
+                "Ending after outer step %d: the run's folder says STOP", self.diloco.outer_step
+            )
+            state.stop_training()
+
+    # During a fit Composer evaluates between the first two of these, in Trainer.eval between the
+    # others; a fit inside a fit there is not.
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        if self._weights is not None:
+            self._evaluation.open(self._weights, self._evaluates_as_is())
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        if self._weights is not None:
+            self._evaluation.close(self._weights)
+
+    def eval_standalone_start(self, state: State, logger: Logger) -> None:
+        self.eval_before_all(state, logger)
+
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
+        self.eval_after_all(state, logger)
+
+    def state_dict(self) -> dict[str, Any]:
+        # A collective under FSDP, and every rank is asked.
+        if self.diloco is not None:
+            return self._packed(self._diloco_state())  # Composer writes it at once
+        return self._resume.state_dict() if self._ended is None else self._packed(self._ended)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self.diloco is None:
+            return
+        assert self._averages is not None and self._layout is not None, "fit_start has made them"
+        with self._averages.out_of_the_model():
+            if self.options.final_sync:
+                self.diloco.final_sync()
+            self._left = checksums(self._layout.live)
+        self._tell("evaluating", state, logger)
+        self.result = {
+            "replica_id": replica_id_of(self.options),
+            "inner_steps": self.diloco.inner_steps,
+            "outer_steps": self.diloco.outer_step,
+            "global_digest": self.diloco.global_digest(),
+            "final_loss": self._progress.final_loss,
+            "eval": {},
+        }
+        if self._data is not None:
+            self._data.end(self.diloco)
+        self._ended = self._diloco_state()  # no copies: there is no next inner step
+        self._leave()
+        self.diloco = self._data = None
+        # Last, since it fails on a full disk: the others and the coordinator know all by then.
+        self._folder.write_result(self.result)
+
+    def close(self, state: State, logger: Logger) -> None:
+        error = sys.exc_info()[1]
+        if self.diloco is not None or error is not None:  # before fit_end, or in what follows it
+            end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
+        self._leave()
+        self.diloco = self._data = None
+        if self._weights is not None:
+            self._weights.remove()
+
+    def _tell(self, phase: str, state: State, logger: Logger) -> bool:
+        """Tell of what has happened. True if there was a sync."""
+        assert self.diloco is not None
+        reports = self.diloco.pop_finished_syncs()
+        if self._handover is not None:
+            self._handover.level_ranks(logger)
+        if reports and self._run is not None:
+            self._run.offer_settings(self.diloco)
+        self._progress.tell_syncs(reports, state, logger)
+        told = self._progress.tell_phase(phase, state, self.diloco)
+        if self._run is not None:
+            self._run.report(told)
+        if reports and self._data is not None:
+            self._data.tell_sync(self.diloco)
+        return bool(reports)
+
+    def _stand_by(self, state: State, logger: Logger) -> None:
+        """There are no samples to train on for now."""
+        assert self.diloco is not None and self._averages is not None, "it is asked while training"
+        with self._averages.out_of_the_model():
+            self.diloco.stand_by()
+        if not self._tell("training", state, logger) and self._data is not None:
+            self._data.tell_sync(self.diloco)
+
+    def _check_launcher(self) -> None:
+        """A rank that outlives its launcher would go on voting beside the group started anew.
+
+        Raises:
+            RuntimeError: The launcher has died.
+        """
+        if dist.get_world_size() > 1 and os.getppid() != self._parent:
+            raise RuntimeError(
+                "the launcher of this group's ranks has died, so this rank ends. Start the group "
+                "again: it takes over what the others have"
+            )
+
+    def _is_in_batch(self) -> bool:
+        return self.diloco is not None and self.diloco.counts_steps
+
+    # ---- building ---------------------------------------------------------------------------
+
+    def _names_before(self) -> set[str]:
+        """What belonged to the global state before; some of it may be frozen by now."""
+        fragments = self._ended["fragments"] if self._ended is not None else ()
+        return {*self._resume.names, *(name for f in fragments for name in f["theta"])}
+
+    def _continue_from(
+        self, resumed: tuple[dict[str, Any], dict[str, Tensor]] | None, state: State
+    ) -> None:
+        """Take over what a checkpoint or the fit before has left, if there is either."""
+        assert self.diloco is not None and self._averages is not None, "they have just been built"
+        if self._weights is not None:
+            self._weights.remove()
+        assert self._layout is not None, "it has been made too"
+        diloco_state = None
+        if resumed is not None:
+            diloco_state, local = resumed
+            self.diloco.load_state_dict(diloco_state)
+            with torch.no_grad():
+                for name, tensor in local.items():
+                    local_tensor(self._layout.live[name]).copy_(tensor)
+        elif self._ended is not None:
+            replaced = replaced_since(self._left, self._layout.live)
+            fresh = self.diloco.state_dict(copies=False)
+            diloco_state = carry_over(self._ended, fresh, replaced)
+            self.diloco.load_state_dict(diloco_state)
+        if diloco_state is not None and self._data is not None:
+            self._data.load_place(diloco_state["reading"])
+        theta = self.diloco.global_parameters()
+        self._weights = GlobalWeights(
+            unwrapped(state), theta, lambda: self._saved_model() != "global"
+        )
+        self._averages.wrap(self._weights, self.diloco.make_local_global)
+        if self._run is not None:
+            self._run.offer_settings(self.diloco)
+
+    def _diloco_state(self) -> dict[str, Any]:
+        """DiLoCo's state, with its own tensors: good until the next inner step."""
+        assert self.diloco is not None, "while there is one"
+        diloco_state = self.diloco.state_dict(copies=False)
+        if self._data is not None:
+            diloco_state["reading"] |= self._data.place_state()
+        return diloco_state
+
+    def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
+        assert self._weights is not None and self._layout is not None, "fit_start has made them"
+        assert self._averages is not None, "it has made them too"
+        local = self._averages.local(self._weights.local())
+        saved = self._weights.saved
+        return pack(diloco_state, local, saved, self._layout, self._saved_model())
+
+    def _saved_model(self) -> str:
+        """What Composer calls the weights: EMA's or SWA's while the model holds these."""
+        if self._averages is not None and self._averages.is_ema_active:
+            return "ema"
+        return "local" if self._replaces_global else "global"
+
+    def _evaluates_as_is(self) -> bool:
+        """Whether evaluators see what Composer shows them: EMA puts its weights there itself."""
+        has_ema = self._averages is not None and self._averages.has_ema_started
+        return has_ema or self._replaces_global
+
+    @property
+    def _replaces_global(self) -> bool:
+        """Whether SWA's average, in the model, is yet to become the global weights."""
+        if self.diloco is not None:
+            return self.diloco.replaces_global
+        return self._ended is not None and any(self._ended["replaces_global"])
+
+    def _leave_after_error(self, manager: Any) -> None:
+        """The fit that this manager was made for is over; nothing to do if it ended well."""
+        with self._leaving:
+            if self._manager is manager:
+                self._leave()
+                log.warning(
+                    "This replica group has left: its fit ended with an error. The others go on; "
+                    "it joins them again if fit is called again"
+                )
+
+    def _end_failed_fit(self) -> None:
+        """Keep what a fit that raised has left, for the one that now begins."""
+        assert self.diloco is not None, "it has left that"
+        self._leave()
+        self._ended = self._diloco_state()
+        self.diloco = self._data = None
+        log.info("Continuing from what the fit that failed has left")
+
+    def _leave(self) -> None:
+        """Stop counting and stop the heartbeats, before the last evaluation: others would wait.
+
+        The DiLoCo and the share of the data stay: a later fit may continue from them.
+        """
+        if sys.is_finalizing():
+            return  # there are no more threads, so no heartbeats, and no answer to a wait
+        with self._leaving:
+            if self._averages is not None:
+                self._averages.unwrap()
+            if self.diloco is not None:
+                self.diloco.__exit__(None, None, None)
+            if self._manager is not None:
+                self._manager.shutdown()
+                self._manager = None
+            if self._data is not None:
+                self._data.close()
+            if self._run is not None:
+                self._run.leave()

@@ -1,0 +1,319 @@
+"""DiLoCo's part of a Composer checkpoint: what it looks like, there and back.
+
+Beside the model, which is saved with the global weights, the inner optimizer and the timestamp,
+all of which Composer saves, it has
+
+* ``progress``: outer step, position in the round, contribution counters, settings, outer
+  hyperparameters and checksums of the saved model's tensors, as JSON;
+* ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
+* ``momentum``: the outer momentum by name, fp32, if there is any;
+* ``residual``: what the wire format has kept back, by name, fp32, if there is error feedback;
+* ``theta``: the global parameters by name, fp32: of those that are not fp32 in the model, or of all
+  if the job has an EMA or SWA, whose weights may be in the model in their place;
+* ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
+
+In a sharded checkpoint the keys depend on model and settings alone: it is loaded into a template,
+and one whose keys came and went would not load (docs/adrs/ADR-013).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from composer_replication.callback.checksums import checksums, not_loaded
+from composer_replication.callback.global_weights import as_dtensor
+from composer_replication.diloco.outer_optimizer import local_tensor
+from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
+
+FORMAT = 3
+_PLAIN = (
+    "outer_step",
+    "settings",
+    "ledger",
+    "inner_steps",
+    "local_step",
+    "since_sync",
+    "reading",
+)
+
+
+class BadStateError(ValueError):
+    """A checkpoint from which this group cannot continue."""
+
+
+class CheckpointLayout:
+    """How what the ranks of a group hold lies in its checkpoint.
+
+    Args:
+        fragments: The model's parameters and buffers in each fragment, by name.
+        is_sharded: Whether each rank writes its shards (DCP), or rank 0 all of it.
+        has_averages: Whether the saved model may be another than the global one.
+        tied: The further names of parameters that have several, and the one in ``fragments``.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Mapping[str, Tensor]],
+        is_sharded: bool,
+        has_averages: bool = False,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self.fragments = [list(fragment) for fragment in fragments]
+        self.live = {name: t for fragment in fragments for name, t in fragment.items()}
+        self.is_sharded = is_sharded
+        self.tied = dict(tied or {})
+        self.theta_beside = [
+            name for name, t in self.live.items() if has_averages or t.dtype != torch.float32
+        ]
+        """The global parameters that are saved beside the model."""
+
+    def save(self, name: str, shard: Tensor) -> Tensor:
+        """What goes into the checkpoint. A collective, if the tensor is sharded and it is not."""
+        like = self.live[name]
+        if not isinstance(like, DTensor):
+            return shard.detach()
+        return as_dtensor(shard.detach(), like) if self.is_sharded else self.save_whole(name, shard)
+
+    def load(self, name: str, saved: object) -> Tensor:
+        """This rank's part of what ``save`` gave, on whatever number of ranks that was.
+
+        Raises:
+            BadStateError: It is another tensor's.
+        """
+        like = self.live[name]
+        if not isinstance(saved, Tensor) or saved.shape != like.shape:
+            what = f"is {tuple(saved.shape)}" if isinstance(saved, Tensor) else "is missing"
+            raise BadStateError(f"{name} {what} in it, and {tuple(like.shape)} in the model")
+        if isinstance(saved, DTensor):
+            return saved.to_local()
+        if not isinstance(like, DTensor):
+            return saved
+        mesh, placements = like.device_mesh, like.placements
+        on_device = saved.to(mesh.device_type)
+        return distribute_tensor(on_device, mesh, placements, src_data_rank=None).to_local()
+
+    def save_whole(self, name: str, shard: Tensor) -> Tensor:
+        """All of a tensor, in rank 0's host memory, which alone is written. A collective too."""
+        like = self.live[name]
+        if not isinstance(like, DTensor):
+            return shard.detach()
+        whole = as_dtensor(shard.detach(), like).full_tensor()
+        return whole.cpu() if torch.distributed.get_rank() == 0 else whole.new_empty(0)
+
+
+def pack(
+    state: Mapping[str, Any],
+    local: Mapping[str, Tensor],
+    in_model: Callable[[str], Tensor],
+    layout: CheckpointLayout,
+    whose: str = "global",
+) -> dict[str, Any]:
+    """Turn ``DiLoCo.state_dict()`` into DiLoCo's part of a checkpoint.
+
+    Args:
+        state: What it gave.
+        local: The local parameters by name.
+        in_model: Gives what the checkpoint's model has under a name.
+        layout: Where what lies.
+        whose: Whose weights the checkpoint's model has: ``global``, ``ema`` or ``local``.
+    """
+    fragments = state["fragments"]
+    theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
+    momentum = momentum_of(fragments)
+    progress = {key: state[key] for key in _PLAIN} | {
+        "format": FORMAT,
+        "replaces_global": state["replaces_global"],
+        "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
+        "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
+        "frozen": [f["frozen"] for f in fragments],
+        "tied": layout.tied,
+        "model": whose,
+        "checksums": checksums(layout.live, in_model),
+    }
+    saved = {
+        "progress": json.dumps(progress),
+        "in_flight": _save_in_flight(state["in_flight"], layout),
+        "local": {name: layout.save(name, tensor) for name, tensor in local.items()},
+        "momentum": {name: layout.save(name, tensor) for name, tensor in momentum.items()},
+        "residual": {name: layout.save(name, tensor) for name, tensor in state["residual"].items()},
+        "theta": {name: layout.save(name, theta[name]) for name in layout.theta_beside},
+    }
+    return {key: value for key, value in saved.items() if value != {}}
+
+
+def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, Any]:
+    """Something of the shape of what ``pack`` gives, for a sharded checkpoint to be loaded into."""
+
+    def empty(name: str, dtype: torch.dtype) -> Tensor:
+        shard = torch.empty_like(local_tensor(layout.live[name]), dtype=dtype)
+        return layout.save(name, shard)
+
+    trained = [name for name, t in layout.live.items() if t.requires_grad]
+    with_momentum = trained if settings.outer_momentum else []
+    with_residual = list(layout.live) if settings.keeps_residual else []
+    saved = {
+        "progress": "",
+        "in_flight": "",
+        "local": {name: empty(name, tensor.dtype) for name, tensor in layout.live.items()},
+        "momentum": {name: empty(name, torch.float32) for name in with_momentum},
+        "residual": {name: empty(name, torch.float32) for name in with_residual},
+        "theta": {name: empty(name, torch.float32) for name in layout.theta_beside},
+    }
+    return {key: value for key, value in saved.items() if value != {}}
+
+
+def unpack(
+    saved: Mapping[str, Any], settings: DiLoCoSettings, layout: CheckpointLayout
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Turn DiLoCo's part of a checkpoint back; the model holds the weights of the same one.
+
+    A tensor of the model that is not the checkpoint's was left out of the load on purpose
+    (``load_ignore_keys``), or has been replaced since: it stays as it is, and is global and local.
+
+    Returns:
+        What ``DiLoCo.load_state_dict`` takes, and the local parameters by name, of those that were
+        loaded.
+
+    Raises:
+        BadStateError: It is another model's, or damaged.
+        SettingsMismatch: It was saved with other fragments.
+    """
+    progress = _read_progress(saved)
+    mine, theirs = settings.fingerprint(), progress["settings"]
+    compare_fingerprints(
+        {key: mine.get(key) for key in FIXED},
+        {key: theirs.get(key) for key in FIXED},
+        "the checkpoint",
+    )
+    names = saved["local"].keys()
+    if names != layout.live.keys():
+        odd = sorted(names ^ layout.live.keys())[0]
+        where = "in the model and not in it" if odd in layout.live else "in it and not in the model"
+        raise BadStateError(f"{odd} is {where}: it is another model's")
+    for name, tensor in saved["local"].items():
+        if tensor.dtype != layout.live[name].dtype:
+            raise BadStateError(
+                f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
+            )
+    kept = not_loaded(progress.get("checksums"), layout.live)
+    local = {
+        name: layout.load(name, tensor)
+        for name, tensor in saved["local"].items()
+        if name not in kept
+    }
+    in_flight = _load_in_flight(saved["in_flight"], layout)
+    if in_flight is not None and not kept.isdisjoint(in_flight["local"]):
+        in_flight = None
+    state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
+    if "replaces_global" in progress:
+        state["replaces_global"] = progress["replaces_global"]
+    state["since_sync"] = [
+        [0, 0] if kept.issuperset(names) else counted
+        for names, counted in zip(layout.fragments, progress["since_sync"], strict=True)
+    ]
+    state["fragments"] = _fragments(saved, progress, layout, kept)
+    residual = {name: layout.load(name, t) for name, t in saved.get("residual", {}).items()}
+    state["residual"] = {
+        name: torch.zeros_like(t) if name in kept else t for name, t in residual.items()
+    }
+    return state, local
+
+
+def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(saved.get("progress"), str) or "local" not in saved:
+        raise BadStateError(
+            f"it has {', '.join(sorted(saved)) or 'nothing'} where progress and "
+            "local parameters should be"
+        )
+    progress = json.loads(saved["progress"])
+    if progress.get("format") != FORMAT:
+        raise BadStateError(
+            f"its format is {progress.get('format')!r} and this version reads {FORMAT}: use the "
+            "version of composer-replication that wrote it"
+        )
+    return progress
+
+
+def momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The momentum of every trained parameter; zeros, as good as none, before the first step."""
+    momentum = {}
+    for fragment in fragments:
+        names, optimizer = list(fragment["theta"]), fragment["optimizer"]
+        for group in optimizer["param_groups"]:
+            for index in group["params"] if group["momentum"] else ():
+                name = names[index]
+                found = optimizer["state"].get(index, {}).get("momentum_buffer")
+                momentum[name] = (
+                    torch.zeros_like(fragment["theta"][name]) if found is None else found
+                )
+    return momentum
+
+
+def _fragments(
+    saved: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    layout: CheckpointLayout,
+    kept: Collection[str],
+) -> list[dict[str, Any]]:
+    """The global parameters and outer optimizers, as ``GlobalParameters.load_state_dict`` does."""
+    momentum = {
+        name: layout.load(name, tensor)
+        for name, tensor in saved.get("momentum", {}).items()
+        if name not in kept
+    }
+    given = {name: t for name, t in saved.get("theta", {}).items() if name not in kept}
+    fragments = []
+    for index, names in enumerate(layout.fragments):
+        theta = {
+            name: layout.load(name, given[name])
+            if name in given
+            else local_tensor(layout.live[name]).to(torch.float32, copy=True)
+            for name in names
+        }
+        state = {
+            place: {"momentum_buffer": momentum[name]}
+            for place, name in enumerate(names)
+            if name in momentum and progress["has_momentum"][index]
+        }
+        groups = progress["outer_optimizers"][index]
+        optimizer = {"state": state, "param_groups": groups}
+        frozen = progress.get("frozen", [[]] * len(layout.fragments))[index]
+        fragments.append({"theta": theta, "optimizer": optimizer, "frozen": frozen})
+    return fragments
+
+
+def _save_in_flight(
+    state: Mapping[str, Any] | None, layout: CheckpointLayout
+) -> dict[str, Any] | str:
+    if state is None:
+        return ""
+    local = {name: layout.save_whole(name, tensor) for name, tensor in state["local"].items()}
+    whole = {**state, "local": local}
+    if not layout.is_sharded:
+        return whole
+    buffer = io.BytesIO()
+    torch.save(whole, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()  # weights_only has no bytes
+
+
+def _load_in_flight(
+    saved: Mapping[str, Any] | str, layout: CheckpointLayout
+) -> dict[str, Any] | None:
+    if not saved:
+        return None
+    if isinstance(saved, str):
+        try:
+            saved = torch.load(io.BytesIO(base64.b64decode(saved)), weights_only=True)
+        except Exception as error:  # torch's are of many kinds
+            raise BadStateError(f"its sync in flight cannot be read ({error})") from error
+    assert not isinstance(saved, str)
+    local = {name: layout.load(name, tensor) for name, tensor in saved["local"].items()}
+    return {**saved, "local": local}

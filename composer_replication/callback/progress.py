@@ -1,0 +1,135 @@
+"""What a replica group tells while it trains: Composer's loggers, its log and its folder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from composer import Logger, State, TimeUnit
+
+from composer_replication.callback.run_folder import ReplicaFolder
+from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.diloco.algorithm import DiLoCo, SyncReport
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Tells of syncs and batches.
+
+    Args:
+        folder: The group's folder.
+        sync_every: Inner steps in a round.
+    """
+
+    def __init__(self, folder: ReplicaFolder, sync_every: int) -> None:
+        self._folder = folder
+        self._reached = folder.reached()
+        self._sync_every = sync_every
+        self._losses: list[float] = []
+        self._began: tuple[int, float] | None = None
+        self._synced_at: float | None = None
+        self._last_sync: dict[str, Any] = {}
+        self.final_loss: float | None = None
+
+    def count_batch(self, state: State) -> None:
+        """Take note of a finished batch's loss, a mean over the group's ranks."""
+        loss = state.total_loss_dict.get("loss/train/total")
+        if loss is not None:
+            self._losses.append(float(loss))
+
+    def tell_syncs(self, reports: Iterable[SyncReport], state: State, logger: Logger) -> None:
+        """Log committed syncs, with the mean loss of the batches since the one before."""
+        for report in reports:
+            loss = sum(self._losses) / len(self._losses) if self._losses else None
+            self._losses.clear()
+            self.final_loss = self.final_loss if loss is None else loss
+            metrics = numbers_of(report)
+            self._synced_at = time.monotonic()
+            names = ("contribution", "num_participants", "sync_seconds", "settings_version")
+            self._last_sync = {name: getattr(report, name) for name in names}
+            logger.log_metrics(metrics)
+            digest = report.global_digest
+            self._folder.append_sync(
+                metrics
+                | ({} if digest is None else {"diloco/global_digest": digest})
+                | {
+                    "batch": state.timestamp.batch.value,
+                    "inner_steps": report.inner_steps,
+                    "loss": loss,
+                    "time": time.time(),
+                }
+            )
+            log.info(
+                "outer step %d, fragment %d: %d replica groups, loss %s, stood still %.2f s%s",
+                report.outer_step,
+                report.fragment,
+                report.num_participants,
+                "-" if loss is None else f"{loss:.4f}",
+                report.sync_seconds,
+                f", {report.retries} retries" if report.retries else "",
+            )
+
+    def tell_resume(self, state: State, diloco: DiLoCo) -> None:
+        """Say where the group goes on, and what it had made beyond that and makes again."""
+        batch, reached = state.timestamp.batch.value, self._reached
+        again = {
+            "batches_again": max(0, reached.get("batch", 0) - batch),
+            "outer_steps_again": max(0, reached.get("outer_step", 0) - diloco.outer_step),
+        }
+        self._folder.append_resume(
+            {"batch": batch, "outer_step": diloco.outer_step, **again, "time": time.time()}
+        )
+        log.info(
+            "Resumed at batch %d, outer step %d; %d batches and %d outer steps are made again",
+            batch,
+            diloco.outer_step,
+            *again.values(),
+        )
+
+    def tell_phase(self, phase: str, state: State, diloco: DiLoCo) -> dict[str, Any]:
+        """Say where the group stands, and return it; cheap enough for every batch."""
+        batch = state.timestamp.batch.value
+        batches = max_batches(state)
+        seconds_left = speed = None
+        if phase == "training":
+            began_at, began = self._began = self._began or (batch, time.monotonic())
+            if batches is not None and batch > began_at:
+                per_batch = (time.monotonic() - began) / (batch - began_at)
+                seconds_left = per_batch * max(0, batches - batch)
+                speed = 1 / per_batch
+        told = {
+            "batch": batch,
+            "max_batches": batches,
+            "inner_steps": diloco.inner_steps,
+            "outer_step": diloco.outer_step,
+            "round": diloco.inner_steps / self._sync_every,
+            "loss": self._losses[-1] if self._losses else self.final_loss,
+        }
+        self._folder.write_status(phase, **told, seconds_left=seconds_left)
+        since = None if self._synced_at is None else time.monotonic() - self._synced_at
+        more = {"phase": phase, "steps_per_second": speed, "seconds_since_sync": since}
+        return told | more | self._last_sync
+
+
+def numbers_of(report: SyncReport) -> dict[str, float]:
+    """A report as Composer metrics: numbers only, as some of its loggers demand."""
+    values = asdict(report)
+    del values["inner_steps"], values["global_digest"]
+    return {f"diloco/{name}": +value for name, value in values.items()}
+
+
+def max_batches(state: State) -> int | None:
+    """The batch at which training ends, if that can be known."""
+    end = state.max_duration
+    if end is None:
+        return None
+    if end.unit == TimeUnit.BATCH:
+        return end.value
+    is_shared = isinstance(state.train_dataloader, ReplicaDataLoader)  # has but a bound
+    if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
+        return end.value * state.dataloader_len.value
+    return None

@@ -1,0 +1,285 @@
+"""Composer's EMA and SWA beside DiLoCo: their averages are made of the global weights."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from composer import Algorithm, Event, Logger, State
+from composer.algorithms import EMA, SWA
+from composer.algorithms.ema.ema import EMAParameters
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composer_replication.callback.global_weights import GlobalWeights
+from composer_replication.diloco.outer_optimizer import local_tensor
+
+log = logging.getLogger(__name__)
+
+UPDATES = (Event.BATCH_END, Event.EPOCH_END)
+"""When EMA and SWA take the model into their averages."""
+
+
+def averages_in(state: State) -> list[Algorithm]:
+    """The EMA and SWA of a job."""
+    return [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA | SWA)]
+
+
+class WeightAverages:
+    """The EMA and SWA of a Composer job.
+
+    While they update their averages the model holds the global weights, so that the averages are
+    equal in all groups (docs/adrs/ADR-021). Composer has no event before an algorithm, therefore
+    their ``match`` and ``apply`` are wrapped while the group trains.
+
+    EMA swaps its weights and those that are trained, in place: "active" means that the model holds
+    EMA's, and that EMA keeps the ones in training. That lasts from a checkpoint to the next batch.
+
+    Args:
+        state: Composer's.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._algorithms = averages_in(state)
+        self._ema = next((a for a in self._algorithms if isinstance(a, EMA)), None)
+        self._weights: GlobalWeights | None = None
+        self._make_local_global: Callable[[], None] = lambda: None
+
+    @property
+    def exist(self) -> bool:
+        """Whether the job has any."""
+        return bool(self._algorithms)
+
+    # ---- EMA's weights in the model ---------------------------------------------------------
+
+    @property
+    def has_ema_started(self) -> bool:
+        """Whether EMA has weights of its own by now, which Composer evaluates."""
+        return self._ema is not None and self._ema.ema_started
+
+    @property
+    def is_ema_active(self) -> bool:
+        """Whether the model holds EMA's weights, and EMA the local ones."""
+        return self._ema is not None and self._ema.ema_weights_active
+
+    @contextmanager
+    def out_of_the_model(self) -> Iterator[None]:
+        """Within it the model holds the local weights; after it, EMA's again if it did before."""
+        was_active = self.is_ema_active
+        if was_active:
+            self._swap()
+        try:
+            yield
+        finally:
+            if was_active:
+                self.put_in()
+
+    def put_in(self) -> None:
+        """Put EMA's weights into the model, which holds the local ones."""
+        if not self.is_ema_active:
+            self._swap()
+
+    def take_out(self, loaded: Collection[str] | None = None) -> bool:
+        """When training starts: take EMA's weights out of the model, and say if they were in it.
+
+        Args:
+            loaded: If EMA is as it was loaded: the names of the local weights of the same
+                checkpoint, which are put into the model next.
+        """
+        if self._ema is None or self._ema.ema_model is None:
+            return False
+        self._adapt(self._ema)
+        if loaded is not None:
+            self._take_from_model(self._ema, loaded)
+        was_active = self.is_ema_active
+        if was_active:
+            self._swap()
+        return was_active
+
+    def _swap(self) -> None:
+        assert self._ema is not None and self._ema.ema_model is not None, "it is active, or was"
+        self._ema.ema_model.swap_params(model=self._state.model)
+        self._ema.ema_weights_active = not self._ema.ema_weights_active
+
+    def local(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The local weights, given those that the model holds; not copies."""
+        if not self.is_ema_active:
+            return dict(live)
+        assert self._ema is not None and self._ema.ema_model is not None, "it is active"
+        kept = dict([*self._ema.ema_model.named_parameters(), *self._ema.ema_model.named_buffers()])
+        return {name: local_tensor(kept.get(self._wrapped(name), t)) for name, t in live.items()}
+
+    def _wrapped(self, name: str) -> str:
+        """The name of a tensor in ``state.model``, which may be DDP around the model."""
+        return f"module.{name}" if self._state.is_model_ddp else name
+
+    def _take_from_model(self, ema: EMA, loaded: Collection[str]) -> None:
+        """Give EMA the model's weights where its own are not those of the checkpoint.
+
+        A weight that was left out of the load is new, and so is its average. Of algorithms Composer
+        writes what rank 0 has, and gives it to all ranks: one shard. The model in the checkpoint is
+        whole, and holds EMA's weights if EMA was active.
+        """
+        assert ema.ema_model is not None, "INIT has made it"
+        if self._is_sharded and ema.ema_started and not ema.ema_weights_active:
+            ema.ema_started = False
+            log.warning(
+                "EMA begins anew from the global weights: Composer saves sharded weights of EMA "
+                "only where they are in the model, as in the checkpoints of save_interval"
+            )
+        kept = ema.ema_model.named_parameters_dict
+        synced = {self._wrapped(name) for name in loaded}
+        for name, tensor in EMAParameters(self._state.model).named_parameters():
+            if self._is_sharded or (name in kept and name not in synced):
+                kept[name] = tensor
+
+    def _adapt(self, ema: EMA) -> None:
+        """Let EMA find its weights in the model that is to be trained.
+
+        It may have got them from a job with another number of ranks, or before the model was
+        wrapped: their names then differ by DDP's prefix, and Composer would leave them out without
+        a word. A file has them once, and our part of it the same ones: these are copies.
+        """
+        assert ema.ema_model is not None, "INIT has made it"
+        model, ema_model = self._state.model, ema.ema_model
+        for kept, own in (
+            (ema_model.named_parameters_dict, dict(model.named_parameters())),
+            (ema_model.named_buffers_dict, dict(model.named_buffers())),
+        ):
+            here = _named_as(own, kept)
+            kept.clear()
+            kept.update(
+                {name: t.to(own[name].device, copy=True) for name, t in here.items() if name in own}
+            )
+
+    # ---- updates ----------------------------------------------------------------------------
+
+    def wrap(self, weights: GlobalWeights, make_local_global: Callable[[], None]) -> None:
+        """From here on averages are made of the global weights.
+
+        Args:
+            weights: Puts them into the model.
+            make_local_global: Called when SWA has put its average into the model for good: all
+                groups do at the same batch, and go on from there.
+        """
+        self._weights = weights
+        self._make_local_global = make_local_global
+        wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
+        for algorithm in self._algorithms:
+            for name, wrapper in wrappers.items():
+                original = getattr(algorithm, name)
+                setattr(algorithm, name, functools.partial(wrapper, algorithm, original))
+
+    def unwrap(self) -> None:
+        """Leave the algorithms as they were."""
+        for algorithm in self._algorithms:
+            for name in ("match", "apply", "state_dict"):
+                vars(algorithm).pop(name, None)
+
+    def _match(
+        self, algorithm: Algorithm, match: Callable[..., bool], event: Event, state: State
+    ) -> bool:
+        had_started = getattr(algorithm, "ema_started", True)
+        matches = match(event, state)
+        if isinstance(algorithm, EMA) and not had_started and algorithm.ema_started:
+            with self._global_weights(algorithm):  # it has just begun, from the local ones
+                algorithm.ema_model = EMAParameters(state.model)
+        return matches
+
+    def _apply(
+        self,
+        algorithm: Algorithm,
+        apply: Callable[..., int | None],
+        event: Event,
+        state: State,
+        logger: Logger,
+    ) -> int | None:
+        if event not in UPDATES:
+            return apply(event, state, logger)
+        # At the end of an epoch EMA may be active, after a checkpoint of its last batch.
+        with self.out_of_the_model(), self._global_weights(algorithm):
+            return apply(event, state, logger)
+
+    def _state_dict(
+        self, algorithm: Algorithm, state_dict: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        state = state_dict()
+        if isinstance(algorithm, EMA) and self._is_sharded:
+            state["ema_model"]["named_parameters_dict"] = {}  # only rank 0's shards are written
+        return state
+
+    @contextmanager
+    def _global_weights(self, algorithm: Algorithm) -> Iterator[None]:
+        assert self._weights is not None, "wrap has been given them"
+        was_completed = getattr(algorithm, "swa_completed", False)
+        self._weights.show()
+        try:
+            yield
+            if getattr(algorithm, "swa_completed", False) and not was_completed:
+                self._weights.keep_shown()
+                self._make_local_global()
+                log.info("SWA's average of the global weights is what all groups go on from")
+        finally:
+            self._weights.hide()
+
+    # ---- heals ------------------------------------------------------------------------------
+
+    def give(self) -> list[Any]:
+        """What a joiner takes over: name and state of each; nothing where weights are sharded."""
+        if self._is_sharded:
+            return []
+        with self.out_of_the_model():
+            return [[type(a).__name__, a.state_dict()] for a in self._algorithms]
+
+    def take(self, given: list[Any], misses_an_update: bool, logger: Logger) -> None:
+        """Go on with the donor's averages.
+
+        Args:
+            given: By rank 0's donor.
+            misses_an_update: Whether the donor had yet to make that of the last batch.
+            logger: Composer's.
+        """
+        own = [type(algorithm).__name__ for algorithm in self._algorithms]
+        theirs = [name for name, _ in given]
+        if own != theirs:
+            if not self._is_sharded:
+                why = f"the donor has {' and '.join(theirs) or 'none'}"
+            else:
+                why = "no rank of the donor has all of its weights (FSDP)"
+            log.warning("A joiner goes on with averages of its own, %s: %s", own or "none", why)
+            return
+        with self.out_of_the_model():
+            for algorithm, (_, state) in zip(self._algorithms, given, strict=True):
+                self._load(algorithm, state)
+                if isinstance(algorithm, EMA):
+                    self._adapt(algorithm)
+        if misses_an_update:
+            for algorithm in self._algorithms:
+                if algorithm.match(Event.BATCH_END, self._state):
+                    algorithm.apply(Event.BATCH_END, self._state, logger)
+
+    def _load(self, algorithm: Algorithm, state: dict[str, Any]) -> None:
+        if isinstance(algorithm, SWA):
+            if state["swa_started"] and not algorithm.swa_started:
+                algorithm._initialize_swa(self._state)  # as it is done at the start, under DDP
+            own = algorithm.swa_model.state_dict() if algorithm.swa_model else {}
+            state["swa_model"] = _named_as(own, state["swa_model"] or {})
+        algorithm.load_state_dict(state)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(isinstance(p, DTensor) for p in self._state.model.parameters())
+
+
+def _named_as(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors under the names they have here, with DDP's prefix or without."""
+
+    def name_here(name: str) -> str:
+        candidates = (name, f"module.{name}", name.removeprefix("module."))
+        return next((candidate for candidate in candidates if candidate in own), name)
+
+    return {name_here(name): value for name, value in given.items()}

@@ -1,0 +1,151 @@
+"""The weighted mean over the quorum, of numbers that travel in fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from composer_replication.diloco.averaging.exchange import Exchange
+from composer_replication.diloco.averaging.flat_buffer import FlatMemory
+from composer_replication.diloco.averaging.quantized_buckets import ScatteredBucket, SharedBucket
+from composer_replication.diloco.averaging.weighted_mean import Piece, WeightedMean
+from composer_replication.diloco.averaging.wire_formats import make_wire_format
+from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
+from composer_replication.diloco.shards import Shards
+from composer_replication.diloco.torchft_api import DiLoCoManager
+
+LEAST_MESSAGES = 4
+"""In a sync. gloo does not receive while it sends an all-gather or all-to-all: over 100 Mbit/s a
+single one takes 1.5 or 1.8 times as long as an allreduce that sends as much, four at a time 1.1 or
+1.2 (``benchmarks/messages.py``)."""
+
+
+def check_can_encode(manager: object, wire_format: str) -> None:
+    """Check that a manager has what a wire format needs.
+
+    Raises:
+        ValueError: It has not; torchft's own has an allreduce alone.
+    """
+    if wire_format != WIRE_FORMATS[0] and not hasattr(manager, "all_to_all"):
+        raise ValueError(
+            f"wire_format={wire_format!r} needs all_to_all and all_gather, which "
+            f"{type(manager).__name__} has not: build it with "
+            "composer_replication.replica.factory.make_manager, "
+            "or use wire_format='float32'"
+        )
+
+
+class EncodedMean(WeightedMean):
+    """A ``WeightedMean`` in a wire format: a reduce-scatter and an all-gather of encoded parts.
+
+    Each bucket has as many parts as there are groups. A group decodes its part of all others, takes
+    the mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in as
+    many bytes whatever the number of groups. Two groups do with an all-gather (``SharedBucket``).
+
+    With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
+    has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
+    rounded on the way back is the residual of the group that rounded it, times ``total / c_i``,
+    since a residual counts by the group's part of the mean. The residual changes with the commit
+    alone: a sync that is tried again sends the same.
+
+    Args:
+        sizes: See ``WeightedMean``, as for every argument not listed here.
+        wire_format: ``bfloat16``, ``int8`` or ``fp4``.
+        error_feedback: Whether there is a residual.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        bucket_cap_mb: float,
+        device: torch.device,
+        whole: Collection[int],
+        ranks: ProcessGroup | None,
+        model_device: torch.device | None,
+        shards: Shards | None = None,
+        *,
+        wire_format: str,
+        error_feedback: bool,
+    ) -> None:
+        super().__init__(sizes, bucket_cap_mb, device, whole, ranks, model_device, shards)
+        self._format = make_wire_format(wire_format)
+        self._num_elements = sum(sizes)
+        self._exchange: Exchange | None = None
+        self._messages: FlatMemory | None = None
+        self._taken: Tensor | None = None
+        self.residual: Tensor | None = None
+        """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
+        if error_feedback:
+            self.residual = torch.zeros(self._share.stop - self._share.start, device=device)
+
+    def _prepare(self, piece: Piece, values: Tensor, contribution: float) -> None:
+        del contribution  # it goes along with each part
+        if self.residual is not None:
+            start = piece.offset - self._share.start
+            values += self.residual[start : start + values.numel()]
+
+    def send(self, manager: DiLoCoManager) -> list[Any]:
+        groups, rank = manager.num_participants(), manager.participating_rank()
+        assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
+        bucket_of = SharedBucket if groups <= 2 else ScatteredBucket
+        several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
+        buckets = [
+            bucket_of(values, groups, rank, self._format)
+            for values in self._own.split(min(self._bucket, several))
+        ]
+        self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        keeps_error = self.residual is not None
+        memory = self._message_memory(sum(bucket.memory_bytes for bucket in buckets))
+        self._exchange = Exchange(manager, buckets, self.contribution, keeps_error, memory)
+        return [self._exchange]
+
+    def _message_memory(self, num_bytes: int) -> Tensor:
+        if self._messages is None or self._messages.num_elements != -(-num_bytes // 4):
+            self._messages = FlatMemory(-(-num_bytes // 4), self.device)
+        self._taken = self._messages.take()
+        return self._taken.view(torch.uint8)[:num_bytes]
+
+    @torch.no_grad()
+    def receive(self) -> float:
+        assert self._exchange is not None, "it has been sent"
+        exchange, start = self._exchange, 0
+        self.total, self.divisor = exchange.total, 1.0
+        residual = self.residual if self.contribution else None
+        for bucket in exchange.buckets if self.total else ():
+            stop = start + bucket.values.numel()
+            bucket.finish(residual[start:stop] if residual is not None else None)
+            start = stop
+        if self.total:
+            assert self._sums is not None, "it has been formed"
+            self._share.gather(self._sums)
+        return self.total
+
+    def clear(self) -> None:
+        super().clear()
+        self._exchange = None
+        if self._messages is not None and self._taken is not None:
+            self._messages.give_back(self._taken)
+            self._taken = None
+
+    def gather_residual(self) -> Tensor | None:
+        if self.residual is None:
+            return None
+        whole = self.residual.new_zeros(self._share.padded)
+        whole[self._share.start : self._share.stop] = self.residual
+        self._share.gather(whole)
+        return whole[: self._num_elements]
+
+    def load_residual(self, tensors: Sequence[Tensor]) -> None:
+        if self.residual is None:
+            return
+        whole = torch.cat([tensor.to(self.device) for tensor in tensors])
+        own = whole[self._share.start : self._share.stop]
+        self.residual.zero_()[: own.numel()] = own
+
+    def forget_residual(self) -> None:
+        if self.residual is not None:
+            self.residual.zero_()

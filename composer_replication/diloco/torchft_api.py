@@ -1,0 +1,111 @@
+"""What we use of torchft, private names included.
+
+``tests/replica/test_torchft_contract.py`` pins it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torchft.local_sgd import _StreamingDiLoCoFragment
+
+__all__ = ["PRIVATE_NAMES", "DiLoCoManager", "_StreamingDiLoCoFragment"]
+
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    # Attributes we set or read, methods we override: all on instances of these classes.
+    "torchft.local_sgd.DiLoCo": (
+        "_manager",
+        "_fragments",
+        "_local_optimizer",
+        "_local_step",
+        "_sync_every",
+        "_register_state_dict_fn",
+        "_current_fragment",
+        "_step_pre_hook",
+        "_step_post_hook",
+    ),
+    "torchft.local_sgd._StreamingDiLoCoFragment": (
+        "_manager",
+        "_allreduce_work",
+        "_save_grads",
+        "_average_grads",
+        "_set_grads",
+        "_merge_parameters",
+        "_outer_optimizer",
+    ),
+    "torchft.process_group.ProcessGroupGloo": (
+        "_pg",
+        "_rendezvous_store",
+        "_create_pg",
+        "_timeout",
+    ),
+    "torchft.manager.Manager": (
+        "_use_async_quorum",
+        "_min_replica_size",
+        "_pg",
+        "_checkpoint_transport",
+        "_client",
+        "_connect_timeout",
+        "_executor",
+        "_group_rank",
+        "_group_world_size",
+        "_load_state_dict_fns",
+        "_manager",
+        "_quorum_future",
+        "_quorum_id",
+        "_reconfigure_pg",
+        "_store",
+        "_timeout",
+        "_user_state_dicts",
+    ),
+    "torchft.manager.ManagerServer": ("address", "shutdown"),  # ours is put in its place
+    "torchft.manager._ManagedWork": ("_work", "wait"),
+    "torchft.work._DummyWork": ("wait",),
+    "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
+    "torchft._torchft.LighthouseServer": ("address", "shutdown"),
+}
+"""Every private torchft name this package touches, by the class that has it."""
+
+
+class DiLoCoManager(Protocol):
+    """The part of ``torchft.manager.Manager`` that DiLoCo needs.
+
+    Of ``all_to_all`` and ``all_gather``, which torchft's does not have, it has need where the wire
+    format is not float32. They treat errors as ``allreduce`` does, and take 1-D tensors of as many
+    equal parts as there are groups (``own``: one part).
+    """
+
+    _use_async_quorum: bool
+    _min_replica_size: int
+
+    def start_quorum(self) -> None: ...
+    def current_step(self) -> int: ...
+    def num_participants(self) -> int: ...
+    def participating_rank(self) -> int | None: ...
+    def allreduce(
+        self, tensor: Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ...
+    ) -> Any: ...
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any: ...
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Any: ...
+    def should_commit(self) -> bool: ...
+    def errored(self) -> Any: ...
+    def report_error(self, e: Exception) -> None: ...
+    def allow_state_dict_read(self) -> None: ...
+    def disallow_state_dict_read(self) -> None: ...
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None: ...
+    def state_dict(self) -> dict[str, int]: ...
+    def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+
+def fault_of_last_sync(manager: Any) -> str | None:
+    """Where the reason lies why the last sync failed: in ``this`` group, or in ``another`` one.
+
+    The quorum after it says so, where members report to each other (``ReplicaManager``). None if
+    nobody can be named; torchft's own Manager, and the simulated one, can name nobody.
+    """
+    return getattr(manager, "fault", None)

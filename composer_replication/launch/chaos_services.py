@@ -1,0 +1,146 @@
+"""A run's coordinator and lighthouse as processes that can be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from composer_replication.diloco.settings import DiLoCoSettings
+
+LOCAL = "127.0.0.1"
+
+
+class Service:
+    """A coordinator or a lighthouse in a process of its own, always at the same address.
+
+    It ends when the process that started it does: its standard input is then at its end.
+
+    Args:
+        role: ``coordinator`` or ``lighthouse``.
+        arguments: Of ``Coordinator`` or of ``start_lighthouse``, as JSON can hold them.
+
+    Raises:
+        OSError: It has not started.
+    """
+
+    def __init__(self, role: str, arguments: dict[str, Any]) -> None:
+        self._request = json.dumps({"role": role, "arguments": arguments}, default=str)
+        self.start()
+        assert self._process.stdout is not None, "opened as a pipe"
+        self.address = self._process.stdout.readline().strip()
+        if not self.address:
+            raise OSError(f"the {role} has not started: standard error says why")
+
+    def start(self) -> None:
+        """Start it, also again after a ``kill``, without a wait."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "composer_replication.launch.chaos_services"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher
+        )
+        assert self._process.stdin is not None, "opened as a pipe"
+        self._process.stdin.write(self._request + "\n")  # no argument: the token is in it
+        self._process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        """Send the service's process a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the service's process and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class KillableCoordinator:
+    """In the place of ``Coordinator``, with the lighthouse in a process beside it.
+
+    Args:
+        settings: As for ``Coordinator``, like everything else.
+    """
+
+    def __init__(self, settings: DiLoCoSettings, source: str, **arguments: Any) -> None:
+        ports = _free_ports()
+        if arguments.get("tls") is not None:
+            arguments["tls"] = asdict(arguments["tls"])
+        arguments |= {"settings": asdict(settings), "source": source}
+        # On the port after it the coordinator starts a lighthouse that nobody uses here.
+        self.services = {
+            "coordinator": Service("coordinator", arguments | {"bind": f"{LOCAL}:{ports[0]}"}),
+            "lighthouse": Service(
+                "lighthouse",
+                {
+                    "bind": f"{LOCAL}:{ports[2]}",
+                    "join_timeout_ms": round(1000 * arguments["straggler_timeout_s"]),
+                    "heartbeat_timeout_ms": arguments["lighthouse_heartbeat_ms"],
+                },
+            ),
+        }
+        self.address = self.services["coordinator"].address
+        self.lighthouse_addr = self.services["lighthouse"].address
+
+    def group_has_ended(self, replica_id: int | str) -> None:
+        """As on many machines nobody tells it: it finds out by the heartbeats."""
+
+    def shutdown(self) -> None:
+        """End the coordinator and the lighthouse."""
+        for service in self.services.values():
+            service.kill()
+
+
+def _free_ports() -> tuple[int, int, int]:
+    """Three free ports in a row.
+
+    Below those that the kernel gives to outgoing connections: one of these could take the place of
+    a service while that is killed.
+    """
+    for _ in range(100):
+        first = random.randrange(20_000, 30_000)
+        ports = first, first + 1, first + 2
+        try:
+            for port in ports:
+                socket.create_server((LOCAL, port)).close()
+        except OSError:
+            continue
+        return ports
+    raise OSError(f"no three free ports in a row on {LOCAL} between 20000 and 30000")
+
+
+def serve(role: str, arguments: dict[str, Any]) -> None:
+    """Serve until standard input ends, and print the address."""
+    if role == "lighthouse":
+        from composer_replication.replica.lighthouse import start_lighthouse
+
+        lighthouse = start_lighthouse(**arguments)
+        address = f"http://{LOCAL}:{lighthouse.address().rpartition(':')[2]}"
+    else:
+        from composer_replication.coordinator.http_service import TlsFiles
+        from composer_replication.coordinator.server import Coordinator
+
+        if arguments.get("tls") is not None:
+            files: dict[str, Any] = {
+                name: Path(value) if isinstance(value, str) else value
+                for name, value in arguments["tls"].items()
+            }
+            arguments["tls"] = TlsFiles(**files)
+        arguments["settings"] = DiLoCoSettings(**arguments["settings"])
+        arguments["state_dir"] = Path(arguments["state_dir"])
+        coordinator = Coordinator(**arguments)
+        address = coordinator.address
+    print(address, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    serve(**json.loads(sys.stdin.readline()))

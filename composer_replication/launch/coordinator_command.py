@@ -1,0 +1,117 @@
+"""The command ``coordinator``: a config becomes a running coordinator."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
+from composer_replication.coordinator.http_service import TlsFiles
+from composer_replication.coordinator.server import Coordinator, is_loopback
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.launch.run_token import TOKEN_FILE, make_token_file, read_token_file
+from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.training.config import ConfigError
+
+
+def coordinate(
+    config: Mapping[str, Any],
+    config_path: Path,
+    *,
+    bind: str,
+    state_dir: Path,
+    tokens: Sequence[str],
+    replicas: int | None = None,
+    hostname: str | None = None,
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    tls: TlsFiles | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: The config or an option cannot be used.
+        ValueError: Another process serves the state folder, or it is of another run.
+        OSError: Nothing can listen at ``bind``.
+        StorageError: The state cannot be read or written.
+    """
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    count = replicas or section.get("num_replicas") or 1
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    coordinator = Coordinator(
+        settings_of(config),
+        str(config_path),
+        num_replicas=count,
+        min_replicas=section.get("min_replica_size", ReplicaOptions.min_replica_size),
+        state_dir=state_dir,
+        bind=bind,
+        hostname=hostname,
+        tokens=tokens,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        model_section=config.get("model"),
+        tls=tls,
+    )
+    console = Console(highlight=False)
+    for line in (
+        f"COMPOSER_REPLICATION_COORDINATOR={coordinator.address}  (for {count} replica groups)",
+        f"page: {coordinator.address}/",
+        f"lighthouse: {coordinator.lighthouse_addr}    state: {state_dir.absolute()}",
+    ):
+        console.print(line, markup=False, soft_wrap=True)
+    if not tokens:
+        console.print(f"No token: whoever reaches it can change the run. Set {TOKEN}.")
+    try:
+        while not ended.wait(0.5) and coordinator.is_serving:
+            pass
+    finally:
+        coordinator.shutdown()
+
+
+def choose_tokens(
+    token_file: Path | None, no_token: bool, bind: str, state_dir: Path
+) -> tuple[str, ...]:
+    """The tokens that a coordinator accepts.
+
+    They come from ``token_file``, else from the environment. If there are none and others than this
+    machine reach the service, one is made and kept in the state folder.
+
+    Args:
+        token_file: A file with one or two tokens.
+        no_token: Whether to do without, even if others reach the service.
+        bind: Where the service listens.
+        state_dir: The state folder.
+
+    Raises:
+        ConfigError: There is no such file, nothing in it, or a token beside ``no_token``.
+        ValueError: A token is malformed.
+    """
+    given = read_token_file(token_file) if token_file else ReplicaEnv.from_env().tokens
+    if no_token and given:
+        source = f"--token-file {token_file}" if token_file else f"{TOKEN} in the environment"
+        raise ConfigError(f"--no-token and {source}: use one of them")
+    if given or no_token or is_loopback(bind):
+        return given
+    path = (state_dir / TOKEN_FILE).absolute()
+    made = make_token_file(path)
+    print(f"token: {path}  (groups need it in {TOKEN}, people on the page)")
+    return made
+
+
+def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
+    """The settings of a run, from its config."""
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    names = {field.name for field in dataclasses.fields(DiLoCoSettings)}
+    return DiLoCoSettings(**{name: value for name, value in section.items() if name in names})
+
+
+def tls_dir_of(config: Mapping[str, Any]) -> str | None:
+    """The folder of certificates that a config names, or else the environment."""
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    return section.get("tls_dir") or ReplicaEnv.from_env().tls_dir

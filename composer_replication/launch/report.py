@@ -1,0 +1,146 @@
+"""What a run wrote into its folder -> ``loss.png``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from composer_replication.callback.run_folder import METRICS, OUTER_STEP
+from composer_replication.launch.run_record import Run, count, read_run
+
+PICTURE = "loss.png"
+
+# Okabe and Ito's colours, told apart by colour-blind people; the yellow is too pale for a line.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":", "-.")
+
+MAX_POINTS = 4000
+"""How many syncs of a group are drawn; of a longer run, evenly spaced ones."""
+
+_DRAWN = (OUTER_STEP, "inner_steps", "loss", "diloco/sync_seconds")
+
+Points = dict[str, list[dict[str, Any]]]
+"""The syncs of each group that are drawn."""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Draw ``loss.png``: training loss by round for every group, and what its syncs cost.
+
+    Raises:
+        FileNotFoundError: There is no run in this folder.
+        ValueError: The run has committed no sync yet.
+    """
+    run = read_run(run_dir)
+    if not any(run.metrics.values()):
+        raise ValueError(
+            f"{run.run_dir} has no committed sync in replica_<id>/{METRICS}, so there is nothing "
+            "to draw. The first comes after sync_every inner steps; if the run failed before, "
+            "replica_<id>/log.txt says why"
+        )
+    # Here, because importing it takes a second; Agg, because a display may be missing.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (losses, costs) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(2.2, 1), layout="constrained"
+    )
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06)  # pyright: ignore
+    figure.suptitle(
+        f"{run.run_dir.resolve().name}: {count(len(run.metrics), 'replica group')}, "
+        f"{count(run.outer_steps, 'outer step')}"
+    )
+    points = {replica_id: thin_out(lines) for replica_id, lines in run.metrics.items()}
+    _draw_losses(losses, run, points)
+    _draw_costs(costs, run, points)
+    rounds = f"round (1 round = {run.sync_every} inner steps)"
+    costs.set_xlabel(rounds if run.sync_every else "inner steps")
+    costs.set_xlim(left=0)
+    costs.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for axes in (losses, costs):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path = run.run_dir / PICTURE
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def thin_out(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most ``MAX_POINTS`` of a group's syncs, without those that it made again after a resume.
+
+    It keeps no more than these in memory, however many there are.
+    """
+    kept: list[dict[str, Any]] = []
+    every = 1
+    for index, line in enumerate(lines):
+        while kept and kept[-1][OUTER_STEP] >= line[OUTER_STEP]:
+            kept.pop()
+        if index % every:
+            continue
+        kept.append({key: line[key] for key in _DRAWN if key in line})
+        if len(kept) > MAX_POINTS:
+            kept = kept[::2]
+            every *= 2
+    return kept
+
+
+def _draw_losses(axes: Any, run: Run, points: Points) -> None:
+    # A byte-level model's loss is in nats per byte; its evaluation is in bits.
+    evaluation = run.evaluation
+    scale = 1 / math.log(2) if "bits_per_byte" in evaluation else 1.0
+    axes.set_ylabel("training loss (bits per byte)" if scale > 1 else "training loss (nats)")
+    _draw_groups(axes, run, points, "loss", scale)
+    for key, style, name in (
+        ("unigram_bits_per_byte", (0, (1, 2)), "byte frequencies alone"),
+        ("bits_per_byte", (0, (6, 2)), "held-out at the end"),
+    ):
+        if key in evaluation:
+            label = f"{name}: {evaluation[key]:.2f}"
+            axes.axhline(evaluation[key], color="0.45", linestyle=style, linewidth=1.2, label=label)
+    axes.legend(frameon=False, loc="upper right", ncols=2 if len(run.metrics) > 4 else 1)
+
+
+def _draw_costs(axes: Any, run: Run, points: Points) -> None:
+    _draw_groups(axes, run, points, "diloco/sync_seconds", 1.0)
+    seconds = sorted(line["diloco/sync_seconds"] for lines in points.values() for line in lines)
+    # One slow sync, such as the first, would press all others onto the axis.
+    if seconds[0] > 0 and seconds[-1] > 20 * seconds[len(seconds) // 2]:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    computing = fmean(
+        line["diloco/compute_fraction"] for lines in run.metrics.values() for line in lines
+    )
+    axes.set_ylabel("blocked per sync\n(seconds)")
+    axes.set_title(f"training {computing:.0%} of the time", fontsize="medium", loc="right")
+
+
+def _draw_groups(axes: Any, run: Run, drawn: Points, key: str, scale: float) -> None:
+    for i, (replica_id, lines) in enumerate(drawn.items()):
+        points = [
+            (x["inner_steps"] / (run.sync_every or 1), x[key] * scale)
+            for x in lines
+            if _has(x, key)
+        ]
+        axes.plot(
+            *zip(*points, strict=True) if points else ((), ()),
+            color=_COLOURS[i % len(_COLOURS)],
+            linestyle=_DASHES[i // len(_COLOURS) % len(_DASHES)],
+            marker=_MARKERS[i % len(_MARKERS)],
+            markersize=4,
+            # So that many rounds stay a line and few stay points.
+            markevery=max(1, len(points) // 20),
+            linewidth=1.5,
+            label=f"group {replica_id}",
+        )
+
+
+def _has(line: dict[str, Any], key: str) -> bool:
+    return line.get(key) is not None and math.isfinite(line[key])

@@ -1,0 +1,250 @@
+"""Reading a run folder back: what happened, ``summary.json`` and the closing words.
+
+Reads that folder only, so it works on a run that is over, still going or was killed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer_replication.callback.run_folder import (
+    CONFIG,
+    METRICS,
+    OUTER_STEP,
+    RESULT,
+    RESUMES,
+    STATUS,
+    SUMMARY,
+)
+from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
+from composer_replication.training.config import read_value
+
+# Colours, and the rank that torch writes before every line of a traceback.
+_DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
+
+# What Composer's launcher adds below the error of a rank that it quotes.
+_LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
+
+
+class Syncs(Collection[dict[str, Any]]):
+    """The committed syncs of a replica group, in the order of their making.
+
+    They are read from the file whenever they are iterated over: millions do not fit into memory.
+
+    Attributes:
+        num_damaged: Lines that cannot be read, and are left out.
+        outer_steps: The highest of them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        reader = JsonLineReader(path)
+        self._length = self.outer_steps = 0
+        for line in reader.read():
+            self._length += 1
+            self.outer_steps = max(self.outer_steps, int(line[OUTER_STEP]))
+        self.num_damaged = reader.num_damaged
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return JsonLineReader(self._path).read()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, line: object) -> bool:
+        return any(line == other for other in self)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is in a run folder.
+
+    Attributes:
+        run_dir: The folder.
+        sync_every: Inner steps in a round; None if the folder does not say.
+        metrics: The committed syncs of each replica group, by its id, in the order of their making.
+        resumes: Where each group continued from a checkpoint, and what it made again.
+        results: How each group ended, by its id; those that did are in it.
+        num_damaged: Lines of each group's metrics that cannot be read, and are left out.
+        outer_steps: Of the group that has made most.
+    """
+
+    run_dir: Path
+    sync_every: int | None
+    metrics: Mapping[str, Collection[dict[str, Any]]]
+    results: dict[str, dict[str, Any]]
+    resumes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    num_damaged: dict[str, int] = field(default_factory=dict)
+    outer_steps: int = 0
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """What the first group evaluated: all hold the same global parameters."""
+        return next((result.get("eval") or {} for result in self.results.values()), {})
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each group's global parameters at its end."""
+        return {id: result["global_digest"] for id, result in self.results.items()}
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no replica group has written into it.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(
+            f"{run_dir} is not a folder: give the run folder that `composer-replication launch` "
+            "printed, e.g. runs/<config>-<time>"
+        )
+    folders = {path.name.removeprefix("replica_"): path for path in run_dir.glob("replica_*/")}
+    if not folders:
+        raise FileNotFoundError(
+            f"{run_dir} holds no replica_<id> folder, so no run was made in it: give a run folder, "
+            "or start one with `composer-replication launch CONFIG --replicas 2`"
+        )
+    ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
+    metrics = {id: Syncs(folders[id] / METRICS) for id in ids}
+    return Run(
+        run_dir=run_dir,
+        sync_every=_sync_every(run_dir),
+        metrics=metrics,
+        resumes={id: list(JsonLineReader(folders[id] / RESUMES).read()) for id in ids},
+        results={id: result for id in ids if (result := read_json(folders[id] / RESULT))},
+        num_damaged={id: syncs.num_damaged for id, syncs in metrics.items()},
+        outer_steps=max(syncs.outer_steps for syncs in metrics.values()),
+    )
+
+
+def _sync_every(run_dir: Path) -> int | None:
+    # A training script of somebody's own leaves no config.
+    sync_every = read_value(run_dir / CONFIG, "callbacks.diloco.sync_every")
+    if sync_every is not None:
+        return sync_every
+    statuses = [read_json(path) for path in run_dir.glob(f"replica_*/{STATUS}")]
+    return next(filter(None, map(implied_sync_every, statuses)), None)
+
+
+def implied_sync_every(status: Mapping[str, Any]) -> int | None:
+    return round(status["inner_steps"] / status["round"]) if status.get("round") else None
+
+
+def last_lines(path: Path, count: int = 12) -> list[str]:
+    """The last lines of a log that say something: no frames of tracebacks, nothing twice."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        text = _DECORATION.sub("", file.read().decode(errors="replace"))
+    lines: dict[str, None] = {}  # a set that keeps the order
+    in_traceback = False
+    for line in text.splitlines():
+        in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
+        if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
+            lines[line.rstrip()] = None
+    return list(lines)[-count:]
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
+    """Write ``summary.json``, and return what is in it."""
+    fields = ("inner_steps", "outer_steps", "global_digest", "final_loss")
+    summary = {
+        "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
+        "replicas": [
+            {"replica_id": id, **{name: result.get(name) for name in fields}}
+            | {"restarts": restarts.get(id, 0)}
+            for id, result in run.results.items()
+        ],
+        "eval": run.evaluation,
+    }
+    replace_json(run.run_dir / SUMMARY, summary, survives_power_cut=True, indent=2)
+    return summary
+
+
+def describe(run: Run) -> list[tuple[str, str]]:
+    """The closing text: what came out of a run, as names and values."""
+    rows = []
+    bits = run.evaluation
+    if "bits_per_byte" in bits:
+        floors = [name for name in ("unigram", "uniform") if f"{name}_bits_per_byte" in bits]
+        beside = ", ".join(f"{name} {bits[f'{name}_bits_per_byte']:.3f}" for name in floors)
+        rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
+    if run.digests:
+        rows.append(("global parameters", describe_digests(run)))
+    rows += [("resumed", text) for text in _describe_resumes(run)]
+    rows += [
+        ("damaged", f"{count(number, 'line')} of replica_{id}/{METRICS}, left out")
+        for id, number in run.num_damaged.items()
+        if number
+    ]
+    rows += _describe_traffic(run)
+    return rows
+
+
+def _describe_resumes(run: Run) -> list[str]:
+    return [
+        f"group {id} at batch {line['batch']}, outer step {line['outer_step']}; made again: "
+        f"{count(line['batches_again'], 'batch', 'batches')}, "
+        f"{count(line['outer_steps_again'], 'outer step')}"
+        for id, lines in run.resumes.items()
+        for line in lines
+    ]
+
+
+def describe_digests(run: Run) -> str:
+    """Whether all groups ended with the same global parameters, bit for bit."""
+    digests = run.digests
+    if len(set(digests.values())) == 1:
+        groups = "in 1 group" if len(digests) == 1 else f"equal in {len(digests)} groups"
+        steps = count(run.outer_steps, "outer step")
+        return f"{groups} after {steps}: {next(iter(digests.values()))[:8]}"
+    each = ", ".join(
+        f"group {id} {digest[:8]} ({count(run.results[id]['outer_steps'], 'outer step')})"
+        for id, digest in digests.items()
+    )
+    return f"DIFFERENT: {each}"
+
+
+def _describe_traffic(run: Run) -> list[tuple[str, str]]:
+    lines = max(run.metrics.values(), key=len)
+    sent = inner_steps = 0
+    per_fragment = {}
+    for line in lines:
+        sent += line["diloco/bytes_sent"]
+        inner_steps = max(inner_steps, line["inner_steps"])
+        per_fragment[line["diloco/fragment"]] = line["diloco/bytes_float32"]
+    if not sent:
+        return []
+    # Data parallel averages every parameter in every inner step: each fragment once.
+    data_parallel = inner_steps * sum(per_fragment.values())
+    text = (
+        f"{_size(sent)} in {count(len(lines), 'sync')}; data parallel: {_size(data_parallel)} in "
+        f"{inner_steps} inner steps ({data_parallel / sent:.0f} times as much)"
+    )
+    return [("sent by each group", text)]
+
+
+def count(number: int, thing: str, things: str = "") -> str:
+    return f"{number} {thing if number == 1 else things or thing + 's'}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"

@@ -1,0 +1,120 @@
+"""Under which address this machine is reached, and where it listens. Imports neither torch nor
+torchft."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import psutil
+
+from composer_replication.replica.lighthouse import can_connect
+
+
+def bracketed(host: str) -> str:
+    """A host as ``host:port`` and URLs need it: an IPv6 literal in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def own_address(hostname: str | None) -> str | None:
+    """The address of a host name that is one of this machine's.
+
+    Returns:
+        The first one; None without a name, or if the name leads elsewhere, for example to a
+        gateway in front of this machine.
+
+    Raises:
+        ValueError: The name does not resolve.
+    """
+    if hostname is None:
+        return None
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)]
+    except OSError as error:
+        raise ValueError(
+            f"hostname={hostname!r} does not resolve here ({error}): give a name or an address of "
+            "this machine that the other groups can reach"
+        ) from error
+    own = _own_addresses()
+    return next((address for address in found if address in own), None)
+
+
+def interface_of(hostname: str | None) -> str | None:
+    """The network interface that has the address of a host name; None if it is not of this machine.
+
+    Raises:
+        ValueError: The name does not resolve.
+    """
+    address = own_address(hostname)
+    return None if address is None else _own_addresses()[address]
+
+
+def listen(hostname: str | None) -> socket.socket:
+    """Listen on a free port of the address of a host name.
+
+    Args:
+        hostname: How peers reach this machine. Where it is None or no address of this machine, the
+            socket listens on all interfaces, since nothing says which one peers come by.
+    """
+    address = own_address(hostname)
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+        )
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeout: float) -> None:
+    """Check that a name leads back to this machine, and is not one that leads everybody home.
+
+    Args:
+        hostname: What this group is going to tell its peers.
+        port: Something of ours that listens.
+        lighthouse_addr: ``http://host:port``: on which machine the others meet.
+        connect_timeout: In seconds.
+
+    Raises:
+        ValueError: Peers could not reach this group under it.
+    """
+    if not can_connect(hostname.strip("[]"), port, connect_timeout):
+        raise ValueError(
+            f"hostname={hostname!r} does not lead to this machine: set hostname "
+            "(callbacks.diloco.hostname) to a name or address under which the other groups reach it"
+        )
+    lighthouse = urlsplit(lighthouse_addr).hostname or ""
+    if is_loopback(hostname) and not is_loopback(lighthouse) and not _is_local(lighthouse):
+        raise ValueError(
+            f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
+            "machine: the other groups would look for this one at home. Set hostname "
+            "(callbacks.diloco.hostname) to an address of this machine that they can reach"
+        )
+
+
+def is_loopback(hostname: str) -> bool:
+    """Whether a name leads nowhere but to the machine that asks."""
+    found = _addresses(hostname)
+    return bool(found) and all(ip_address(a.partition("%")[0]).is_loopback for a in found)
+
+
+def _is_local(hostname: str) -> bool:
+    return bool(_addresses(hostname) & _own_addresses().keys())
+
+
+def _addresses(hostname: str) -> set[str]:
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)}
+    except (OSError, UnicodeError):
+        return set()
+
+
+def _own_addresses() -> dict[str, str]:
+    """This machine's addresses, each with its network interface."""
+    return {
+        address.address.partition("%")[0]: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+    }

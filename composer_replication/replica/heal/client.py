@@ -1,0 +1,270 @@
+"""Asking a peer for its state, and trusting nothing that it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+from composer_replication.replica.heal import state_bytes as heal_format
+from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+
+CHUNK = 1 << 20
+LARGEST_OFFER = 1 << 16
+"""Bytes of an answer that is read before it has been authenticated."""
+
+
+class HealError(ConnectionError):
+    """A peer's global state could not be had, or is not to be trusted."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a donor's state: the SHA-256 that names it (``heal_format.digest``), its size."""
+
+    name: str
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        is_part = isinstance(self.name, str) and isinstance(self.num_bytes, int)
+        if not is_part or self.num_bytes < 0:
+            raise ValueError(f"{self!r} is no part of a state")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a donor has: the manager's step, and the parts of the state that can be fetched."""
+
+    step: int
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Offer:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            found = json.loads(text)
+            parts = {kind: Part(**part) for kind, part in found["parts"].items()}
+            return cls(int(found["step"]), parts)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"it is no offer of a state: {error!r}") from error
+
+
+def load(body: memoryview) -> Any:
+    """What a peer's ``heal_format.dump`` made.
+
+    Raises:
+        HealError: It is something else.
+    """
+    try:
+        return heal_format.load(body)
+    except heal_format.NotAState as error:
+        raise HealError(
+            f"a peer's state is refused, it is more than tensors and plain containers: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class HealClient:
+    """Asks the heal servers of peers.
+
+    Args:
+        tokens: The run's accepted tokens; the first one signs.
+        name: Of this replica group, for the peers' audit log.
+        timeout: How long a peer may be silent, in seconds.
+        context: For TLS. None: no TLS.
+    """
+
+    tokens: Sequence[str] = field(repr=False)
+    name: str
+    timeout: float
+    context: ssl.SSLContext | None = None
+
+    def ask(self, address: str, path: str, deadline: float) -> Offer:
+        """Ask a peer what it has, and check that it is a peer of this run.
+
+        Args:
+            address: Of its heal server, ``http://host:port``.
+            path: ``/latest``, ``/latest/offer`` or ``/offer/STEP``.
+            deadline: When the answer has to be here, by ``time.monotonic``.
+
+        Raises:
+            HealError: It does not answer, refuses, or is not to be trusted.
+        """
+        with self._answer(address, path, deadline) as (question, answer):
+            size = int(answer.getheader("Content-Length", ""))
+            if size > LARGEST_OFFER:
+                raise HealError(f"{address} answers {size} bytes to {path}: refused")
+            body = bytes(_read(answer, heal_format.memory(size), address, deadline)[:size])
+            if not question.is_answered(self.tokens, body, answer.getheader(MAC) or ""):
+                raise _stranger(address)
+            return Offer.from_json(body)
+
+    def fetch(
+        self, address: str, part: Part, deadline: float, into: memoryview | None = None
+    ) -> memoryview:
+        """Fetch a part of the state that an authenticated answer named.
+
+        Args:
+            address: Of the peer's heal server.
+            part: Its name and size.
+            deadline: When it has to be here, by ``time.monotonic``.
+            into: Memory that is needed no longer, for a part of the same size.
+
+        Raises:
+            HealError: It does not arrive in time, or is another.
+        """
+        with self._answer(address, f"/state/{part.name}", deadline) as (_, answer):
+            size = int(answer.getheader("Content-Length", ""))
+            if size != part.num_bytes:
+                raise HealError(f"{address} sends {size} bytes, and offered {part.num_bytes}")
+            body = into if into is not None and len(into) == size else heal_format.memory(size)
+            _read(answer, body, address, deadline)
+        if heal_format.digest([body]) != part.name:
+            raise HealError(f"{address} sent a state that is damaged: {size} bytes")
+        return body
+
+    @contextlib.contextmanager
+    def _answer(
+        self, address: str, path: str, deadline: float
+    ) -> Iterator[tuple[Question, HTTPResponse]]:
+        """Ask, on one connection for the challenge and for what is wanted.
+
+        Raises:
+            HealError: In place of whatever goes wrong, also in the body of the ``with``.
+        """
+        try:
+            with _connected(address, self.timeout, deadline, self.context) as connection:
+                watchdog = threading.Timer(_left(deadline), _break_off, (connection.sock,))
+                watchdog.daemon = True
+                watchdog.start()
+                try:
+                    yield self._exchange(connection, address, path)
+                finally:
+                    watchdog.cancel()
+        except HealError:
+            raise
+        except (OSError, ValueError, OverflowError, HTTPException) as error:
+            if time.monotonic() >= deadline:
+                raise HealError(f"{address}{path} did not answer in time") from error
+            raise HealError(f"{address}{path}: {type(error).__name__}: {error}") from error
+
+    def _exchange(
+        self, connection: HTTPConnection, address: str, path: str
+    ) -> tuple[Question, HTTPResponse]:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        challenge = answer.getheader(CHALLENGE)
+        if answer.status != 401 or challenge is None or answer.length:
+            raise _stranger(address)
+        answer.read()
+        question = Question(address, path, self.name, challenge, secrets.token_hex(16))
+        proof = question.proof(self.tokens[0])
+        connection.request(
+            "GET", path, headers={NONCE: question.nonce, MAC: proof, ASKER: self.name}
+        )
+        answer = connection.getresponse()
+        if answer.status == 403:
+            raise HealError(
+                f"{address} answers 403 {answer.reason} to {path}: it does not accept this group's "
+                "token. Set COMPOSER_REPLICATION_TOKEN to the same secret in all groups"
+            )
+        if answer.status != 200:
+            raise HealError(f"{address} answers {answer.status} {answer.reason} to {path}")
+        return question, answer
+
+
+def _stranger(address: str) -> HealError:
+    return HealError(
+        f"{address} sent a state that is refused: it does not know this run's token. Either "
+        "COMPOSER_REPLICATION_TOKEN differs between the groups, or a stranger has joined"
+    )
+
+
+@contextlib.contextmanager
+def _connected(
+    address: str, timeout: float, deadline: float, context: ssl.SSLContext | None
+) -> Iterator[HTTPConnection]:
+    """A connection to ``http://host:port``, or to ``https://host:port`` with a context.
+
+    ``timeout`` in seconds limits each single wait.
+    """
+    parts = urlsplit(address)
+    if parts.scheme != ("http" if context is None else "https"):
+        raise HealError(
+            f"{address} is {'no' if context else 'a'} TLS server: set tls_dir "
+            "(COMPOSER_REPLICATION_TLS_DIR) in all groups, or in none"
+        )
+    connection = HTTPConnection(parts.hostname or "", parts.port)
+    connection.auto_open = 0  # a challenge is valid on its connection only
+    connection.sock = _connect(parts.hostname or "", parts.port or 80, timeout, deadline)
+    try:
+        if context is not None:
+            connection.sock = context.wrap_socket(connection.sock)
+        yield connection
+    finally:
+        connection.close()
+
+
+def _connect(host: str, port: int, timeout: float, deadline: float) -> socket.socket:
+    """``socket.create_connection``, whose limit is for each of a name's addresses, not for all."""
+    reason = OSError(f"{host} has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(min(timeout, _left(deadline)))
+            connection.connect(place)
+            connection.settimeout(timeout)
+            return connection
+        except OSError as error:
+            connection.close()
+            reason = error
+    raise reason
+
+
+def _read(answer: HTTPResponse, body: memoryview, address: str, deadline: float) -> memoryview:
+    received = 0
+    while received < len(body):
+        num_bytes, reason = 0, "it was closed"
+        try:
+            num_bytes = answer.readinto(body[received : received + CHUNK])
+        except OSError as error:
+            reason = f"{type(error).__name__}: {error}"
+        if time.monotonic() > deadline:
+            raise HealError(
+                f"the global state from {address} did not arrive in time: "
+                f"{received} of {len(body)} bytes"
+            )
+        if not num_bytes:
+            raise HealError(
+                f"the connection to {address} broke off after {received} of {len(body)} bytes: "
+                f"{reason}"
+            )
+        received += num_bytes
+    return body
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then; a moment where there are none, since 0 would mean not to wait at all."""
+    return max(0.001, deadline - time.monotonic())
+
+
+def _break_off(connection: socket.socket) -> None:
+    """End every wait on a connection, in whichever thread it is."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,134 @@
+"""Fetch the global state before asking for a quorum, so that a slow line stalls nobody.
+
+While a group waits for its state inside a quorum, all the others wait with it, for ``timeout`` at
+most. So a joiner fetches first, and gives no sign of life to the lighthouse meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torchft.coordination import ManagerClient
+
+from composer_replication.replica.heal.client import HealClient, HealError, Offer
+from composer_replication.replica.heal.transport import HealTransport
+from composer_replication.replica.lighthouse import can_connect, read_status
+
+log = logging.getLogger(__name__)
+
+SLOWEST_BYTES_PER_S = 1_000_000
+"""What the time limit of a download ahead of the quorum allows for."""
+
+POLL_S = 0.2
+TRIES = 2
+
+
+def prefetch(
+    transport: HealTransport,
+    *,
+    lighthouse_addr: str,
+    rank: int,
+    timeout: float,
+    connect_timeout: float,
+) -> None:
+    """Give the transport the global state of the groups in training, if there are any.
+
+    The state that counts is the one at this group's first quorum. If the peers commit nothing
+    between the download and that, it is here already; else it is fetched again in the quorum, which
+    is fine where that is quick.
+
+    Args:
+        transport: Of this rank.
+        lighthouse_addr: ``http://host:port``.
+        rank: This process's rank in its group; it fetches from the same rank of a peer.
+        timeout: How long peers wait for this group in a quorum, in seconds.
+        connect_timeout: Limit of connecting to a peer, in seconds.
+
+    Raises:
+        HealError: There are donors, and from none of them the state could be had, or not quickly
+            enough: this group would only hold up the others.
+    """
+    reasons: list[str] = []
+    for donor in _donors(lighthouse_addr, rank, transport.client, connect_timeout):
+        try:
+            _fetch_from(donor, transport, timeout)
+            return
+        except HealError as error:
+            log.warning("No global state from %s: %s", donor, error)
+            if _answers(donor, connect_timeout):
+                reasons.append(str(error))  # else it has just left, or died, and is no donor
+    if reasons:
+        raise HealError(
+            f"{len(reasons)} replica groups have the global state, and it could be had from none. "
+            f"The last of them: {reasons[-1]}"
+        )
+
+
+def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
+    client = transport.client
+    for attempt in range(TRIES):
+        if attempt:  # from right after a commit there is most time until the next
+            _wait_for_commit(donor, client, timeout)
+        began = time.monotonic()
+        offer = _ask(donor, "/latest/offer", client, timeout)
+        state = offer.parts.get("state")
+        if state is None:
+            raise HealError(f"{donor} offers {sorted(offer.parts)}, and no state")
+        size = state.num_bytes
+        log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
+        deadline = began + timeout + size / SLOWEST_BYTES_PER_S
+        transport.fetched = {state.name: client.fetch(donor, state, deadline)}
+        seconds = time.monotonic() - began
+        is_current = _ask(donor, "/latest", client, timeout).step == offer.step
+        if is_current or seconds < timeout / 4:
+            return
+    raise HealError(
+        f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
+        f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one sync to "
+        f"the next, and too much of timeout={timeout:g} for them to wait: this group leaves. Use a "
+        f"faster line, a larger sync_every, or timeout={4.5 * seconds:.0f} in all groups"
+    )
+
+
+def _donors(
+    lighthouse_addr: str, rank: int, client: HealClient, connect_timeout: float
+) -> Iterator[str]:
+    """The heal servers of the groups in the last quorum, the most advanced first."""
+    members = read_status(lighthouse_addr, connect_timeout).members
+    limit = timedelta(seconds=connect_timeout)
+    for member in sorted(members, key=lambda member: -member.step):
+        try:
+            if not _answers(member.manager_addr, connect_timeout):
+                continue  # it has died, which torchft's client would find out after connect_timeout
+            manager = ManagerClient(member.manager_addr, connect_timeout=limit)
+            address = manager._checkpoint_metadata(rank, timeout=limit)
+            is_donor = _ask(address, "/latest", client, connect_timeout).step > 0
+        except (RuntimeError, OSError, ValueError) as error:
+            # It has died, or is no donor; if it has to be one, the heal in the quorum says why.
+            said = (str(error).splitlines() or [repr(error)])[0]
+            log.info("%s is no donor: %s", member.replica_id, said)
+            continue
+        if is_donor:
+            yield address
+
+
+def _answers(address: str, connect_timeout: float) -> bool:
+    server = urlsplit(address)
+    return can_connect(server.hostname or "", server.port or 0, connect_timeout)
+
+
+def _ask(donor: str, path: str, client: HealClient, timeout: float) -> Offer:
+    return client.ask(donor, path, time.monotonic() + timeout)
+
+
+def _wait_for_commit(donor: str, client: HealClient, timeout: float) -> None:
+    before = _ask(donor, "/latest", client, timeout).step
+    deadline = time.monotonic() + 10 * timeout
+    while time.monotonic() < deadline:
+        if _ask(donor, "/latest", client, timeout).step != before:
+            return
+        time.sleep(POLL_S)

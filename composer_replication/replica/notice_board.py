@@ -1,0 +1,147 @@
+"""Short notices that the members of a quorum leave for each other.
+
+torch's TCPStore could hold them. But its client looks up the name of every address that it connects
+to, which takes seconds where no DNS server answers; its calls have no time limit, so that a stopped
+member stops whoever asks it; and it writes stack traces to stderr when a peer has gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from socketserver import StreamRequestHandler
+from typing import Any
+
+from composer_replication.replica.addresses import bracketed, listen
+from composer_replication.replica.background_server import BackgroundServer
+
+log = logging.getLogger(__name__)
+
+LARGEST_REQUEST = 64 << 10
+MOST_CONNECTIONS = 64
+MOST_NOTICES = 4096
+REQUEST_WITHIN_S = 5.0
+
+
+class NoticeBoard:
+    """One process's notices, which anybody may read and members of the run may add to.
+
+    A connection is for one request, a line of JSON: ``{"read": keys}``, or ``{"post": key, "value":
+    value, "proof": proof}`` with an HMAC of the run's token. The answer is a line of JSON.
+
+    Args:
+        hostname: How peers reach this machine; None: its host name. See ``listen``.
+        tokens: The run's accepted secrets.
+    """
+
+    def __init__(self, hostname: str | None, tokens: Sequence[str]) -> None:
+        self._server = _Server(listen(hostname), tuple(tokens) or ("",))
+        port = self._server.socket.getsockname()[1]
+        self.address = f"{bracketed(hostname or socket.gethostname())}:{port}"
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.stop()
+
+
+class Notices:
+    """The notices at one member's board.
+
+    Args:
+        address: ``host:port`` of the board.
+        tokens: The run's secrets; the first one signs.
+        timeout_s: Limit of each request.
+    """
+
+    def __init__(self, address: str, tokens: Sequence[str], timeout_s: float) -> None:
+        host, _, port = address.rpartition(":")
+        self._place: Any = (host.strip("[]"), int(port))
+        self._token = (*tokens, "")[0]
+        self._timeout_s = timeout_s
+
+    def post(self, key: str, value: str) -> None:
+        """Leave a notice.
+
+        Raises:
+            OSError: The board cannot be reached.
+        """
+        self._ask({"post": key, "value": value, "proof": _proof(key, value, self._token)})
+
+    def read(self, keys: Iterable[str]) -> dict[str, str]:
+        """Those of the notices that are there.
+
+        Raises:
+            OSError: The board cannot be reached.
+        """
+        return self._ask({"read": list(keys)})
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+        with socket.create_connection(self._place, self._timeout_s) as connection:
+            self._place = connection.getpeername()[:2]  # its name is not looked up again
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile("rb") as answer:
+                line = answer.readline(LARGEST_REQUEST)
+        try:
+            found = json.loads(line)
+            return {str(key): str(value) for key, value in found.items()}
+        except (ValueError, AttributeError) as error:
+            raise ConnectionError(f"no notice board answers at {self._place}") from error
+
+
+def _proof(key: str, value: str, token: str) -> str:
+    text = json.dumps([key, value]).encode()
+    return hmac.new(token.encode(), b"notice\0" + text, hashlib.sha256).hexdigest()
+
+
+class _Server(BackgroundServer):
+    def __init__(self, listener: socket.socket, tokens: Sequence[str]) -> None:
+        super().__init__(listener, _Handler, "notice_board")
+        self.tokens = tokens
+        self.notices: OrderedDict[str, str] = OrderedDict()
+        self.lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:  # of strangers: members ask for milliseconds
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("A request to the notice board failed", exc_info=True)
+
+
+class _Handler(StreamRequestHandler):
+    timeout = REQUEST_WITHIN_S
+    server: _Server
+
+    def handle(self) -> None:
+        request = json.loads(self.rfile.readline(LARGEST_REQUEST))
+        notices = self.server.notices
+        with self.server.lock:
+            found = {key: notices[key] for key in request.get("read", ()) if key in notices}
+            if "post" in request and self._is_proven(request):
+                notices[request["post"]] = request["value"]
+                while len(notices) > MOST_NOTICES:
+                    notices.popitem(last=False)
+        self.wfile.write(json.dumps(found).encode() + b"\n")
+
+    def _is_proven(self, request: Mapping[str, Any]) -> bool:
+        key, value, proof = request["post"], request["value"], request["proof"]
+        return all(isinstance(each, str) for each in (key, value, proof)) and any(
+            hmac.compare_digest(proof.encode(), _proof(key, value, token).encode())
+            for token in self.server.tokens
+        )

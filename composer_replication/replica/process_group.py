@@ -1,0 +1,208 @@
+"""The group over which replicas average: torchft's, made to work and reachable."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import ProcessGroupGloo as TorchGloo
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from composer_replication.replica.addresses import bracketed, interface_of, listen, own_address
+from composer_replication.replica.tls_gloo import TlsTunnel, TunnelStore
+from composer_replication.replica.tls_relay import OWN
+
+
+class AdvertisedHost(ProcessGroup):
+    """A torchft process group that tells peers the host it was given.
+
+    torchft's tells the machine's own name (``process_group.py``, ``get_reconfigure_handle``),
+    whatever the Manager's ``hostname`` is; where peers cannot resolve it, no sync ever commits.
+    """
+
+    advertised_host: str | None = None
+
+    def get_reconfigure_handle(self) -> str:
+        host = self.advertised_host
+        if host is None:
+            return super().get_reconfigure_handle()
+        if self._rendezvous_store is None:
+            self._rendezvous_store = host_store(host)
+        handle = json.loads(super().get_reconfigure_handle())
+        store = f"{bracketed(host)}:{self._rendezvous_store.port}"
+        return json.dumps(handle | {"store": store})
+
+
+class Gloo(AdvertisedHost, ProcessGroupGloo):
+    """torchft's gloo group, on the address of the host it was given if that is this machine's.
+
+    By itself gloo listens where the machine's own name points, often to 127.0.1.1. The variable
+    that changes this, ``GLOO_SOCKET_IFNAME``, holds for every gloo group of the process, also for
+    those of the training job; where it is set, it is followed.
+
+    With a tunnel it listens on a loopback address, and its connections go over TLS.
+    """
+
+    tunnel: TlsTunnel | None = None
+    _relays: Sequence[str] = ()
+    _rendezvous: TunnelStore | None = None
+
+    def get_reconfigure_handle(self) -> str:
+        handle = super().get_reconfigure_handle()
+        if self.tunnel is None:
+            return handle
+        self.tunnel.start()
+        return json.dumps(json.loads(handle) | {"tls": self.tunnel.address})
+
+    def is_secured(self, handle: Mapping[str, Any], timeout: float) -> bool:
+        """Whether a member offers what this group needs: TLS where it has a tunnel.
+
+        Raises:
+            RuntimeError: The member has TLS and this group has not.
+        """
+        if self.tunnel is not None:
+            return self.tunnel.answers(handle.get("tls"), timeout)
+        if "tls" in handle:
+            raise RuntimeError(
+                "the other replica groups use TLS and this one has no tls_dir: set "
+                "callbacks.diloco.tls_dir or COMPOSER_REPLICATION_TLS_DIR"
+            )
+        return True
+
+    def reconfigure(self, opts: Any) -> Any:
+        self._relays = [json.loads(handle).get("tls") for handle in opts.handles]
+        return super().reconfigure(opts)
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
+        address = own_address(self.advertised_host)
+        if self.tunnel is not None:
+            # Kept: torch holds its C++ half alone, which calls the Python half.
+            self._rendezvous = store = TunnelStore(store, self.tunnel, rank, self._relays)
+            address = OWN
+        elif address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+            return super()._create_pg(store, rank, world_size)
+        options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = self._timeout
+        options._devices = [TorchGloo.create_device(hostname=address)]
+        return make_gloo(store, rank, world_size, options)
+
+
+class GlooOnTorch27(Gloo):
+    """torchft's gloo group for torch before 2.8, which needs two things done differently.
+
+    torchft sets ``options.global_ranks_in_group`` (``process_group.py``, ``_create_pg``), which
+    gloo's options lack there: every configuration fails, the Manager swallows the error, and no
+    sync ever commits. Without rank info torchft leaves the options alone. They only label traces.
+
+    And that torch destroys a gloo group with the interpreter lock in its hands, while it waits for
+    the group's threads (pytorch pull request 154976); a thread that needs the lock to drop a Python
+    callback then hangs the process for ever, once in some 300 changes of the quorum. The backend
+    beneath is destroyed without the lock, so it has to be what goes last.
+
+    Remove it when the lowest supported torch is 2.8.
+    """
+
+    def set_rank_info(
+        self,
+        replica_id: str,
+        group_rank: int,
+        group_world_size: int,
+        global_rank: int | None = None,
+    ) -> None:
+        del group_rank, group_world_size, global_rank
+        super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
+
+    def abort(self, errored: bool = True) -> None:
+        backends = [self._backend()]
+        super().abort(errored=errored)
+        # Its end waits for what is under way in it, which may take until its timeout.
+        Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
+
+    def shutdown(self) -> None:
+        backend = self._backend()
+        super().shutdown()
+        del backend
+
+    def _backend(self) -> object:
+        return None if self._pg is None else self._pg._get_backend(torch.device("cpu"))
+
+
+class Nccl(AdvertisedHost, ProcessGroupNCCL):
+    """torchft's NCCL group."""
+
+
+def make_process_group(
+    backend: str, timeout: float, hostname: str | None = None, tls_dir: str | None = None
+) -> ProcessGroup:
+    """The group over which replicas average, one that works on this torch.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        timeout: How long a collective may take, in seconds.
+        hostname: How peers reach this machine. None: its host name.
+        tls_dir: The folder of certificates for TLS between the groups. None: no TLS.
+
+    Raises:
+        ValueError: There is no such backend, it has no TLS, or the certificates cannot be used.
+    """
+    if tls_dir is not None and backend != "gloo":
+        raise ValueError(
+            f"tls_dir={tls_dir!r} with backend={backend!r}, which has no TLS: set backend: gloo, "
+            "or leave tls_dir out and run the groups in a private network (docs/security.md)"
+        )
+    kinds: dict[str, type[AdvertisedHost]] = {"nccl": Nccl, "gloo": Gloo}
+    if backend not in kinds:
+        raise ValueError(f"backend={backend!r}: use 'gloo' or 'nccl'")
+    if backend == "gloo" and not hasattr(TorchGloo._Options, "global_ranks_in_group"):  # pyright: ignore[reportAttributeAccessIssue]
+        kinds["gloo"] = GlooOnTorch27
+    group = kinds[backend](timeout=timedelta(seconds=timeout))  # pyright: ignore[reportCallIssue]
+    group.advertised_host = hostname
+    if tls_dir is not None:
+        assert isinstance(group, Gloo)
+        group.tunnel = TlsTunnel(tls_dir, hostname or socket.gethostname(), listen(hostname))
+    interface = interface_of(hostname)  # also an error if hostname leads nowhere
+    if backend == "nccl" and interface is not None:
+        # NCCL reads it once, for all of the process: it has no option for one group.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return group
+
+
+def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchProcessGroup:
+    """A gloo group with options of our own, for which torchft's has no place."""
+    backend = TorchGloo(store, rank, world_size, options)
+    backend._set_sequence_number_for_group()
+    group = TorchProcessGroup(store, rank, world_size)
+    group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        group._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def host_store(hostname: str | None = None) -> TCPStore:
+    """Host the TCPStore of a replica group; its rank 0 does that, on a free port.
+
+    A Composer job of one process has none, and torchrun's outlives a restart with stale keys.
+
+    Args:
+        hostname: How the group's other ranks and the peers reach this machine; it listens on that
+            address. None: its host name, and every interface.
+    """
+    host = (hostname or socket.gethostname()).strip("[]")
+    listener = listen(hostname)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        use_libuv=False,  # libuv's listens on every interface, and takes no socket of ours
+        master_listen_fd=listener.detach(),
+    )

@@ -1,0 +1,199 @@
+"""A YAML file -> a checked, plain config. Imports neither torch nor Composer: it answers at once.
+
+OmegaConf lives here only; dicts leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # omegaconf's own parser
+
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.json_files import naming
+from composer_replication.replica.options import ReplicaOptions
+from composer_replication.training.components import COMPONENTS, NAMED_BY_FIELD, Component
+from composer_replication.training.text_files import check_text_folder
+
+REQUIRED = ("model", "train_loader", "optimizer", "max_duration", "global_train_batch_size")
+
+TOP_LEVEL = (
+    *REQUIRED,
+    "autoresume",
+    "callbacks",
+    "device",
+    "device_eval_batch_size",
+    "device_train_microbatch_size",
+    "dist_timeout",
+    "eval_interval",
+    "eval_loader",
+    "eval_subset_num_batches",
+    "load_path",
+    "load_weights_only",
+    "log_to_console",
+    "loggers",
+    "precision",
+    "progress_bar",
+    "run_dir",
+    "run_name",
+    "save_folder",
+    "save_interval",
+    "save_num_checkpoints_to_keep",
+    "save_overwrite",
+    "scheduler",
+    "seed",
+    "train_subset_num_batches",
+    "variables",
+)
+"""The keys of a config, by llm-foundry's names; ``variables`` is the reader's own corner."""
+
+
+class ConfigError(ValueError):
+    """Something in a config is wrong; the message says what and the fix."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file, apply ``key=value`` overrides and check all that can be checked at once.
+
+    Raises:
+        ConfigError: The file is missing, or a key or value is wrong.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no config at {path}: give the path of a YAML file")
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r}: write key=value, e.g. max_duration=100ba")
+    try:
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ConfigError(f"{path} is a list: write key: value pairs")
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    assert isinstance(resolved, dict) and isinstance(merged, DictConfig), "the file is no list"
+    config = Config({str(key): value for key, value in resolved.items()}, merged)
+    check_config(config)
+    return config
+
+
+class Config(dict[str, Any]):
+    """A config as a plain dict, that knows which of its values were ``${...}`` in the file."""
+
+    def __init__(self, values: Mapping[str, Any], source: DictConfig) -> None:
+        super().__init__(values)
+        self.source = source
+
+    def __or__(self, changes: Mapping[str, Any]) -> Config:  # type: ignore[override]
+        return Config({**self, **changes}, self.source)
+
+    def unresolved(self) -> dict[str, Any]:
+        """The same values, but ``${...}`` where it stood in the file and is not changed since."""
+        resolved = OmegaConf.to_container(self.source, resolve=True)
+        return _unresolved(dict(self), resolved, OmegaConf.to_container(self.source))
+
+
+def _unresolved(value: Any, resolved: Any, written: Any) -> Any:
+    if value == resolved:
+        return written
+    if isinstance(value, dict) and isinstance(resolved, dict) and isinstance(written, dict):
+        return {
+            key: _unresolved(value[key], resolved[key], written[key]) if key in resolved else item
+            for key, item in value.items()
+        }
+    return value
+
+
+def save_config(config: Mapping[str, Any], path: str | Path) -> None:
+    """Write a config as YAML that only its owner can read.
+
+    What came from ``${oc.env:NAME}`` is written like that: it may be a secret, and is resolved
+    again when the file is read.
+    """
+    values = config.unresolved() if isinstance(config, Config) else dict(config)
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with naming(Path(path)), open(number, "w") as file:
+        os.fchmod(number, 0o600)  # of a file that was there before
+        OmegaConf.save(OmegaConf.create(values), file)
+
+
+def read_value(path: Path, key: str) -> Any:
+    """One value of a config's file; None if the file is missing or damaged, or has no such value.
+
+    Args:
+        path: The file.
+        key: With dots between the sections.
+    """
+    try:
+        return OmegaConf.select(OmegaConf.load(path), key)
+    except (OSError, ValueError, OmegaConfBaseException, YAMLError):
+        return None
+
+
+def check_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Check keys, names, the DiLoCo settings and the text folders; return the config."""
+    check_keys(config, TOP_LEVEL, "the config")
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    if missing:
+        raise ConfigError(f"the config lacks {', '.join(missing)}: see configs/quickstart.yaml")
+    if not re.fullmatch(r"\d+(ba|ep|sp|tok|sec|iter)?", str(config["max_duration"])):
+        raise ConfigError(
+            f"max_duration={config['max_duration']!r}: write e.g. 400ba (batches) or 2ep (epochs)"
+        )
+    for section, components in COMPONENTS.items():
+        _check_section(section, config.get(section) or {}, components)
+    if "diloco" not in (config.get("callbacks") or {}):
+        raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
+    check_diloco(config["callbacks"]["diloco"] or {})
+    for section in ("train_loader", "eval_loader"):
+        loader = config.get(section)
+        if loader and loader["name"] == "text":
+            try:
+                check_text_folder(loader.get("path"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{section}.path: {error}") from error
+    return config
+
+
+def _check_section(section: str, contents: Any, components: Mapping[str, Component]) -> None:
+    if not isinstance(contents, dict):
+        raise ConfigError(f"{section}: {contents!r} is no section: write key: value pairs")
+    if section not in NAMED_BY_FIELD:
+        check_keys(contents, components, section)
+        for name, arguments in contents.items():
+            check_keys(arguments or {}, components[name].keys, f"{section}.{name}")
+    elif contents:
+        if "name" not in contents:
+            raise ConfigError(f"{section} lacks name: use one of {', '.join(components)}")
+        check_keys([contents["name"]], components, f"{section}.name")
+        check_keys(contents, ("name", *components[contents["name"]].keys), section)
+
+
+def check_diloco(section: Mapping[str, Any]) -> None:
+    """Check ``callbacks.diloco`` without building the callback."""
+    agreed = {field.name for field in dataclasses.fields(DiLoCoSettings)}
+    own = {field.name for field in dataclasses.fields(ReplicaOptions)}
+    try:
+        DiLoCoSettings(**{key: value for key, value in section.items() if key in agreed})
+        ReplicaOptions(**{key: value for key, value in section.items() if key in own})
+    except ValueError as error:
+        raise ConfigError(f"callbacks.diloco: {error}") from error
+
+
+def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Refuse a key that nobody knows, with the closest one that somebody does."""
+    allowed = sorted(allowed)
+    for key in given:
+        if key not in allowed:
+            close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}? Allowed:" if close else "use one of"
+            raise ConfigError(f"{where} has no {key!r}: {hint} {', '.join(allowed)}")

@@ -1,0 +1,43 @@
+"""What is checked of a group's surroundings before Composer is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from composer_replication.replica.lighthouse import check_lighthouse
+from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
+from composer_replication.replica.tls import check_tls_dir
+from composer_replication.training.config import ConfigError
+
+
+def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
+    """Check that a group's coordinator agrees with its config, and that its lighthouse answers."""
+    environ = os.environ if environ is None else environ
+    section = (config.get("callbacks") or {}).get("diloco") or {}
+    env = ReplicaEnv.from_env(environ)
+    address = section.get("lighthouse_addr") or env.lighthouse_addr
+    tls_dir = section.get("tls_dir") or env.tls_dir
+    if tls_dir is not None:
+        check_tls_dir(tls_dir)
+    coordinator_addr = section.get("coordinator_addr") or env.coordinator_addr
+    if coordinator_addr:
+        from composer_replication.coordinator.client import CoordinatorClient
+
+        client = CoordinatorClient(coordinator_addr, env.token, tls_dir=tls_dir)
+        info = client.info()
+        info.check_given(section, coordinator_addr)
+        info.check_versions()
+        info.check_model(config["model"])
+        replica_id = section.get("replica_id", env.replica_id)
+        if replica_id is not None and environ.get("RANK", "0") == "0":  # one of a group asks
+            client.check_name_is_free(str(replica_id), info.heartbeat_timeout_s)
+        client.close()
+        address = address or info.lighthouse_addr
+    if not address:
+        raise ConfigError(
+            "no lighthouse is named: set COMPOSER_REPLICATION_COORDINATOR or TORCHFT_LIGHTHOUSE to "
+            "http://host:port, or use `composer-replication launch`"
+        )
+    check_lighthouse(address, section.get("connect_timeout", ReplicaOptions.connect_timeout))

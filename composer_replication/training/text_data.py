@@ -1,0 +1,160 @@
+"""Samples of text for a replica group: every group trains on its own share of the same folder.
+
+Composer gives every replica group the same samples, since each group is a job of its own. Here
+the sampler knows the group as well as the rank inside it.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from composer.utils import dist
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchft.data import DistributedSampler
+
+from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.training.text_files import Split, check_text_folder
+
+SHARDS = ("fixed", "leased")
+
+
+class TextBytes(Dataset[dict[str, torch.Tensor]]):
+    """The bytes of a folder's text files, cut into windows that do not overlap.
+
+    A sample is ``{"input_ids", "labels"}``, both int64 of shape (max_seq_len,): the label is the
+    byte that follows, already shifted. So neighbouring windows share one byte, as the last label
+    of the one and the first input of the other. What is left after the last full window is unused.
+
+    Args:
+        path: the folder; None for the running Python's standard library (see
+            :func:`~composer_replication.training.text_files.check_text_folder` for what counts as
+            text).
+        max_seq_len: bytes in one sample.
+        split: "train", or "eval" for the held-out files.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, max_seq_len: int, split: Split = "train"
+    ) -> None:
+        folder = check_text_folder(path, max_seq_len=max_seq_len)
+        # bytearray, since torch warns about a buffer that it may not write to.
+        self._bytes = torch.frombuffer(bytearray(folder.read(split)), dtype=torch.uint8)
+        self.max_seq_len = max_seq_len
+
+    @property
+    def name(self) -> str:
+        """What is equal where the samples are, on whatever machine and in whatever folder."""
+        digest = hashlib.sha256(self._bytes.numpy().data).hexdigest()[:16]
+        return f"text {digest} by {self.max_seq_len}"
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // self.max_seq_len
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.max_seq_len
+        window = self._bytes[start : start + self.max_seq_len + 1].long()
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+def build_text_loader(
+    *,
+    path: str | None = None,
+    max_seq_len: int,
+    batch_size: int,
+    split: Split = "train",
+    shuffle: bool | None = None,
+    seed: int = 0,
+    drop_last: bool | None = None,
+    num_workers: int = 0,
+    shards: str = "fixed",
+    unit_size: int = 512,
+    replica_rank: int = 0,
+    num_replica_groups: int = 1,
+) -> DataLoader:
+    """A loader over :class:`TextBytes` for this rank of this replica group.
+
+    "train", shards "fixed": the windows are dealt out to all ranks of all groups, and dealt anew
+    every epoch. A group that is not there leaves its share unread.
+
+    "train", shards "leased": the groups lease windows from the coordinator, so that each is in the
+    model once an epoch, whoever dies; see :class:`ReplicaDataLoader`. An epoch has no length then.
+
+    "eval": every group reads all held-out windows, shared among its own ranks only, and always in
+    the same scattered order, so that the first few batches (``eval_subset_num_batches``) are a
+    fair sample, and the same one at each evaluation.
+
+    Args:
+        path: the folder; None for the running Python's standard library.
+        max_seq_len: bytes in one sample.
+        batch_size: samples per batch and device.
+        split: "train" or "eval".
+        shuffle: another order every epoch. Default: for "train" only.
+        seed: of the order. Equal in all groups, or their shares overlap.
+        drop_last: leave out what does not fill a batch on every rank, so that no sample comes
+            twice. Default: for "train" only, since Composer takes doubled samples out of metrics.
+        num_workers: processes that read ahead; the text is in memory, so 0 is fast.
+        shards: "fixed" or "leased". Unused by "eval".
+        unit_size: windows that are leased together.
+        replica_rank: this group's number, from 0. Unused by "eval".
+        num_replica_groups: the largest number of groups there will be. Unused by "eval".
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    if not 0 <= replica_rank < num_replica_groups:
+        raise ValueError(
+            f"replica_rank={replica_rank} is not one of num_replica_groups={num_replica_groups}. "
+            f"Number the groups from 0 to {num_replica_groups - 1}."
+        )
+    if shards not in SHARDS:
+        raise ValueError(f"shards={shards!r}: use {' or '.join(SHARDS)}")
+    text = TextBytes(path, max_seq_len=max_seq_len, split=split)
+    dataset: Dataset = text
+    is_train = split == "train"
+    if is_train and shards == "leased":
+        return ReplicaDataLoader(
+            text,
+            batch_size,
+            dataset_id=text.name,
+            unit_size=unit_size,
+            seed=seed,
+            shuffle=shuffle is not False,
+            num_workers=num_workers,
+        )
+    shuffle = is_train if shuffle is None else shuffle
+    drop_last = is_train if drop_last is None else drop_last
+    if is_train:
+        sampler = DistributedSampler(
+            dataset,
+            replica_rank=replica_rank,
+            num_replica_groups=num_replica_groups,
+            group_rank=dist.get_global_rank(),
+            num_replicas=dist.get_world_size(),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+    else:
+        dataset = _scattered(dataset, seed)
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=seed)
+    if drop_last and len(sampler) < batch_size:
+        raise ValueError(
+            f"split={split!r} has {len(sampler)} samples for each rank, less than one batch of "
+            f"batch_size={batch_size}. Use more text, a smaller batch_size or drop_last=False."
+        )
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        # A DataLoader draws from torch's default generator whenever it starts. Simulated replicas
+        # are threads that share that one, so each loader has its own.
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def _scattered(dataset: TextBytes, seed: int) -> Subset:
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    return Subset(dataset, order.tolist())

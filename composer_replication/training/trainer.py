@@ -1,0 +1,257 @@
+"""A checked config -> a Composer Trainer, and its run as one replica group or as several."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer import Trainer
+from composer.utils import dist, reproducibility
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.callback.checkpoint_files import usable_checkpoint
+from composer_replication.callback.run_folder import STATUS, ReplicaFolder
+from composer_replication.coordinator.membership import ask_for_run
+from composer_replication.replica.json_files import read_json
+from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
+from composer_replication.simulation.simulation import SimulatedReplica, simulate
+from composer_replication.training.components import COMPONENTS
+from composer_replication.training.config import ConfigError, check_keys
+from composer_replication.training.text_files import check_text_folder, unigram_bits_per_byte
+
+log = logging.getLogger(__name__)
+
+PASSED_ON = (
+    "autoresume",
+    "device",
+    "device_train_microbatch_size",
+    "dist_timeout",
+    "eval_interval",
+    "eval_subset_num_batches",
+    "load_path",
+    "load_weights_only",
+    "log_to_console",
+    "max_duration",
+    "precision",
+    "run_name",
+    "save_interval",
+    "save_num_checkpoints_to_keep",
+    "save_overwrite",
+    "seed",
+    "train_subset_num_batches",
+)
+"""Config keys that are arguments of ``composer.Trainer`` as they stand."""
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    """Train one replica group to the end; its place in the run comes from the environment.
+
+    Returns:
+        What ``result.json`` holds: inner and outer steps, digest, final loss, evaluation.
+    """
+    run_dir = ReplicaEnv.from_env().run_dir or config.get("run_dir")
+    section = {"run_dir": run_dir} | (config["callbacks"].get("diloco") or {})
+    callback = build("callbacks", "diloco", section)
+    replica_id = callback.options.replica_id
+    folder = _save_folder(config.get("save_folder"), run_dir, replica_id or 0)
+    config = usable_checkpoint(config, folder, callback.options.on_bad_state)
+    trainer = build_trainer(
+        config,
+        callback,
+        replica_id=0 if replica_id is None else replica_id,
+        num_replicas=_num_replicas(callback.options),
+        run_dir=run_dir,
+    )
+    return _fit(trainer, callback, config, run_dir)
+
+
+def _num_replicas(options: ReplicaOptions) -> int:
+    """Between how many groups the data is shared: the loaders are built before the Trainer asks."""
+    if options.coordinator_addr is not None:
+        return ask_for_run(options).num_replicas
+    return options.num_replicas or 1
+
+
+def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[str, Any]]:
+    """Train ``num_replicas`` replica groups in this process, averaging through shared memory.
+
+    Returns:
+        The result of each, in their order.
+    """
+    run_dir = config.get("run_dir")
+    building = threading.Lock()  # weights are drawn from torch's default generator: one at a time
+
+    def replica(sim: SimulatedReplica) -> dict[str, Any]:
+        own = {"run_dir": run_dir, "replica_id": sim.replica_id, "num_replicas": sim.num_replicas}
+        section = (config["callbacks"].get("diloco") or {}) | own
+        with building:
+            callback = build("callbacks", "diloco", section, manager=sim.manager)
+            trainer = build_trainer(
+                config,
+                callback,
+                replica_id=sim.replica_id,
+                num_replicas=sim.num_replicas,
+                run_dir=run_dir,
+            )
+        return _fit(trainer, callback, config, run_dir)
+
+    return simulate(replica, num_replicas=num_replicas, timeout_s=None)
+
+
+def build_trainer(
+    config: Mapping[str, Any],
+    diloco: DiLoCoCallback,
+    *,
+    replica_id: str | int,
+    num_replicas: int,
+    run_dir: str | None,
+) -> Trainer:
+    """Build the Trainer of one replica group.
+
+    Args:
+        config: From ``load_config``.
+        diloco: Its DiLoCo callback.
+        replica_id: Which group, from 0: which share of the data it reads.
+        num_replicas: Between how many groups the data is shared.
+        run_dir: Below it, ``replica_<id>/`` is where a relative ``save_folder`` lies.
+
+    Raises:
+        ConfigError: A section has a key that its constructor does not know.
+    """
+    reproducibility.seed_all(config.get("seed", 17))  # equal initial weights in all groups
+    model = build_named("model", config["model"])
+    others = {k: v for k, v in (config.get("callbacks") or {}).items() if k != "diloco"}
+    loggers = config.get("loggers") or {}
+    if config.get("autoresume"):
+        # Composer wants a name, which it does nothing with, and refuses to make the checkpoints
+        # again that a group had written beyond the one it continues from.
+        defaults = {"run_name": "diloco", "save_overwrite": True}
+        config = defaults | {key: value for key, value in config.items() if value is not None}
+    return Trainer(
+        model=model,
+        optimizers=build_named("optimizer", config["optimizer"], params=model.parameters()),
+        schedulers=build_named("scheduler", config["scheduler"])
+        if config.get("scheduler")
+        else None,
+        train_dataloader=_build_loader(config, "train_loader", replica_id, num_replicas),
+        eval_dataloader=_build_loader(config, "eval_loader", replica_id, num_replicas)
+        if config.get("eval_loader")
+        else None,
+        callbacks=[
+            diloco,
+            *(build("callbacks", name, section) for name, section in others.items()),
+        ],
+        loggers=[build("loggers", name, section) for name, section in loggers.items()],
+        save_folder=_save_folder(config.get("save_folder"), run_dir, replica_id),
+        progress_bar=config.get("progress_bar", sys.stderr.isatty()),
+        auto_log_hparams=False,
+        **{key: config[key] for key in PASSED_ON if config.get(key) is not None},
+    )
+
+
+def build_named(section: str, contents: Mapping[str, Any], **live: Any) -> Any:
+    """Build a section that has a ``name`` field."""
+    arguments = {key: value for key, value in contents.items() if key != "name"}
+    return build(section, contents["name"], arguments, **live)
+
+
+def build(section: str, name: str, contents: Mapping[str, Any] | None, **live: Any) -> Any:
+    """Call the constructor that a section names. Its keys are the arguments, and nothing else.
+
+    Args:
+        section: A key of ``COMPONENTS``.
+        name: Which constructor.
+        contents: The arguments from the YAML.
+        **live: Objects that no YAML can hold.
+    """
+    component = COMPONENTS[section][name]
+    contents = contents or {}
+    check_keys(contents, component.keys, f"{section}: {name}")
+    try:
+        return component.load()(**contents, **live)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{section}: {name}: {error}") from error
+
+
+def _build_loader(
+    config: Mapping[str, Any], section: str, replica_id: str | int, num_replicas: int
+) -> Any:
+    key = "device_eval_batch_size" if section == "eval_loader" else "global_train_batch_size"
+    batch_size = config.get(key) or config["global_train_batch_size"]
+    if key == "global_train_batch_size":
+        if batch_size % dist.get_world_size():
+            raise ConfigError(
+                f"global_train_batch_size={batch_size} (of one replica group) is not divisible by "
+                f"its {dist.get_world_size()} ranks"
+            )
+        batch_size //= dist.get_world_size()
+    split = {"split": "eval" if section == "eval_loader" else "train"}
+    has_fixed_share = section == "train_loader" and config[section].get("shards") != "leased"
+    place = (replica_rank(replica_id, num_replicas), num_replicas) if has_fixed_share else (0, 1)
+    return build_named(
+        section,
+        split | config[section],
+        batch_size=batch_size,
+        replica_rank=place[0],
+        num_replica_groups=place[1],
+    )
+
+
+def replica_rank(replica_id: str | int, num_replicas: int) -> int:
+    """Which share of the data a group reads: its id, which then has to be a number from 0."""
+    if not str(replica_id).isdecimal() or int(replica_id) >= num_replicas:
+        raise ConfigError(
+            f"replica_id={replica_id!r} says no share of the data: number the {num_replicas} "
+            f"groups 0 to {num_replicas - 1}, and set NUM_REPLICA_GROUPS (or num_replicas) in each"
+        )
+    return int(replica_id)
+
+
+def _save_folder(save_folder: str | None, run_dir: str | None, replica_id: str | int) -> str | None:
+    """Each group saves into a folder of its own: they would overwrite each other's files."""
+    if save_folder is None:
+        return None
+    group = f"replica_{replica_id}"
+    if "://" in save_folder or Path(save_folder).is_absolute() or run_dir is None:
+        return f"{save_folder.rstrip('/')}/{group}"
+    return str(Path(run_dir) / group / save_folder)
+
+
+def _fit(
+    trainer: Trainer, callback: DiLoCoCallback, config: Mapping[str, Any], run_dir: str | None
+) -> dict[str, Any]:
+    try:
+        trainer.fit()
+        result = callback.result | {"eval": _evaluation(trainer, config)}
+    finally:
+        trainer.close()
+    if dist.get_global_rank() == 0:
+        folder = ReplicaFolder(run_dir, callback.result["replica_id"])
+        folder.write_result(result)
+        folder.write_status("finished", **_last_status(run_dir, callback.result["replica_id"]))
+    return result
+
+
+def _evaluation(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, float]:
+    """What the evaluation after the last sync measured, of the global parameters."""
+    metrics = trainer.state.eval_metrics.get("eval", {})
+    values = {name: float(metric.compute()) for name, metric in metrics.items()}
+    if "BitsPerByte" not in values:
+        return values
+    folder = check_text_folder(config["train_loader"].get("path"))
+    return {
+        "bits_per_byte": values["BitsPerByte"],
+        "unigram_bits_per_byte": unigram_bits_per_byte(folder),
+        "uniform_bits_per_byte": 8.0,
+    }
+
+
+def _last_status(run_dir: str | None, replica_id: str) -> dict[str, Any]:
+    if run_dir is None:
+        return {}
+    status = read_json(Path(run_dir) / f"replica_{replica_id}" / STATUS)
+    return {key: value for key, value in status.items() if key != "phase"}

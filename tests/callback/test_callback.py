@@ -1,0 +1,684 @@
+"""The Composer callback. Run: pytest tests/callback/test_callback.py
+
+Real: Composer's Trainer on the CPU, checkpoints and the run folder in ``tmp_path``; in the tests
+marked ``integration`` a torchft lighthouse, Manager and gloo too. Elsewhere the network is faked:
+replica groups are threads over the simulation's shared buffer.
+"""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import resource
+import threading
+import time
+
+import pytest
+import torch
+from composer import Callback
+from composer.callbacks import ExportForInferenceCallback
+from composer.loggers import InMemoryLogger
+from composer.utils import dist
+from composer_jobs import (
+    Each,
+    callback_of,
+    data,
+    fit_alone,
+    trainer_of,
+)
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.sync_report import SyncReport
+from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.replica.options import ReplicaOptions
+from composer_replication.simulation.simulation import Fault, SimulationError, simulate
+
+NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
+
+
+# ---- arguments ------------------------------------------------------------------------------
+
+
+def test_its_arguments_are_the_settings_and_the_options_with_their_defaults():
+    documented = {
+        field.name: field.default
+        for settings in (DiLoCoSettings, ReplicaOptions)
+        for field in dataclasses.fields(settings)
+    }
+    parameters = dict(inspect.signature(DiLoCoCallback).parameters)
+    assert parameters.pop("manager").default is None
+    assert {name: parameter.default for name, parameter in parameters.items()} == documented
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_each_argument_reaches_the_settings_or_the_options():
+    # One value for each that is neither its default nor another's, where the type has so many.
+    given = {
+        "sync_every": 12,
+        "fragment_patterns": ["a*", "*"],
+        "num_fragments": 2,
+        "fragment_sync_delay": 3,
+        "fragment_update_alpha": 0.25,
+        "outer_lr": 0.5,
+        "outer_momentum": 0.75,
+        "outer_nesterov": False,
+        "weight_by": "steps",
+        "sync_buffers": "mean",
+        "bucket_cap_mb": 1.5,
+        "wire_format": "int8",
+        "error_feedback": False,
+        "max_sync_retries": 4,
+        "replica_id": "berlin",
+        "num_replicas": 6,
+        "lighthouse_addr": "http://head:29510",
+        "coordinator_addr": "http://head:29512",
+        "heartbeat_interval_s": 0.5,
+        "min_replica_size": 5,
+        "start_timeout_s": 7.0,
+        "on_start_timeout": "start",
+        "give_up_after_s": 14.0,
+        "hang_timeout_s": 15.0,
+        "timeout": 8.0,
+        "quorum_timeout": 9.0,
+        "connect_timeout": 10.0,
+        "quorum_retries": 11,
+        "hostname": "here",
+        "backup_device": "cpu",
+        "backend": "gloo",
+        "pin_memory": False,
+        "final_sync": False,
+        "heal_inner_state": "donor",
+        "eval_weights": "local",
+        "on_bad_state": "fresh",
+        "digest_every": 13,
+        "run_dir": "/runs/1",
+        "tls_dir": "/certificates",
+    }
+    callback = DiLoCoCallback(**given)
+    seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
+    assert seen == given
+
+
+def test_an_unknown_argument_is_a_type_error():
+    with pytest.raises(TypeError, match="sync_evry"):
+        DiLoCoCallback(sync_evry=10)
+
+
+def test_a_wrong_value_is_refused_at_construction():
+    with pytest.raises(ValueError, match="sync_every=5 is not divisible by num_fragments=2"):
+        DiLoCoCallback(sync_every=5, num_fragments=2)
+
+
+def test_construction_touches_no_network_and_starts_nothing(monkeypatch):
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: pytest.fail("network"))
+    threads = threading.active_count()
+    callback = DiLoCoCallback(replica_id=0, lighthouse_addr="http://no-such-host.invalid:1")
+    assert threading.active_count() == threads
+    assert callback.diloco is None and callback.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"replica_id": None}, "this replica group has no name: set REPLICA_GROUP_ID=0, 1, "),
+        ({"replica_id": 0}, "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port"),
+    ],
+)
+def test_what_the_environment_lacks_is_named_when_training_starts(monkeypatch, arguments, message):
+    for variable in ("REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(variable, raising=False)
+    trainer = trainer_of(DiLoCoCallback(**arguments), max_duration="1ba")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer.fit()
+    trainer.close()
+
+
+# ---- what counts as an inner step -----------------------------------------------------------
+
+
+def test_a_batch_of_two_microbatches_is_one_inner_step():
+    callback, _ = fit_alone("4ba", device_train_microbatch_size=4)
+    assert callback.result["inner_steps"] == 4
+    assert callback.result["outer_steps"] == 2
+
+
+class CountedSGD(torch.optim.SGD):
+    """SGD without state, of which torch's checkpoint functions make hidden steps."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05)
+        self.calls = 0
+        self.register_step_post_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+
+
+class WithoutGradients(Callback):
+    """Clears the gradients after a batch, as torchft's own DiLoCo does after a sync."""
+
+    def batch_end(self, state, logger):
+        state.optimizers[0].zero_grad()
+
+
+def test_the_hidden_steps_of_a_save_and_a_load_do_not_count(tmp_path):
+    saving = {"save_folder": str(tmp_path), "save_interval": "1ba", "save_filename": "ba{batch}.pt"}
+    arguments = {"optimizer": CountedSGD, "others": [WithoutGradients()]}
+    callback, trainer = fit_alone("3ba", **arguments, **saving)
+    assert trainer.state.optimizers[0].calls > 3  # else there was nothing to overlook
+    assert callback.result["inner_steps"] == 3
+
+    resumed, trainer = fit_alone("6ba", **arguments, load_path=str(tmp_path / "ba3.pt"))
+    assert trainer.state.optimizers[0].calls > 3
+    assert resumed.result["inner_steps"] == 6
+
+
+class OneInfinity(Callback):
+    """Makes the loss of one batch infinite, after its forward pass."""
+
+    def __init__(self, batch):
+        self._batch = batch
+
+    def after_loss(self, state, logger):
+        if state.timestamp.batch == self._batch:
+            state.loss = state.loss * float("inf")
+
+
+def test_a_step_that_the_grad_scaler_skips_does_not_count():
+    # Composer scales gradients under amp_fp16 only, and that needs a GPU. What it then does is
+    # done here: a real scaler decides, after the backward pass, whether the optimizer steps.
+    def replica(sim):
+        callback = callback_of(sim)
+        skipping = OneInfinity(batch=1)
+        trainer = trainer_of(callback, skipping, max_duration="4ba")
+        trainer._use_closures = lambda: False
+        trainer._use_grad_scaling = lambda precision, scaler: True
+        trainer.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        trainer.fit()
+        trainer.close()
+        return callback, trainer
+
+    [(callback, trainer)] = simulate(replica, num_replicas=1)
+    assert trainer.state.timestamp.batch == 4
+    assert trainer.state.scaler.get_scale() == 1.0  # halved once
+    assert callback.result["inner_steps"] == 3
+    assert callback.result["outer_steps"] == 2  # after steps 2 and 3, the last at the end
+
+
+def test_samples_are_counted_over_all_microbatches():
+    logged = InMemoryLogger()
+    diloco = {"weight_by": "samples"}
+    fit_alone("4ba", diloco=diloco, device_train_microbatch_size=4, loggers=[logged])
+    assert [value for _, value in logged.data["diloco/contribution"]] == [16, 16]
+
+
+# ---- what it tells --------------------------------------------------------------------------
+
+
+def documented_keys():
+    return set(re.findall(r"^\s*\| ``(diloco/\w+)``", DiLoCoCallback.__doc__, re.MULTILINE))
+
+
+def test_the_documented_metrics_are_logged_at_every_sync_and_no_others():
+    logged = InMemoryLogger()
+    fit_alone("4ba", loggers=[logged], diloco={"digest_every": 1})
+    keys = {key for key in logged.data if key.startswith("diloco/")}
+    assert keys == documented_keys() - {"diloco/global_digest"}  # numbers only
+    steps = [(int(at.batch), value) for at, value in logged.data["diloco/outer_step"]]
+    assert steps == [(2, 1), (4, 2)]
+    for values in (logged.data[key] for key in keys):
+        assert all(isinstance(value, int | float) for _, value in values)
+    assert logged.data["diloco/bytes_sent"][0][1] == 4 * (NUM_ELEMENTS + 1)
+
+
+def test_the_documented_metrics_are_those_of_the_sync_report():
+    reported = {f"diloco/{field.name}" for field in dataclasses.fields(SyncReport)}
+    assert documented_keys() == reported - {"diloco/inner_steps"}  # it is the batch, nearly always
+
+
+def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
+    began = time.time()
+    callback, trainer = fit_alone("5ba", diloco={"run_dir": str(tmp_path), "digest_every": 2})
+    folder = tmp_path / "replica_0"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines] == [2, 4, 5]  # the last one is the final sync
+    assert [line["inner_steps"] for line in lines] == [2, 4, 5]
+    assert [line["diloco/outer_step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        has_digest = line["diloco/outer_step"] % 2 == 0
+        expected = documented_keys() | {"batch", "inner_steps", "loss", "time"}
+        assert line.keys() == expected - (set() if has_digest else {"diloco/global_digest"})
+        assert line["loss"] > 0
+        assert began <= line["time"] <= time.time()
+    result = json.loads((folder / "result.json").read_text())
+    assert result == callback.result
+    assert result["final_loss"] == lines[-1]["loss"]
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["phase"], status["batch"], status["max_batches"]) == ("evaluating", 5, 5)
+    assert (status["inner_steps"], status["outer_step"]) == (5, 3)
+
+
+def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_and_free(state):
+        room = 300 if 4 <= state.timestamp.batch.value < 12 else limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+
+    try:
+        fit_alone("16ba", diloco={"run_dir": str(tmp_path)}, others=[Each(fill_and_free)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines = (tmp_path / "replica_0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["diloco/outer_step"] for line in lines] == list(range(1, 9))
+    assert json.loads((tmp_path / "replica_0" / "result.json").read_text())["outer_steps"] == 8
+
+
+def test_a_result_that_cannot_be_written_is_an_error_after_the_group_has_left(tmp_path):
+    (tmp_path / "replica_0" / "result.json" / "in the way").mkdir(parents=True)
+
+    def replica(sim):
+        callback = callback_of(sim, run_dir=str(tmp_path))
+        trainer = trainer_of(callback, max_duration="4ba")
+        with pytest.raises(OSError, match="only its result is not written"):
+            trainer.fit()
+        has_left = callback.diloco is None
+        trainer.close()
+        return has_left
+
+    assert simulate(replica, num_replicas=1) == [True]
+
+
+def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():
+    callback, _ = fit_alone("4ba")
+    kept = {name: t for f in callback._ended["fragments"] for name, t in f["theta"].items()}
+    assert kept and all(
+        t.data_ptr() == callback._weights._theta[n].data_ptr() for n, t in kept.items()
+    )
+
+
+def test_a_manager_that_was_given_is_good_for_one_fit():
+    def replica(sim):
+        trainer = trainer_of(callback_of(sim, sync_every=2), max_duration="2ba")
+        trainer.fit()
+        with pytest.raises(ValueError, match="manager= is good for one fit"):
+            trainer.fit(duration="2ba")
+        trainer.close()
+
+    simulate(replica, num_replicas=1)
+
+
+def test_gradients_are_still_there_at_the_end_of_a_batch_with_a_sync():
+    # Composer's OptimizerMonitor reads them there; under torchft's own DiLoCo it logs a norm of 0.
+    norms = []
+    fit_alone(
+        "4ba",
+        others=[Each(lambda s: norms.append([p.grad.norm() > 0 for p in s.model.parameters()]))],
+    )
+    assert norms == [[True] * 6] * 4
+
+
+# ---- its life -------------------------------------------------------------------------------
+
+
+def test_a_group_in_mid_round_ends_on_the_same_global_parameters_as_its_peer():
+    def replica(sim):
+        callback = callback_of(sim, sync_every=4)
+        seen = []
+        look = Each(lambda state: seen.append(callback.diloco.outer_step))
+        trainer = trainer_of(callback, look, replica_id=sim.replica_id, max_duration="6ba")
+        trainer.fit()
+        trainer.close()
+        theta = callback._ended["fragments"][0]["theta"]
+        local = dict(trainer.state.model.named_parameters())
+        assert local.keys() == theta.keys()
+        assert all(torch.equal(local[name], value) for name, value in theta.items())
+        return seen, callback.result
+
+    (seen, ours), (_, theirs) = simulate(replica, num_replicas=2)
+    assert seen == [0, 0, 0, 1, 1, 1]
+    assert ours["outer_steps"] == theirs["outer_steps"] == 2
+    assert ours["global_digest"] == theirs["global_digest"]
+
+
+def test_without_a_final_sync_the_last_steps_stay_local():
+    callback, trainer = fit_alone("3ba", diloco={"final_sync": False})
+    assert callback.result["outer_steps"] == 1
+    before, after = callback.state_dict()["local"], dict(trainer.state.model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], local) for name, local in before.items())
+    theta = callback._ended["fragments"][0]["theta"]
+    assert not any(torch.equal(after[name], value) for name, value in theta.items())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_exported_at_the_end_is_the_final_model_wherever_its_callback_stands(
+    tmp_path, is_first
+):
+    def replica(sim):
+        path = tmp_path / f"{sim.replica_id}.pt"
+        export = ExportForInferenceCallback("torchscript", str(path))
+        callback = callback_of(sim, sync_every=3)
+        given = [export, callback] if is_first else [callback, export]
+        logged = InMemoryLogger()
+        trainer = trainer_of(
+            *given, loggers=[logged], replica_id=sim.replica_id, max_duration="8ba"
+        )
+        assert trainer.state.callbacks[:3] == [logged, callback, export]
+        trainer.fit()
+        trainer.close()
+        exported = dict(torch.jit.load(path).named_parameters())
+        final = dict(trainer.state.model.named_parameters())
+        assert all(torch.equal(exported[name], value) for name, value in final.items())
+        return callback.result["global_digest"]
+
+    one, other = simulate(replica, num_replicas=2)
+    assert one == other
+
+
+def test_who_is_slow_at_the_end_of_the_fit_holds_nobody_up():
+    is_done = threading.Event()
+
+    class Slow(Callback):
+        def fit_end(self, state, logger):
+            assert is_done.wait(5)
+
+    def replica(sim):
+        callback = callback_of(sim, sync_every=2)
+        first = [Slow()] if sim.replica_id else []
+        duration = "4ba" if sim.replica_id else "8ba"
+        trainer = trainer_of(*first, callback, replica_id=sim.replica_id, max_duration=duration)
+        trainer.fit()
+        is_done.set()
+        trainer.close()
+        return callback.result["outer_steps"]
+
+    assert simulate(replica, num_replicas=2, timeout_s=10.0) == [4, 4]
+
+
+def test_closing_again_and_again_is_harmless():
+    def replica(sim):
+        callback = callback_of(sim)
+        trainer = trainer_of(callback, max_duration="2ba")
+        callback.close(trainer.state, trainer.logger)  # before anything has begun
+        trainer.fit()
+        kept = callback.state_dict()["progress"]
+        for _ in range(2):
+            callback.close(trainer.state, trainer.logger)
+            trainer.close()
+        assert callback.state_dict()["progress"] == kept
+        return callback
+
+    [callback] = simulate(replica, num_replicas=1)
+    assert callback.diloco is None
+
+
+def test_evaluation_alone_needs_no_peers():
+    trainer = trainer_of(DiLoCoCallback(replica_id=0, num_replicas=2))
+    trainer.eval(eval_dataloader=data())
+    trainer.close()
+
+
+class Broken(Exception):
+    """What the user's code raises."""
+
+
+def fail_at_batch(number):
+    def look(state):
+        if state.timestamp.batch == number:
+            raise Broken
+
+    return Each(look)
+
+
+def test_a_rank_ends_when_its_launcher_has_died_and_a_lone_process_has_none(monkeypatch):
+    callback = DiLoCoCallback(replica_id=0)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    callback._check_launcher()  # a lone process may lose its parent: a shell that was left
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="the launcher of this group's ranks has died"):
+        callback._check_launcher()
+
+
+def test_when_user_code_raises_the_peers_do_not_wait_for_this_group():
+    is_done = threading.Event()
+
+    def replica(sim):
+        callback = callback_of(sim)
+        others = [fail_at_batch(3)] if sim.replica_id == 1 else []
+        trainer = trainer_of(callback, *others, replica_id=sim.replica_id, max_duration="8ba")
+        if sim.replica_id == 1:
+            with pytest.raises(Broken):
+                trainer.fit()
+            trainer.close()
+            assert not trainer.state.optimizers[0]._optimizer_step_post_hooks
+            is_done.wait(20)  # this process lives on, as after an exception in a notebook
+            return callback.result
+        trainer.fit()
+        is_done.set()
+        trainer.close()
+        return callback.result
+
+    survivor, failed = simulate(replica, num_replicas=2, timeout_s=10.0)
+    assert survivor["outer_steps"] == 4 and is_done.is_set()
+    assert failed == {}
+
+
+def test_who_raises_at_the_start_of_the_fit_holds_nobody_up():
+    class RaisesAtStart(Callback):
+        def fit_start(self, state, logger):
+            raise Broken
+
+    def replica(sim):
+        callback = callback_of(sim)
+        others = [RaisesAtStart()] if sim.replica_id else []
+        trainer = trainer_of(*others, callback, replica_id=sim.replica_id, max_duration="4ba")
+        if sim.replica_id:
+            with pytest.raises(Broken):
+                trainer.fit()
+            trainer.close()
+            assert callback.diloco is None and callback._manager is None
+        else:
+            trainer.fit()
+            trainer.close()
+        return callback.result.get("outer_steps")
+
+    assert simulate(replica, num_replicas=2, timeout_s=10.0) == [2, None]
+
+
+def test_a_group_that_cannot_join_leaves_no_one_waiting():
+    # Two optimizers are found out after the manager is up, in mid-join as it were.
+    def replica(sim):
+        callback = callback_of(sim)
+        trainer = trainer_of(callback, max_duration="2ba")
+        trainer.state.optimizers = [trainer.state.optimizers[0]] * 2
+        with pytest.raises(ValueError, match="2 optimizers: DiLoCo trains with exactly one"):
+            trainer.fit()
+        assert callback._manager is None
+        trainer.close()
+
+    simulate(replica, num_replicas=1)
+
+
+def test_another_model_in_one_group_is_an_error_in_it():
+    def replica(sim):
+        def sgd(parameters):
+            first, *rest = parameters
+            first.requires_grad_(sim.replica_id == 0)
+            return torch.optim.SGD([first, *rest], lr=0.1)
+
+        trainer = trainer_of(
+            callback_of(sim, start_timeout_s=5.0), optimizer=sgd, max_duration="2ba"
+        )
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(SimulationError, match="replica 1 raised SettingsMismatch: ") as caught:
+        simulate(replica, num_replicas=2)
+    assert re.search("model: '5 tensors, .*' here, '6 tensors, .*' there", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("fault", "inner_steps"),
+    [
+        # It joins in the sync of batch 6, before its own first batch, and then trains 7 and 8.
+        pytest.param(Fault("late", replica_id=1, step=3), [8, 2], id="a_late_joiner"),
+        # Its vote at batch 4 fails. The others go on; at their batch 6 it heals, and continues.
+        pytest.param(Fault("fail_commit", replica_id=1, step=2), [8, 6], id="a_failed_vote"),
+    ],
+)
+def test_who_heals_stands_where_its_donor_stands_and_ends_with_it(fault, inner_steps):
+    def replica(sim):
+        callback = callback_of(sim, num_replicas=1 if fault.kind == "late" else 2)
+        logged = InMemoryLogger()
+        trainer = trainer_of(
+            callback, replica_id=sim.replica_id, max_duration="8ba", loggers=[logged]
+        )
+        trainer.fit()
+        trainer.close()
+        healed = any(value for _, value in logged.data["diloco/healed"])
+        return callback.result, int(trainer.state.timestamp.batch), healed
+
+    (one, one_batch, one_healed), (other, other_batch, other_healed) = simulate(
+        replica, num_replicas=2, faults=[fault]
+    )
+    assert (one_batch, other_batch) == (8, 8)
+    assert (one_healed, other_healed) == (False, True)
+    assert [one["inner_steps"], other["inner_steps"]] == inner_steps
+    assert one["outer_steps"] == other["outer_steps"] == 4
+    assert one["global_digest"] == other["global_digest"]
+
+
+def test_a_joiner_goes_on_with_its_donor_s_inner_optimizer_state_if_asked_to():
+    def replica(sim, how="donor"):
+        callback = callback_of(sim, num_replicas=1, heal_inner_state=how)
+        trainer = trainer_of(
+            callback,
+            replica_id=sim.replica_id,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+            max_duration="8ba",
+        )
+        steps = []
+
+        class Look(Callback):
+            def batch_start(self, state, logger):
+                of_first = next(iter(state.optimizers[0].state.values()), {})
+                steps.append(int(of_first.get("step", 0)))
+
+        trainer.state.callbacks.append(Look())
+        trainer.fit()
+        trainer.close()
+        return steps
+
+    late = [Fault("late", replica_id=1, step=3)]
+    _, joiner = simulate(replica, num_replicas=2, faults=late)
+    assert joiner == [6, 7]  # of AdamW, as many as its donor had taken
+    _, joiner = simulate(lambda sim: replica(sim, "own"), num_replicas=2, faults=late)
+    assert joiner == [0, 1]
+
+
+STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("stop", "diloco"),
+    [
+        pytest.param(3, {}, id="in_mid_round"),
+        pytest.param(8, {}, id="after_a_round"),
+        pytest.param(6, STREAMING, id="between_two_fragments"),
+    ],
+)
+def test_a_run_that_is_saved_and_resumed_ends_as_if_uninterrupted(tmp_path, stop, diloco):
+    def run(sim, **arguments):
+        callback = callback_of(sim, **{"sync_every": 4, "final_sync": False} | diloco)
+        trainer = trainer_of(callback, replica_id=sim.replica_id, max_duration="10ba", **arguments)
+        trainer.fit()
+        trainer.close()
+        local = [parameter.detach() for parameter in trainer.state.model.parameters()]
+        return callback.result["global_digest"], callback.result["inner_steps"], local
+
+    def saving(sim):
+        folder = str(tmp_path / f"{sim.replica_id}")
+        return run(sim, save_folder=folder, save_filename="ba{batch}.pt", save_interval=f"{stop}ba")
+
+    def resuming(sim):
+        return run(sim, load_path=str(tmp_path / f"{sim.replica_id}" / f"ba{stop}.pt"))
+
+    uninterrupted = simulate(saving, num_replicas=2)
+    for one, other in zip(uninterrupted, simulate(resuming, num_replicas=2), strict=True):
+        assert one[:2] == other[:2]
+        assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+
+
+# ---- over a real lighthouse, in this process ------------------------------------------------
+
+
+@pytest.fixture
+def lighthouse_addr():
+    lighthouse = start_lighthouse(heartbeat_timeout_ms=1_000)
+    yield lighthouse.address()
+    lighthouse.shutdown()
+
+
+def fit_for_real(lighthouse_addr, *durations, others=(), **arguments):
+    """One group over a real manager, with one ``fit`` for each duration; its result."""
+    callback = DiLoCoCallback(
+        sync_every=2, replica_id=0, lighthouse_addr=lighthouse_addr, **arguments
+    )
+    trainer = trainer_of(callback, *others, max_duration=durations[0])
+    try:
+        trainer.fit()
+        assert callback._manager is None
+        for duration in durations[1:]:
+            trainer.fit(duration=duration)
+            assert callback._manager is None
+    finally:
+        trainer.close()
+    return callback.result
+
+
+@pytest.mark.integration
+def test_a_second_fit_goes_on_with_the_same_outer_momentum(lighthouse_addr):
+    whole = fit_for_real(lighthouse_addr, "8ba")
+    halves = fit_for_real(lighthouse_addr, "4ba", "4ba")
+    assert whole["outer_steps"] == halves["outer_steps"] == 4
+    assert whole["inner_steps"] == halves["inner_steps"] == 8
+    assert whole["global_digest"] == halves["global_digest"]
+
+
+@pytest.mark.integration
+def test_after_an_exception_the_real_manager_is_shut_down_by_close_or_before(lighthouse_addr):
+    managers = []
+    callback = DiLoCoCallback(sync_every=2, replica_id=0, lighthouse_addr=lighthouse_addr)
+    keep = Each(lambda state: managers.append(callback._manager))
+    trainer = trainer_of(callback, keep, fail_at_batch(3), max_duration="8ba")
+    with pytest.raises(Broken):
+        trainer.fit()
+    trainer.close()
+    assert callback._manager is None and managers[0]._is_shut_down
+    # Nobody waits for it: the next group of another name is alone in its quorum.
+    assert fit_for_real(lighthouse_addr, "2ba")["outer_steps"] == 1
+
+
+def test_only_a_close_after_an_error_watches_for_ranks_that_never_come(monkeypatch):
+    watched = []
+    monkeypatch.setattr(
+        "composer_replication.callback.callback.end_if_stuck_in_close", watched.append
+    )
+    fit_alone("2ba")
+    assert watched == []
+
+    def fail(state):
+        raise RuntimeError("in training")
+
+    def replica(sim):
+        trainer = trainer_of(callback_of(sim), Each(fail), max_duration="2ba")
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(SimulationError):
+        simulate(replica, num_replicas=1)
+    assert [str(error) for error in watched] == ["in training"]

@@ -1,0 +1,260 @@
+"""Making a run's folder, and what a group leaves in it.
+
+Run: pytest tests/callback/test_run_folder.py.
+
+Real: files in ``tmp_path``. Faked: the clock. ``no_file_above`` is a full disk.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_json_files import no_file_above
+
+from composer_replication.callback import run_folder
+from composer_replication.callback.run_folder import (
+    STATUS_EVERY_S,
+    ReplicaFolder,
+    last_outer_step,
+    make_run_folder,
+)
+
+
+class Clock:
+    """Stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(run_folder, "time", clock)
+    return clock
+
+
+def status(tmp_path):
+    return json.loads((tmp_path / "replica_a" / "status.json").read_text())
+
+
+def test_every_sync_is_one_more_line_also_after_a_restart(tmp_path):
+    folder = ReplicaFolder(tmp_path, 0)
+    folder.append_sync({"outer_step": 1, "loss": None})
+    folder.append_sync({"outer_step": 2, "loss": 0.5})
+    ReplicaFolder(tmp_path, 0).append_sync({"outer_step": 3})
+    lines = (tmp_path / "replica_0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["outer_step"] for line in lines] == [1, 2, 3]
+    assert json.loads(lines[0])["loss"] is None
+
+
+def test_status_is_replaced_at_most_every_half_second_within_a_phase(tmp_path, clock):
+    folder = ReplicaFolder(tmp_path, "a")
+    folder.write_status("training", batch=1)
+    clock.now += STATUS_EVERY_S - 0.01
+    folder.write_status("training", batch=2)
+    assert status(tmp_path) == {"phase": "training", "batch": 1}
+    clock.now += 0.01
+    folder.write_status("training", batch=3)
+    assert status(tmp_path) == {"phase": "training", "batch": 3}
+
+
+def test_a_new_phase_is_written_at_once(tmp_path, clock):
+    folder = ReplicaFolder(tmp_path, "a")
+    for phase in ("joining", "training", "evaluating"):
+        folder.write_status(phase, batch=4, loss=None)
+        assert status(tmp_path) == {"phase": phase, "batch": 4, "loss": None}
+
+
+def test_the_result_is_replaced_whole_and_no_draft_stays(tmp_path):
+    folder = ReplicaFolder(tmp_path, "a")
+    folder.write_result({"eval": {}, "inner_steps": 4})
+    folder.write_result({"inner_steps": 5})
+    path = tmp_path / "replica_a" / "result.json"
+    assert json.loads(path.read_text()) == {"inner_steps": 5}
+    assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
+
+
+def test_two_groups_keep_apart(tmp_path):
+    ReplicaFolder(tmp_path, 0).write_result({"replica": 0})
+    ReplicaFolder(tmp_path, "berlin").write_result({"replica": "berlin"})
+    assert {entry.name for entry in tmp_path.iterdir()} == {"replica_0", "replica_berlin"}
+
+
+def test_without_a_run_dir_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = ReplicaFolder(None, 0)
+    folder.append_sync({"outer_step": 1})
+    folder.write_status("training")
+    folder.write_result({})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_a_run_needs_neither_torch_nor_composer():
+    code = (
+        "import sys, composer_replication.callback.run_folder; "
+        "print(sorted({'torch', 'torchft', 'composer'} & set(sys.modules)))"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == "[]"
+
+
+def test_the_run_folder_is_named_after_the_config_unless_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = make_run_folder({}, "configs/tiny.yaml")
+    assert named.parent == tmp_path / "runs" and named.name.startswith("tiny-20")
+    assert make_run_folder({"run_dir": "here"}, "tiny.yaml") == tmp_path / "here"
+
+
+def test_two_runs_that_start_in_the_same_second_have_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = {make_run_folder({}, "tiny.yaml") for _ in range(5)}
+    assert len(folders) == 5 and all(folder.is_dir() for folder in folders)
+
+
+HOLD = """
+import sys
+from composer_replication.callback.run_folder import make_run_folder
+try:
+    make_run_folder({"run_dir": sys.argv[1], "autoresume": True}, "tiny.yaml")
+    print("started", flush=True)
+    sys.stdin.read()
+except ValueError as error:
+    print(error)
+"""
+
+
+def hold(folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=-1, stdout=-1, stderr=-1, text=True
+    )
+
+
+def test_a_folder_in_which_another_process_runs_is_refused_before_anything_changes(tmp_path):
+    (tmp_path / "replica_0").mkdir()
+    with hold(tmp_path) as first:
+        assert first.stdout.readline() == "started\n"
+        (tmp_path / "STOP").touch()
+        said, _ = hold(tmp_path).communicate()
+        assert f"{tmp_path} is in use by process {first.pid}: wait for its end, end it, or" in said
+        assert (tmp_path / "STOP").exists()
+        with pytest.raises(ValueError, match=r"or give another run_dir=\.\.\."):
+            make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
+        first.kill()
+    with hold(tmp_path) as third:
+        assert third.stdout.readline() == "started\n"
+        third.stdin.close()
+
+
+def test_a_process_may_run_twice_in_its_folder(tmp_path):
+    for _ in range(2):
+        assert make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml") == tmp_path
+
+
+@pytest.mark.parametrize("name", ["summary.json", "replica_0/metrics.jsonl"])
+def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
+    (tmp_path / "replica_0").mkdir()
+    (tmp_path / name).touch()
+    with pytest.raises(
+        ValueError,
+        match=r"holds a run already: continue it \(autoresume=true with a save_folder\), give ",
+    ):
+        make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
+
+
+def test_the_folder_of_a_start_that_failed_is_used_again_without_its_status(tmp_path):
+    (tmp_path / "replica_0").mkdir()
+    (tmp_path / "replica_0" / "status.json").write_text("{}")
+    make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
+    assert not (tmp_path / "replica_0" / "status.json").exists()
+
+
+def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file: name a new folder"):
+        make_run_folder({"run_dir": str(tmp_path / "file")}, "tiny.yaml")
+
+
+def lines_of(tmp_path, name="metrics.jsonl"):
+    text = (tmp_path / "replica_a" / name).read_text()
+    return [json.loads(line)["diloco/outer_step"] for line in text.splitlines()]
+
+
+def test_a_full_disk_ends_nothing_and_no_line_is_lost(tmp_path, clock, caplog):
+    folder = ReplicaFolder(tmp_path, "a")
+    folder.append_sync({"diloco/outer_step": 1})
+    folder.write_status("training", batch=1)
+    with no_file_above(40):
+        for step in range(2, 6):
+            clock.now += STATUS_EVERY_S
+            folder.append_sync({"diloco/outer_step": step})
+            folder.append_resume({"diloco/outer_step": step})
+            folder.write_status("training", batch=step, text="x" * 40)
+        assert status(tmp_path) == {"phase": "training", "batch": 1}
+        assert lines_of(tmp_path) == [1]
+    clock.now += STATUS_EVERY_S
+    folder.write_status("training", batch=6)
+    assert status(tmp_path)["batch"] == 6
+    assert lines_of(tmp_path) == [1, 2, 3, 4, 5]
+    assert lines_of(tmp_path, "resumes.jsonl") == [2, 3, 4, 5]
+    assert caplog.text.count("Training goes on; 1 lines wait in memory until there is room") == 1
+
+
+def test_a_disk_that_stays_full_is_a_warning_once_a_minute(tmp_path, clock, caplog):
+    folder = ReplicaFolder(tmp_path, "a")
+    with no_file_above(0):
+        for _ in range(300):
+            clock.now += 1.0
+            folder.append_sync({"diloco/outer_step": 1})
+    assert len(caplog.records) == 5 and "File too large" in caplog.text
+
+
+def test_a_result_that_cannot_be_written_is_an_error_with_the_file(tmp_path):
+    folder = ReplicaFolder(tmp_path, "a")
+    with (
+        no_file_above(10),
+        pytest.raises(OSError, match=r"only its result is not written: make room.*result\.json"),
+    ):
+        folder.write_result({"inner_steps": 4})
+
+
+def test_lines_that_wait_are_written_with_the_result(tmp_path):
+    folder = ReplicaFolder(tmp_path, "a")
+    with no_file_above(0):
+        folder.append_sync({"diloco/outer_step": 1})
+    folder.write_result({})
+    assert lines_of(tmp_path) == [1]
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_made_again(tmp_path, clock):
+    folder = ReplicaFolder(tmp_path, "a")
+    (tmp_path / "replica_a").rmdir()
+    folder.append_sync({"diloco/outer_step": 1})
+    folder.write_status("training", batch=1)
+    assert lines_of(tmp_path) == [1] and status(tmp_path)["batch"] == 1
+
+
+def test_a_file_in_place_of_the_run_folder_is_an_error_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        ReplicaFolder(tmp_path / "file", "a")
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b'{"diloco/outer', b'{"diloco/outer\n', bytes(64) + b"\n", b"\n"]
+)
+def test_what_a_power_cut_leaves_does_not_keep_a_group_from_starting(tmp_path, damage):
+    folder = tmp_path / "replica_a"
+    folder.mkdir()
+    line = b'{"diloco/outer_step": 7.0, "batch": 3}\n'
+    (folder / "metrics.jsonl").write_bytes(line + damage)
+    (folder / "status.json").write_bytes(damage)
+    (folder / "result.json").write_bytes(damage)
+    assert last_outer_step(tmp_path) == 7
+    assert ReplicaFolder(tmp_path, "a").reached() == {"batch": 3, "outer_step": 7}
+    make_run_folder({"run_dir": str(tmp_path), "autoresume": True}, "x.yaml")
+    assert status(tmp_path) == {"phase": "starting"}

@@ -1,0 +1,148 @@
+"""A rank that waits for others in Trainer.close, and what must not be taken for it.
+
+Real: processes, signals, gloo, Composer, and where there is a replica group its lighthouse. Shorter
+than in a run: the grace. Run: pytest tests/callback/test_stuck_process.py
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+HEAD = """
+import datetime, os, signal, sys, threading, time
+import torch, torch.distributed as dist
+from composer import Callback
+from composer_jobs import Each, trainer_of
+from composer_replication import DiLoCoCallback
+from composer_replication.callback import stuck_process as stopping
+from composer_replication.replica.lighthouse import start_lighthouse
+stopping.GRACE_S = 1.0
+
+def diloco():
+    global lighthouse
+    lighthouse = start_lighthouse()
+    return DiLoCoCallback(replica_id=0, lighthouse_addr=lighthouse.address(), sync_every=2)
+
+def fail(state):
+    raise RuntimeError("of the first model")
+"""
+
+# Rank 0 fails, and closes; rank 1 never comes.
+RANK = """
+class Ends(Callback):
+    def close(self, state, logger):
+        stopping.end_if_stuck_in_close(sys.exc_info()[1])
+
+import composer.utils, composer_jobs
+samples = composer_jobs.data().dataset
+sampler = composer.utils.dist.get_sampler
+composer_jobs.data = lambda _: torch.utils.data.DataLoader(samples, 8, sampler=sampler(samples))
+
+def part(state):
+    if dist.get_rank() == 0:
+        {ends}
+    time.sleep(100)
+
+trainer = trainer_of(Ends(), Each(part), max_duration="2ba")
+try:
+    trainer.fit()
+finally:
+    trainer.close()
+"""
+
+# As in a sweep: an error is caught, and the next model's backward takes its time.
+SWEEP = """
+trainer = trainer_of(diloco(), Each(fail), max_duration="2ba")
+try:
+    trainer.fit()
+except RuntimeError:
+    trainer.close()
+exec(compile("time.sleep(6)", "/torch/autograd/graph.py", "exec"))
+print("trained the second model")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+# SIGTERM is noted, as by a job that saves first; the other rank's part of the save comes late.
+SAVES = """
+def save(state):
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    def rank_1():
+        client = dist.PrefixStore("x", dist.TCPStore("localhost", store.port))
+        group = dist.ProcessGroupGloo(client, 1, 2, datetime.timedelta(seconds=50))
+        time.sleep(6)
+        group.allreduce([torch.ones(1)]).wait()
+    threading.Thread(target=rank_1).start()
+    group = dist.ProcessGroupGloo(
+        dist.PrefixStore("x", store), 0, 2, datetime.timedelta(seconds=50)
+    )
+    print("saving", flush=True)
+    code = "group.allreduce([torch.ones(1)]).wait()"
+    exec(compile(code, "/torch/distributed/checkpoint.py", "exec"), globals() | {"group": group})
+    print("saved", flush=True)
+    state.stop_training()
+
+signal.signal(signal.SIGTERM, lambda *_: print("noted", flush=True))
+trainer = trainer_of(diloco(), Each(save), max_duration="1ba")
+trainer.fit()
+trainer.close()
+os._exit(0)
+"""
+
+
+def start(script, **environ):
+    return subprocess.Popen(
+        [sys.executable, "-c", HEAD + script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env=os.environ | environ,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"), [("fail(state)", 1), ("os.kill(os.getpid(), signal.SIGTERM)", 143)]
+)
+def test_a_rank_whose_others_never_come_to_close_ends_with_every_thread_s_traceback(ends, status):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    script = RANK.replace("{ends}", ends)
+    ranks = [start(script, **place, RANK=str(i), LOCAL_RANK=str(i)) for i in range(2)]
+    try:
+        _, said = ranks[0].communicate(timeout=50)
+        assert ranks[0].returncode == status, said
+        assert f"this rank ends with status {status}" in said
+        assert 'trainer.py", line' in said and "in close" in said and "in barrier" in said
+        assert ranks[1].poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_long_backward_after_a_caught_error_is_left_alone():
+    process = start(SWEEP)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    assert "trained the second model" in out
+
+
+def test_a_save_that_waits_for_another_rank_when_sigterm_comes_is_left_alone():
+    process = start(SAVES)
+    assert process.stdout.readline() == "saving\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    assert out.split() == ["noted", "saved"] or out.split() == ["saved", "noted"]

@@ -1,0 +1,337 @@
+"""Work units: each sample of an epoch is in the model once, whoever dies, restarts or rewinds.
+
+Run: pytest tests/coordinator/work_units/test_work_units.py. In one process, a file of SQLite in a
+temporary folder. The rules one by one; all calls in any order are in
+test_work_units_in_any_order.py.
+"""
+
+import threading
+
+import pytest
+from coordinator.small_units import (
+    LENGTH,
+    NUM_UNITS,
+    SEED,
+    UNIT_SIZE,
+    UNKNOWN,
+    counts,
+    lease_all,
+    open_stream,
+    samples,
+    size_of,
+    twice,
+    unit_order,
+)
+
+from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.work_units.leases import Lease
+from composer_replication.coordinator.work_units.streams import OpenStream
+from composer_replication.coordinator.work_units.tables import (
+    MAX_UNITS,
+    DatasetMismatch,
+    UnknownStream,
+)
+from composer_replication.coordinator.work_units.work_units import Returned, WorkUnits
+
+
+def in_part(units):
+    return units.dataset("c4").trained_in_part
+
+
+# Datasets and streams.
+
+
+def test_a_dataset_may_be_created_again_but_not_otherwise(units):
+    units.create_dataset("c4", LENGTH, SEED, UNIT_SIZE)
+    with pytest.raises(DatasetMismatch, match="'c4' is known with length 23, not 24 and seed 7, "):
+        units.create_dataset("c4", LENGTH + 1, SEED + 1, UNIT_SIZE)
+
+
+@pytest.mark.parametrize("wrong", [{"length": 0}, {"unit_size": 0}, {"seed": -1}, {"seed": 2**63}])
+def test_a_dataset_of_impossible_numbers_is_refused(units, wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} has to be a whole number from"):
+        units.create_dataset("other", **{"length": 1, "seed": 0, "unit_size": 1} | wrong)
+
+
+def test_a_dataset_of_more_units_than_fit_is_refused_with_a_size_that_does(units):
+    with pytest.raises(ValueError, match="units of 2[0-9,]+ samples, .* are the most: use 121 "):
+        units.create_dataset("huge", 120 * MAX_UNITS + 1, 0, 64)
+    units.create_dataset("huge", 120 * MAX_UNITS + 1, 0, 121)
+
+
+def test_an_unknown_dataset_is_refused(units):
+    for call in (units.progress, lambda d: units.open_stream("a", d, "0", "one")):
+        with pytest.raises(ValueError, match="There is no dataset 'pile': create it first"):
+            call("pile")
+
+
+def test_datasets_are_listed_with_what_was_begun(units, a):
+    units.create_dataset("pile", 3, 0, 1)
+    units.lease(a, 0, 2)
+    c4, pile = units.datasets()
+    assert (c4.dataset_id, [epoch.epoch for epoch in c4.epochs]) == ("c4", [2])
+    assert (pile.dataset_id, pile.length, pile.unit_size, pile.epochs) == ("pile", 3, 1, [])
+
+
+def test_a_name_is_of_one_stream_which_is_of_one_group(units, a, b):
+    assert open_stream(units, "a") == a != b
+    units.create_dataset("pile", 3, 0, 1)
+    for dataset_id, replica_id in (("c4", "another"), ("pile", "replica of a")):
+        with pytest.raises(ValueError, match="Stream 'a' is of replica 'replica of a' or of an"):
+            units.open_stream("a", dataset_id, replica_id, "session of a")
+    assert units.open_streams() == [
+        OpenStream(a, "c4", "replica of a", "session of a"),
+        OpenStream(b, "c4", "replica of b", "session of b"),
+    ]
+    units.close(a)
+    assert open_stream(units, "a") == a, "it is told, and is still closed"
+    assert [stream.stream for stream in units.open_streams()] == [b]
+
+
+def test_streams_of_two_state_folders_have_other_keys(tmp_path):
+    keys = set()
+    for folder in range(3):
+        database = Database(tmp_path / f"{folder}.db")
+        units = WorkUnits(database)
+        units.create_dataset("c4", LENGTH, SEED, UNIT_SIZE)
+        keys |= {open_stream(units, name) for name in "abcd"}
+        database.close()
+    assert len(keys) == 12 and 0 < min(keys) and max(keys) < 2**31
+
+
+def test_an_unknown_stream_is_told_from_a_closed_one(units):
+    calls = (
+        lambda: units.lease(UNKNOWN, 0, 0),
+        lambda: units.close(UNKNOWN),
+        lambda: units.reopen(UNKNOWN, 0, "one"),
+        lambda: units.rewind({UNKNOWN: (1, 1)}),
+    )
+    for call in calls:
+        with pytest.raises(UnknownStream, match=f"not know stream {UNKNOWN}: .* state folder"):
+            call()
+
+
+# Leases.
+
+
+def test_leases_follow_the_order_of_the_epoch_and_number_the_stream(units, a):
+    leases = lease_all(units, a, epoch=3)
+    assert [lease.unit for lease in leases] == unit_order(3)
+    stream_start = 0
+    for number, lease in enumerate(leases):
+        assert lease == Lease(number, 3, lease.unit, 0, size_of(lease.unit), stream_start)
+        stream_start += size_of(lease.unit)
+
+
+def test_a_lease_is_of_the_earliest_epoch_that_has_anything(units, a, b):
+    lease_all(units, a, epoch=0)
+    later = units.lease(a, NUM_UNITS, epoch=2)
+    assert (later.epoch, later.unit) == (2, unit_order(2)[0])
+    asked = units.lease(b, 0, epoch=1)
+    assert (asked.epoch, asked.unit) == (1, unit_order(1)[0]), "begun by asking"
+    units.close(a)
+    got = [units.lease(b, number, epoch=2) for number in range(1, 1 + 3 * NUM_UNITS)]
+    assert [lease.epoch for lease in got] == [0] * 5 + [1] * 4 + [2] * 5 + [2]
+    assert [p.epoch for p in units.progress("c4")] == [0, 1, 2]
+
+
+def test_an_epoch_that_is_not_asked_for_is_not_begun(units, a):
+    units.lease(a, 0, epoch=5)
+    assert [p.epoch for p in units.progress("c4")] == [5]
+    assert units.lease(a, 1, epoch=0).epoch == 0
+
+
+def test_a_lease_is_the_same_whenever_it_is_asked_for(units, a, database, path):
+    first = units.lease(a, 0, 0)
+    units.lease(a, 1, 0)
+    units.commit({a: (3, 3)})
+    assert units.lease(a, 0, 0) == first
+    assert units.lease(a, 0, epoch=1) == first, "it keeps the epoch it was given with"
+    database.close()
+    again = Database(path)
+    assert WorkUnits(again).lease(a, 0, 0) == first
+    again.close()
+
+
+def test_a_number_cannot_be_skipped(units, a):
+    with pytest.raises(ValueError, match="has 0 leases, so the next one has number 0, not 1"):
+        units.lease(a, 1, 0)
+    with pytest.raises(ValueError, match="number has to be a whole number from 0 on, not -1"):
+        units.lease(a, -1, 0)
+
+
+def test_a_closed_stream_keeps_its_leases_and_gets_no_more(units, a):
+    first = units.lease(a, 0, 0)
+    units.close(a)
+    assert units.lease(a, 0, 0) == first
+    for number in (1, 1, 2):
+        assert units.lease(a, number, 4) == Lease(number, 4, 0, 0, 0, first.stop, is_open=False)
+    assert [p.epoch for p in units.progress("c4")] == [0]
+    units.reopen(a, 0, "one")
+    assert units.lease(a, 1, 0).unit == unit_order(0)[1], "what was empty then is not kept"
+
+
+def test_nothing_available_is_an_empty_lease_and_stays_one(units, a, b):
+    lease_all(units, a)
+    assert units.lease(b, 0, 0) == Lease(0, 0, 0, 0, 0, 0)
+    units.close(a)
+    assert units.lease(b, 0, 0) == Lease(0, 0, 0, 0, 0, 0), "all ranks of a group get the same"
+    rest = units.lease(b, 1, 0)
+    assert (rest.number, rest.unit, rest.stream_start) == (1, unit_order(0)[0], 0)
+    units.commit({b: (rest.stop, rest.stop)})
+    assert counts(units) == (rest.stop, 0, LENGTH - rest.stop)
+
+
+def test_empty_leases_between_others_do_not_disturb_the_stream(units, a, b):
+    lease_all(units, a)
+    units.lease(b, 0, 0)
+    units.close(a)
+    sizes = [units.lease(b, 1, 0).stop, units.lease(b, 2, 0).stop]
+    for number in (3, 4, 5, 6):
+        units.lease(b, number, 0)
+    for position in range(sum(sizes) + 1):
+        units.commit({b: (position, position)})
+        assert counts(units)[0] == position
+    for position in reversed(range(sum(sizes) + 1)):
+        units.rewind({b: (position, position)})
+        assert counts(units)[0] == position
+
+
+def test_what_has_come_back_goes_first_in_the_order_of_the_epoch(units, a, b, c):
+    for number, stream in enumerate((a, a, b, b)):
+        units.lease(stream, number % 2, 0)
+    units.close(b)
+    units.close(a)
+    assert [lease.unit for lease in lease_all(units, c)] == unit_order(0)
+
+
+def test_two_ranges_of_a_unit_come_back_in_its_order(units, a, b, c):
+    stop = units.lease(a, 0, 0).stop
+    units.commit({a: (1, 1)})
+    units.close(a)
+    units.lease(b, 0, 0)
+    units.commit({b: (1, 1)})
+    units.close(b)
+    units.rewind({b: (1, 1)})
+    leases = [units.lease(c, number, 0) for number in range(2)]
+    assert [(lease.start, lease.stop) for lease in leases] == [(0, 1), (2, stop)]
+
+
+def test_ranges_that_meet_come_back_as_one(units, a, b):
+    lease = units.lease(a, 0, 0)
+    units.commit({a: (2, 2)})
+    units.close(a)
+    units.rewind({})
+    assert samples(units.lease(b, 0, 0)) == samples(lease)
+
+
+def test_threads_get_each_sample_once(units):
+    got = []
+
+    def take(name):
+        stream, number = open_stream(units, name), 0
+        while (lease := units.lease(stream, number, 0)).stop:
+            got.extend(samples(lease))
+            number += 1
+
+    threads = [threading.Thread(target=take, args=(f"thread {i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == len(set(got)) == LENGTH
+
+
+# Commits and closing.
+
+
+def test_a_ledger_may_be_repeated_and_come_late(units, a):
+    units.lease(a, 0, 0)
+    for position, known in ((2, 2), (2, 2), (1, 2), (0, 2), (3, 3)):
+        assert units.commit({a: (position, position)}) == []
+        assert counts(units)[0] == known
+
+
+def test_unknown_streams_of_a_ledger_are_reported(units, a):
+    units.lease(a, 0, 0)
+    assert units.commit({UNKNOWN: (4, 4), a: (2, 2), UNKNOWN + 1: (0, 0)}) == [UNKNOWN, UNKNOWN + 1]
+    assert counts(units)[0] == 2
+
+
+@pytest.mark.parametrize("call", ["commit", "rewind"])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ((1, 1), "Position 1 of stream .* is beyond the 0 samples"),
+        ((0, 1), "Position 1 of stream .* is beyond the 0 samples"),
+        ((1, 0), "has 1 samples in the model and 0 in some part of it"),
+        ((-1, 0), "The position of stream .* has to be a whole number from 0 on, not -1"),
+    ],
+)
+def test_a_ledger_that_cannot_be_is_refused_as_a_whole(units, a, b, call, entry, message):
+    size = units.lease(a, 0, 0).stop
+    with pytest.raises(ValueError, match=message):
+        getattr(units, call)({a: (size, size), b: entry})
+    assert counts(units) == (0, size, LENGTH - size)
+
+
+def test_closing_returns_what_is_not_committed_and_splits_a_unit(units, a, b):
+    first, second = units.lease(a, 0, 0), units.lease(a, 1, 0)
+    units.commit({a: (first.stop + 1, first.stop + 1)})
+    assert units.close(a) == Returned(second.stop - 1, 0)
+    assert counts(units) == (first.stop + 1, 0, LENGTH - first.stop - 1)
+    rest = units.lease(b, 0, 0)
+    assert rest == Lease(0, 0, second.unit, 1, second.stop, 0)
+
+
+def test_what_was_left_in_part_of_the_model_is_counted_once(units, a, b):
+    first, second = units.lease(a, 0, 0), units.lease(a, 1, 1)
+    units.commit({a: (1, first.stop + 2)})
+    assert in_part(units) == 0, "it may still come into all of it"
+    assert units.close(a) == Returned(first.stop + second.stop - 1, first.stop + 1)
+    assert units.close(a) == Returned(0, 0)
+    assert in_part(units) == first.stop + 1
+    units.commit({a: (1, first.stop + 3)})
+    assert in_part(units) == first.stop + 2, "the ledger of a last sync that came late"
+    units.rewind({a: (1, 2)})
+    assert in_part(units) == 1
+    units.reopen(a, first.stop, "one")
+    assert in_part(units) == 0
+
+
+def test_samples_left_in_part_are_counted_by_epoch(units, a):
+    lease_all(units, a, epoch=0)
+    units.lease(a, NUM_UNITS, epoch=1)
+    units.commit({a: (LENGTH - 2, LENGTH + 1)})
+    units.close(a)
+    assert [p.trained_in_part for p in units.progress("c4")] == [2, 1]
+
+
+def test_a_late_commit_of_a_closed_stream_counts_if_nobody_has_the_samples(units, a, b):
+    units.lease(a, 0, 0)
+    units.close(a)
+    units.commit({a: (2, 2)})
+    assert counts(units)[:2] == (2, 0)
+    assert units.lease(b, 0, 0).start == 2, "the samples it covers are not given again"
+    assert twice(units) == 0
+
+
+def test_a_late_commit_of_samples_that_another_has_is_counted_and_changes_nothing(units, a, b):
+    stop = units.lease(a, 0, 0).stop
+    units.close(a)
+    units.lease(b, 0, 0)
+    before = counts(units)
+    units.commit({a: (2, 2)})
+    assert (counts(units), twice(units)) == (before, 2)
+    units.commit({a: (2, 2), b: (stop, stop)})
+    assert (counts(units)[0], twice(units)) == (stop, 2)
+
+
+def test_samples_are_not_given_a_third_time_after_both_streams_are_closed(units, a, b, c):
+    units.lease(a, 0, 0)
+    units.close(a)
+    units.lease(b, 0, 0)
+    units.commit({a: (2, 2)})
+    units.close(b)
+    assert (counts(units)[0], twice(units)) == (2, 0), "the model has had them once"
+    assert units.lease(c, 0, 0).start == 2

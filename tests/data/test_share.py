@@ -1,0 +1,90 @@
+"""A Composer job whose samples are shared out, without a coordinator: epochs, ranks, resumes.
+
+Run: pytest tests/data/test_share.py. Simulated network; with a coordinator: test_leases.py.
+"""
+
+import pytest
+import torch
+from composer import Trainer
+from composer_jobs import Each, TinyModel, building
+from torch.utils.data import TensorDataset
+
+from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
+from composer_replication.callback.composer_job import samples_in_batch
+from composer_replication.data.share import fixed_shards
+from composer_replication.replica.options import ReplicaOptions
+
+LENGTH = 44
+
+
+def fit(sim, folder, *, max_duration="2ep", stop=None, load=None, num_workers=0, **own):
+    """Train; the ids of each batch with its epoch, and the digest."""
+    seen = []
+
+    def look(state):
+        seen.append((state.timestamp.epoch.value, state.batch[2].tolist()))
+        assert samples_in_batch(state) == len(state.batch[2])
+
+    generator = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(
+        torch.randn(LENGTH, 8, generator=generator),
+        torch.randn(LENGTH, 4, generator=generator),
+        torch.arange(LENGTH),
+    )
+    callback = DiLoCoCallback(
+        manager=sim.manager,
+        replica_id=sim.replica_id,
+        num_replicas=sim.num_replicas,
+        **{"sync_every": 3} | own,
+    )
+    with building:
+        model = TinyModel(seed=0)
+        trainer = Trainer(
+            model=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            train_dataloader=ReplicaDataLoader(
+                dataset, 4, dataset_id="d", unit_size=5, num_workers=num_workers
+            ),
+            callbacks=[callback, Each(look)],
+            max_duration=stop or max_duration,
+            save_folder=f"{folder}/{sim.replica_id}",
+            save_filename="ba{batch}.pt",
+            save_interval="1ba",
+            save_overwrite=True,
+            load_path=f"{folder}/{sim.replica_id}/ba{load}.pt" if load else None,
+            device="cpu",
+            device_train_microbatch_size=4,
+            progress_bar=False,
+            auto_log_hparams=False,
+        )
+    trainer.fit()
+    trainer.close()
+    return seen, callback.result["global_digest"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_groups_read_every_sample_of_each_epoch_once_between_them(tmp_path, num_workers):
+    results = simulate(lambda sim: fit(sim, tmp_path, num_workers=num_workers), num_replicas=2)
+    for epoch in range(2):
+        read = [x for seen, _ in results for e, ids in seen if e == epoch for x in ids]
+        assert sorted(read) == list(range(LENGTH))
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("stop", [2, 5, 7, 9])
+def test_a_resume_reads_on_and_ends_on_the_same_bits(tmp_path, stop):
+    """In mid-epoch, after the last batch of an epoch, and in the second epoch."""
+    whole = simulate(lambda sim: fit(sim, tmp_path / "whole"), num_replicas=2)
+    simulate(lambda sim: fit(sim, tmp_path, stop=f"{stop}ba"), num_replicas=2)
+    rest = simulate(lambda sim: fit(sim, tmp_path, load=stop), num_replicas=2)
+    for (seen, digest), (rest_seen, its) in zip(whole, rest, strict=True):
+        assert rest_seen == seen[stop:]
+        assert its == digest
+
+
+@pytest.mark.parametrize("replica_id", ["paris", "2"])
+def test_a_name_that_says_no_share_is_refused(replica_id):
+    loader = ReplicaDataLoader(TensorDataset(torch.arange(9)), 1, dataset_id="d", unit_size=1)
+    options = ReplicaOptions(replica_id=replica_id, num_replicas=2)
+    with pytest.raises(ValueError, match=f"replica_id='{replica_id}' says no share .* 0 to 1, or"):
+        fixed_shards(options, loader)

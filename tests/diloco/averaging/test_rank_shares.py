@@ -1,0 +1,66 @@
+"""Ranks that hold the same send a share each, and all end with the whole mean, to the bit.
+
+Run: pytest tests/diloco/averaging/test_rank_shares.py. Three real processes of a group over gloo;
+what the other group sends is added by hand.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+
+RANKS = 3
+SIZES = [[5, 1, 70_000, 3], [2], [RANKS * 16], [200_000]]
+
+
+def one_rank(rank, folder):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    compare(rank)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist.destroy_process_group()
+    del backend  # after all that has the group, or torch 2.7 may hang: see GlooOnTorch27
+
+
+def compare(rank):
+    draw = torch.Generator().manual_seed(0)
+    for sizes in SIZES:
+        ours = [torch.randn(size, generator=draw) for size in sizes]
+        theirs = [torch.randn(size, generator=draw) for size in sizes]
+        for weights in ((1.0, 1.0), (2.0, 5.0), (0.0, 1.0), (0.0, 0.0)):
+            if len(ours) == 4:  # as channels_last makes them
+                ours[2] = ours[2].reshape(-1, 7).t()
+            shared = mean_of(ours, theirs, weights, dist.group.WORLD)
+            alone = mean_of(ours, theirs, weights, None)
+            assert shared.total == alone.total == sum(weights)
+            assert shared.norm == pytest.approx(alone.norm, rel=1e-5)
+            assert shared.num_bytes < alone.num_bytes / RANKS + 4 * 17
+            for one, other in zip(shared.take(), alone.take(), strict=True) if sum(weights) else ():
+                assert torch.equal(one, other), sizes
+    # One rank alone finds a value that is not finite: none of the group contributes.
+    ours = [torch.full((100,), float("nan") if rank == 1 else 1.0)]
+    mean = mean_of(ours, [torch.ones(100)], (1.0, 3.0), dist.group.WORLD)
+    assert not mean.is_finite and mean.total == 3.0
+    assert next(mean.take()).tolist() == [1.0] * 100
+
+
+def mean_of(ours, theirs, weights, ranks):
+    """The mean with another group, whose same rank has sent its same share."""
+    means = []
+    for values, weight in zip((ours, theirs), weights, strict=True):
+        scattered = [i for i, v in enumerate(values) if not v.is_contiguous()]
+        sizes = [v.numel() for v in values]
+        mean = WeightedMean(sizes, 0.1, torch.device("cpu"), scattered, ranks)
+        mean.form(lambda value, into: into.copy_(value.reshape(-1)), (values,), weight)
+        means.append(mean)
+    for one, other in zip(means[0].messages, means[1].messages, strict=True):
+        one += other
+    means[0].receive()
+    return means[0]
+
+
+def test_shares_make_up_the_whole(tmp_path):
+    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=RANKS)

@@ -1,0 +1,214 @@
+"""Every operation on a file of a run fails once, in turn.
+
+Run: pytest tests/integration/test_io_errors.py.
+
+Real: Composer's Trainer on the CPU, the run's folder, checkpoints. Faked: the network, and the one
+operation that fails, as it would on a full disk (ENOSPC) or a broken one (EIO). What torch does in
+C++ is not seen.
+"""
+
+import io
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from composer_jobs import fit_alone
+from failing_disk import Disk, each_failure
+from rich.console import Console
+from test_supervision import supervise, write
+
+from composer_replication.callback import run_folder
+from composer_replication.callback.checkpoint_files import usable_checkpoint
+from composer_replication.callback.export import export
+from composer_replication.callback.run_folder import CONFIG, ReplicaFolder, make_run_folder
+from composer_replication.launch import supervision
+from composer_replication.launch.display import Display
+from composer_replication.launch.run_record import describe, read_run, write_summary
+from composer_replication.simulation.simulation import SimulationError
+from composer_replication.training.config import load_config, save_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    return Disk(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    numbers = iter(range(10_000))
+    return lambda: tmp_path / f"run{next(numbers)}"
+
+
+def names_the_file(error, failed):
+    return failed.split()[1].lstrip(".") in str(error)
+
+
+def test_training_survives_each_failure_and_loses_no_line(disk, folders, monkeypatch):
+    monkeypatch.setattr(run_folder, "STATUS_EVERY_S", 0.0)
+
+    def train(run_dir):
+        try:
+            fit_alone("4ba", diloco={"run_dir": str(run_dir)})
+        except SimulationError as error:
+            raise error.__cause__ from None
+
+    def judge(run_dir, failed, error):
+        folder = run_dir / "replica_0"
+        if error is not None and not (folder / "metrics.jsonl").exists():
+            # Before the group knows of others, and they of it.
+            assert isinstance(error, OSError) and names_the_file(error, failed)
+            return
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["diloco/outer_step"] for line in lines] == [1, 2]
+        if error is None:
+            assert json.loads((folder / "result.json").read_text())["outer_steps"] == 2
+        else:  # the last thing that a group does
+            assert isinstance(error, OSError) and "result.json" in str(error)
+            assert "only its result is not written" in str(error)
+
+    operations = each_failure(disk, folders, train, judge)
+    assert {"mkdir replica_0", "write metrics.jsonl", "replace .status.json"} < set(operations)
+    assert {"fsync .result.json", "replace .result.json", "stat STOP"} < set(operations)
+
+
+def test_a_group_goes_on_where_it_was_at_each_failure(disk, folders):
+    def prepare():
+        run_dir = folders()
+        folder = ReplicaFolder(run_dir, 0)
+        folder.append_sync({"diloco/outer_step": 3, "batch": 7})
+        folder.write_status("training", batch=8)
+        return run_dir
+
+    def start(run_dir):
+        folder = ReplicaFolder(run_dir, 0)
+        folder.reached()
+        folder.append_resume({"batch": 6})
+        folder.append_sync({"diloco/outer_step": 4})
+        folder.write_status("joining")
+        folder.write_status("training")
+
+    def judge(run_dir, failed, error):
+        assert error is None
+        folder = run_dir / "replica_0"
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["diloco/outer_step"] for line in lines] == [3, 4]
+        assert json.loads((folder / "resumes.jsonl").read_text()) == {"batch": 6}
+
+    assert "read metrics.jsonl" in each_failure(disk, prepare, start, judge)
+
+
+CONFIG_TEXT = """
+max_duration: 4ba
+global_train_batch_size: 4
+model: {name: byte_gpt, d_model: 8, n_heads: 2, n_layers: 1, max_seq_len: 16}
+train_loader: {name: text, max_seq_len: 16}
+optimizer: {name: adamw, lr: 0.001}
+callbacks: {diloco: {sync_every: 2}}
+"""
+
+
+def console_of_nobody():
+    return Console(file=io.StringIO())
+
+
+def prepared_run(folders):
+    run_dir = folders()
+    for replica_id in range(2):
+        folder = ReplicaFolder(run_dir, replica_id)
+        line = {"diloco/outer_step": 1, "diloco/num_participants": 2, "diloco/bytes_sent": 8}
+        line |= {"diloco/fragment": 0, "diloco/bytes_float32": 8, "inner_steps": 2, "batch": 2}
+        folder.append_sync(line)
+        folder.write_status("training", batch=2)
+        folder.write_result({"outer_steps": 1, "global_digest": "ab", "eval": {}})
+    return run_dir
+
+
+def test_a_start_works_or_ends_with_the_error_that_names_the_file(disk, folders, tmp_path):
+    (tmp_path / "given.yaml").write_text(CONFIG_TEXT)
+    config = load_config(tmp_path / "given.yaml")
+
+    def start(run_dir):
+        made = make_run_folder({"run_dir": str(run_dir), "autoresume": True}, "given.yaml")
+        save_config(config, made / CONFIG)
+
+    def judge(run_dir, failed, error):
+        if error is None:
+            assert load_config(run_dir / CONFIG) == config
+        else:
+            assert isinstance(error, OSError) and names_the_file(error, failed)
+
+    each_failure(disk, lambda: prepared_run(folders), start, judge)
+
+
+def test_the_launcher_survives_each_failure_while_groups_train(disk, folders, monkeypatch):
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervision, "POLL_S", 0.0)
+
+    def prepare():
+        run_dir = folders()
+        run_dir.mkdir()
+        line = {"diloco/outer_step": 1, "diloco/num_participants": 2}
+        for replica_id in range(2):
+            write(run_dir, replica_id, syncs=0)
+            ReplicaFolder(run_dir, replica_id).append_sync(line)
+        return run_dir
+
+    def watch(run_dir):
+        display = Display(console_of_nobody(), run_dir, 2)
+
+        def show(groups, looks):
+            display.refresh({}, is_last=True)
+            if groups.started:
+                groups.lives[0][0] = groups.lives[1][0] = 0
+
+        failed, _, groups = supervise(run_dir, {0: [None], 1: [-9, None]}, on_look=show)
+        assert failed == {} and groups.started == [1]
+
+    def judge(run_dir, failed, error):
+        assert error is None
+
+    each_failure(disk, prepare, watch, judge)
+
+
+def test_a_report_is_made_or_ends_with_the_error_that_names_the_file(disk, folders):
+    def report(run_dir):
+        run = read_run(run_dir)
+        describe(run)
+        write_summary(run, {})
+
+    def judge(run_dir, failed, error):
+        if error is None:
+            assert json.loads((run_dir / "summary.json").read_text())["outer_steps"] == 1
+        else:
+            assert isinstance(error, OSError) and names_the_file(error, failed)
+
+    each_failure(disk, lambda: prepared_run(folders), report, judge)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_checkpoint_is_read_or_the_error_names_it(disk, folders, is_sharded):
+    def prepare():
+        path = folders().with_suffix("" if is_sharded else ".pt")
+        state = {"state": {"model": {"w": torch.ones(2)}}}
+        if is_sharded:
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+        else:
+            torch.save(state, path)
+        return path
+
+    def read(path):
+        usable_checkpoint({"load_path": str(path)}, None, "error")
+        export(path, path.with_suffix(".out"))
+
+    def judge(path, failed, error):
+        out = path.with_suffix(".out")
+        if error is None:
+            assert out.exists()
+        else:
+            assert isinstance(error, OSError | ValueError)
+            assert str(path) in str(error) or names_the_file(error, failed)
+
+    each_failure(disk, prepare, read, judge)

@@ -1,0 +1,182 @@
+"""What must never happen to a run under faults is seen.
+
+Run: pytest tests/launch/test_chaos_history.py.
+
+Metrics and orders are files, as groups write them; stood in for: the groups, and the clock.
+"""
+
+import json
+import sqlite3
+from types import SimpleNamespace
+
+import pytest
+
+from composer_replication.launch.chaos_history import History, Strike, samples_trained_twice
+from composer_replication.launch.supervision import GroupRecord
+
+
+class Run:
+    """Two or more groups, of which every commit and death is told by hand."""
+
+    def __init__(self, folder, replicas=2):
+        self.folder = folder
+        self.records = {i: GroupRecord() for i in range(replicas)}
+        self.history = History(folder, replicas, {"seed": 7})
+        self.history.began, self.clock = 0.0, 0.0
+        self.history.now = lambda: self.clock
+        for i in range(replicas):
+            (folder / f"replica_{i}").mkdir()
+
+    def look(self):
+        self.history.look(SimpleNamespace(records=self.records))
+
+    def commit(self, at, step, *groups, digest="a", lost=0):
+        self.clock = at
+        for i in groups or self.records:
+            line = {"diloco/outer_step": step, "diloco/steps_lost": lost}
+            line["diloco/global_digest"] = f"{digest}{step}"
+            with (self.folder / f"replica_{i}" / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        self.look()
+
+    def die(self, at, replica_id, status=-9):
+        self.clock = at
+        self.records[replica_id].deaths.append(status)
+        self.look()
+
+    def strike(self, at, kind, *victims, **about):
+        self.clock = at
+        strike = Strike(len(self.history.strikes) + 1, kind, victims, **about)
+        self.history.add(strike)
+        return strike
+
+    def violations(self):
+        return [violation["what"] for violation in self.history.violations]
+
+    def verdict(self, ends="xx"):
+        return self.history.verdict(dict(enumerate(ends)))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def test_a_clean_run_with_a_kill(run):
+    run.commit(10.0, 1)
+    strike = run.strike(10.5, "kill", 1)
+    run.die(10.6, 1)
+    run.commit(12.5, 2, 0)
+    assert run.history.open_strikes(1) == [strike] and run.history.open_strikes(0) == []
+    run.commit(20.0, 3)
+    verdict = run.verdict()
+    assert verdict["is_clean"] and run.violations() == []
+    assert (verdict["faults"], verdict["commits"], verdict["outer_steps"]) == (1, 5, 3)
+    assert verdict["seconds_to_survivors_next_commit"] == {
+        "kill": {"median": 2.0, "max": 2.0, "count": 1}
+    }
+    assert verdict["seconds_to_recovery"]["kill"]["max"] == 9.5
+    told = json.loads((run.folder / "chaos.json").read_text())
+    assert told["seed"] == 7 and told["strikes"][0]["victims"] == [1]
+    whats = [event["what"] for event in told["events"]]
+    assert whats == ["kill group 1", "group 1 ended with status -9", "recovered from strike 1"]
+
+
+def test_groups_that_differ(run):
+    run.commit(1.0, 1, 0)
+    run.commit(1.1, 1, 1, digest="b")
+    assert run.violations() == ["groups 0 and 1 differ after outer step 1"]
+    assert not run.verdict()["is_clean"]
+
+
+def test_a_death_that_nobody_caused(run):
+    run.strike(1.0, "kill", 1)
+    run.die(1.1, 1)
+    run.die(1.2, 0, status=1)
+    assert run.violations() == ["group 0, not struck, ended with status 1"]
+
+
+def test_a_group_that_has_recovered_may_not_die_of_what_is_past(run):
+    run.strike(1.0, "stop", 1, seconds=2.0)
+    run.commit(2.0, 1)  # still stopped, as far as anybody knows
+    run.die(2.5, 1)
+    assert run.violations() == []
+    run.commit(4.0, 2)
+    run.die(5.0, 1)
+    assert run.violations() == ["group 1, not struck, ended with status -9"]
+
+
+def test_no_group_may_die_when_a_service_is_struck(run):
+    strike = run.strike(1.0, "lighthouse", seconds=3.0, how="killed")
+    run.commit(5.0, 1, 0)
+    assert strike.recovered_s is None
+    run.commit(6.0, 1, 1)
+    assert strike.recovered_s == 5.0
+    run.strike(7.0, "coordinator", seconds=3.0, how="stopped")
+    run.die(8.0, 0, status=1)
+    assert run.violations() == ["group 0, not struck, ended with status 1"]
+
+
+def test_steps_that_a_survivor_loses_and_those_of_a_group_that_was_stopped(run):
+    run.commit(1.0, 1)
+    run.strike(2.0, "stop", 1, seconds=5.0)
+    run.commit(8.0, 2, 1, lost=9)  # left behind
+    assert run.violations() == []
+    run.commit(8.0, 2, 0, lost=3)
+    run.commit(9.0, 3, 1, lost=1)  # long after it came back
+    assert run.violations() == [
+        "group 0, not struck, lost 3 inner steps before 2",
+        "group 1, not struck, lost 1 inner steps before 3",
+    ]
+
+
+def test_a_group_that_goes_back_and_outer_steps_that_are_missing(run):
+    run.commit(1.0, 1)
+    run.commit(2.0, 3, 0)
+    run.commit(3.0, 1, 1)
+    assert run.violations() == ["group 1 is at outer step 1 again"]
+    assert run.verdict()["outer_steps_missing"] == 1
+
+
+def test_a_group_that_does_not_come_back_and_other_ends(run):
+    run.strike(1.0, "kill", 1)
+    run.die(1.1, 1)
+    run.commit(3.0, 1, 0)
+    assert run.verdict()["not_back"] == 1 and not run.verdict()["is_clean"]
+    run.commit(4.0, 1, 1)
+    assert run.verdict()["is_clean"]
+    assert not run.verdict(ends="xy")["is_clean"]
+
+
+def test_a_fault_on_order_is_over_when_it_was_obeyed_for_so_long(run):
+    strike = run.strike(1.0, "unreachable", 1, seconds=4.0)
+    run.commit(8.0, 1)  # it had trained a long round when the order came
+    assert strike.recovered_s is None
+    obeyed = {"number": strike.number, "at": 7.0}
+    (run.folder / "replica_1" / "obeyed.json").write_text(json.dumps(obeyed))
+    run.commit(10.0, 2)
+    assert strike.recovered_s is None
+    run.commit(11.5, 3)
+    assert strike.recovered_s == 10.5
+
+
+def test_what_lasts_for_good_takes_a_new_life_to_recover_from(run):
+    strike = run.strike(1.0, "unreachable", 1, seconds=None)
+    obeyed = {"number": strike.number, "at": 1.5}
+    (run.folder / "replica_1" / "obeyed.json").write_text(json.dumps(obeyed))
+    run.commit(5.0, 1, 1)
+    assert strike.recovered_s is None
+    run.die(40.0, 1, status=1)
+    run.commit(60.0, 2)
+    assert strike.recovered_s == 59.0 and run.violations() == []
+
+
+def test_samples_that_are_trained_on_twice(run):
+    database = run.folder / "coordinator.sqlite"
+    assert samples_trained_twice(database) == 0
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE epochs (trained_twice INTEGER NOT NULL)")
+        connection.execute("INSERT INTO epochs VALUES (0), (5)")
+    connection.close()
+    run.look(), run.look()
+    assert run.violations() == ["5 leased samples were trained on twice"]

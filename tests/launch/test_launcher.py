@@ -1,0 +1,259 @@
+"""Starting, watching and ending replica groups. Run: pytest tests/launch/test_launcher.py.
+
+Real: processes, sessions, signals, and the lighthouse. Stood in for: a group's training, by the
+scripts below; the coordinator where a launcher is a process of its own, which then starts at once.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from composer_replication.launch.launcher import check_launch, launch
+from composer_replication.training.config import ConfigError
+
+HEAD = """
+import json, os, pathlib, signal, subprocess, sys, time
+replica_id = os.environ["REPLICA_GROUP_ID"]
+run_dir = pathlib.Path(os.environ["COMPOSER_REPLICATION_RUN_DIR"])
+folder = run_dir / f"replica_{replica_id}"
+(folder / "environ.json").write_text(json.dumps(dict(os.environ)))
+(run_dir / f"{os.getpid()}.pid").touch()
+"""
+
+TRAINS = """
+digest = (sys.argv[1] if replica_id == "1" else "ab") * 32
+status = {"phase": "training", "batch": 20, "max_batches": 20, "inner_steps": 20, "outer_step": 2}
+(folder / "status.json").write_text(json.dumps(status | {"round": 2.0, "loss": 3.0}))
+with (folder / "metrics.jsonl").open("w") as file:
+    for step in (1, 2):
+        sync = {"outer_step": step, "fragment": 0, "num_participants": 2, "bytes_sent": 4000}
+        sync["bytes_float32"] = 4000
+        sync |= {"sync_seconds": 0.1, "compute_fraction": 0.9, "global_digest": digest}
+        line = {f"diloco/{key}": value for key, value in sync.items()}
+        file.write(json.dumps(line | {"inner_steps": 10 * step, "loss": 4.0 - step}) + "\\n")
+bits = {"bits_per_byte": 3.2, "unigram_bits_per_byte": 4.7, "uniform_bits_per_byte": 8.0}
+result = {"replica_id": replica_id, "inner_steps": 20, "outer_steps": 2, "final_loss": 2.0}
+(folder / "result.json").write_text(json.dumps(result | {"global_digest": digest, "eval": bits}))
+"""
+
+CRASHES = """
+if replica_id == "1":
+    int("no number")
+time.sleep(60)
+"""
+
+# The first group stays until the second one, which dies after its first syncs, has come back.
+COMES_BACK = """
+with (folder / "lives").open("a") as file:
+    file.write("x")
+if replica_id == "1" and (folder / "lives").read_text() == "x":
+    (folder / "metrics.jsonl").write_text("{}\\n")
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    os.kill(os.getpid(), signal.SIGKILL)
+(folder / "metrics.jsonl").unlink(missing_ok=True)
+while replica_id == "0" and not (run_dir / "replica_1" / "result.json").exists():
+    time.sleep(0.05)
+"""
+
+WAITS = """
+time.sleep(60)
+"""
+
+# As bad as it gets: neither it nor a descendant in a session of its own ends on SIGTERM.
+CLINGS = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) == 1:
+    subprocess.Popen([sys.executable, __file__, "grandchild"], start_new_session=True)
+time.sleep(60)
+"""
+
+
+def write_script(folder, body):
+    path = folder / "group.py"
+    path.write_text(HEAD + body)
+    return path
+
+
+def launch_script(folder, body, *arguments, replicas=2):
+    """Launch groups that run a script, in this process."""
+    script = write_script(folder, body)
+    config = {"run_dir": str(folder / "run"), "callbacks": {"diloco": {"sync_every": 10}}}
+    return launch(
+        config,
+        "tiny.yaml",
+        replicas=replicas,
+        command=lambda _: [sys.executable, str(script), *arguments],
+    )
+
+
+LAUNCHER = """
+import sys
+from composer_replication.launch import launcher as launch
+script, run_dir = sys.argv[1:]
+command = lambda _: [sys.executable, script]
+sys.exit(launch.launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
+"""
+
+
+def start_launcher(folder, body, num_pids):
+    """Launch groups in a process of its own, and wait until so many processes are theirs."""
+    script = write_script(folder, body)
+    command = [sys.executable, "-c", LAUNCHER, str(script), str(folder / "run")]
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    return launcher, wait_for_pids(folder, num_pids)
+
+
+def wait_for_pids(folder, count):
+    deadline = time.monotonic() + 60
+    while len(found := list((folder / "run").glob("*.pid"))) < count:
+        assert time.monotonic() < deadline, f"only {len(found)} of {count} processes started"
+        time.sleep(0.05)
+    return [int(path.stem) for path in found]
+
+
+def alive(pids):
+    def is_alive(pid):
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def pids_of(folder):
+    return [int(path.stem) for path in (folder / "run").glob("*.pid")]
+
+
+@pytest.mark.integration
+def test_a_run_ends_with_a_summary_a_picture_and_what_came_out(tmp_path, capsys):
+    assert launch_script(tmp_path, TRAINS, "ab") == 0
+    run_dir = tmp_path / "run"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["outer_steps"] == 2
+    assert summary["eval"]["bits_per_byte"] == 3.2
+    assert summary["replicas"][1] == {
+        "replica_id": "1",
+        "inner_steps": 20,
+        "outer_steps": 2,
+        "global_digest": "ab" * 32,
+        "restarts": 0,
+        "final_loss": 2.0,
+    }
+    assert (run_dir / "loss.png").stat().st_size > 10_000
+    assert "sync_every: 10" in (run_dir / "config.yaml").read_text()
+    said = capsys.readouterr().out
+    assert "3.200   (unigram 4.700, uniform 8.000)" in said
+    assert "equal in 2 groups after 2 outer steps: abababab" in said
+    # Two syncs of 4000 bytes; data parallel sends as much in each of 20 inner steps.
+    assert "8 kB in 2 syncs; data parallel: 80 kB in 20 inner steps (10 times as much)" in said
+    # Every group was told its place.
+    for replica_id in "01":
+        environ = json.loads((run_dir / f"replica_{replica_id}" / "environ.json").read_text())
+        assert environ["REPLICA_GROUP_ID"] == replica_id
+        assert environ["NUM_REPLICA_GROUPS"] == "2"
+        assert environ["TORCHFT_LIGHTHOUSE"].startswith("http://")
+        assert environ["RUST_LOG"] == "warn"
+        assert environ["COMPOSER_REPLICATION_HANG_TIMEOUT_S"] == "600"
+
+
+@pytest.mark.integration
+def test_groups_that_end_with_different_parameters_are_a_failed_run(tmp_path, capsys):
+    assert launch_script(tmp_path, TRAINS, "cd") == 1
+    output = capsys.readouterr()
+    assert "DIFFERENT: group 0 abababab (2 outer steps), group 1 cdcdcdcd" in output.out
+    assert "ended with different global parameters" in output.err
+
+
+@pytest.mark.integration
+def test_a_group_that_crashes_ends_the_run_with_its_error(tmp_path, capsys):
+    assert launch_script(tmp_path, CRASHES) == 1
+    assert alive(pids_of(tmp_path)) == []
+    said = capsys.readouterr().err
+    assert "Replica group 1 ended with exit status 1" in said
+    assert str(tmp_path / "run" / "replica_1" / "log.txt") in said
+    assert "ValueError: invalid literal for int() with base 10: 'no number'" in said
+    assert "Traceback" not in said and "File" not in said
+
+
+@pytest.mark.integration
+def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_path, capsys):
+    assert launch_script(tmp_path, COMES_BACK + TRAINS, "ab") == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [replica["restarts"] for replica in summary["replicas"]] == [0, 1]
+    assert (tmp_path / "run" / "replica_1" / "lives").read_text() == "xx"
+    assert "started again           group 1 1 time" in capsys.readouterr().out
+    assert alive(pids_of(tmp_path)) == []
+
+
+@pytest.mark.integration
+def test_a_group_that_ends_without_a_result_is_a_failed_run(tmp_path, capsys):
+    assert launch_script(tmp_path, "print('goodbye')") == 1
+    said = capsys.readouterr().err
+    assert "replica_0/result.json is missing" in said and "goodbye" in said
+
+
+@pytest.mark.integration
+def test_ctrl_c_leaves_no_process_within_ten_seconds(tmp_path):
+    launcher, pids = start_launcher(tmp_path, CLINGS, num_pids=4)
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    said, _ = launcher.communicate(timeout=20)
+    assert time.monotonic() - began < 10
+    assert launcher.returncode == 130
+    assert alive(pids) == []
+    assert "Ctrl-C again kills them at once" in said
+
+
+@pytest.mark.integration
+def test_a_second_ctrl_c_kills_at_once(tmp_path):
+    def press_twice():
+        wait_for_pids(tmp_path, 2)
+        times.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)  # the same as Ctrl-C
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    times = []
+    before = signal.getsignal(signal.SIGINT)
+    presses = threading.Thread(target=press_twice)
+    presses.start()
+    assert launch_script(tmp_path, CLINGS, replicas=1) == 130
+    assert time.monotonic() - times[0] < 4  # of the five seconds of grace
+    presses.join()
+    assert alive(pids_of(tmp_path)) == []
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.integration
+def test_groups_end_when_the_launcher_is_killed(tmp_path):
+    launcher, pids = start_launcher(tmp_path, WAITS, num_pids=2)
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    deadline = time.monotonic() + 5
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"replica_id": 3}, "replica_id=3: leave it out, launch numbers the groups"),
+        ({"lighthouse_addr": "http://a:1"}, "launch brings its own lighthouse"),
+        ({"run_dir": "x"}, "set run_dir at the top of the config"),
+        ({"num_replicas": 3}, "num_replicas=3 but --replicas 2"),
+        ({"min_replica_size": 3}, "no sync could ever commit. Use at most 2"),
+    ],
+)
+def test_settings_that_contradict_a_launch_are_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
+        check_launch({"callbacks": {"diloco": section}}, replicas=2, nproc=1)

@@ -1,0 +1,253 @@
+"""What is read from a run folder, told and drawn. Run: pytest tests/launch/test_report.py."""
+
+import json
+from io import TextIOWrapper
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from composer_replication.launch.display import Display, Progress
+from composer_replication.launch.report import MAX_POINTS, thin_out, write_report
+from composer_replication.launch.run_record import (
+    describe,
+    duration,
+    last_lines,
+    read_run,
+    write_summary,
+)
+from composer_replication.replica.json_files import JsonLineReader
+
+
+def sync(outer_step, **changes):
+    values = {
+        "diloco/outer_step": outer_step,
+        "diloco/fragment": (outer_step - 1) % 2,
+        "diloco/num_participants": 2,
+        "diloco/sync_seconds": 0.5,
+        "diloco/compute_fraction": 0.9,
+        "diloco/bytes_sent": 1000,
+        "diloco/bytes_float32": 1000,
+        "inner_steps": 5 * outer_step,
+        "loss": 5.0 - outer_step / 10,
+    }
+    return values | changes
+
+
+def write_run(run_dir, syncs=None, evaluation=None, digests=("ab", "ab")):
+    """Two groups, two fragments, a sync every 5 inner steps."""
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text("callbacks: {diloco: {sync_every: 10}}")
+    syncs = [sync(step) for step in range(1, 9)] if syncs is None else syncs
+    for replica_id, digest in enumerate(digests):
+        folder = run_dir / f"replica_{replica_id}"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in syncs))
+        result = {"replica_id": str(replica_id), "inner_steps": 40, "outer_steps": 8}
+        result |= {"global_digest": digest * 32, "final_loss": 4.2, "eval": evaluation or {}}
+        (folder / "result.json").write_text(json.dumps(result))
+    return run_dir
+
+
+BITS = {"bits_per_byte": 3.2, "unigram_bits_per_byte": 4.7, "uniform_bits_per_byte": 8.0}
+
+
+@pytest.mark.parametrize("evaluation", [{}, BITS], ids=["nats", "bits"])
+def test_the_picture_is_drawn(tmp_path, evaluation):
+    path = write_report(write_run(tmp_path, evaluation=evaluation))
+    assert path == tmp_path / "loss.png"
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+
+
+def test_a_sync_without_a_loss_does_not_hinder_the_picture(tmp_path):
+    # A joiner's first sync has none; a diverged run's is not a number.
+    syncs = [sync(1, loss=None), sync(2, loss=float("nan")), sync(3)]
+    assert write_report(write_run(tmp_path, syncs)).exists()
+
+
+def test_a_group_that_was_killed_early_is_in_the_picture_of_the_others(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "replica_2").mkdir()
+    run = read_run(tmp_path)
+    assert list(run.metrics) == ["0", "1", "2"] and list(run.results) == ["0", "1"]
+    assert write_report(tmp_path).exists()
+
+
+def test_groups_are_in_the_order_of_their_numbers(tmp_path):
+    write_run(tmp_path, digests=["ab"] * 11)
+    assert list(read_run(tmp_path).metrics) == [str(i) for i in range(11)]
+
+
+def test_the_length_of_a_round_is_known_without_a_config(tmp_path):
+    write_run(tmp_path)
+    assert read_run(tmp_path).sync_every == 10
+    text = "callbacks: {diloco: {sync_every: '${variables.h}'}}\nvariables: {h: 20}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    assert read_run(tmp_path).sync_every == 20
+    (tmp_path / "config.yaml").unlink()
+    assert read_run(tmp_path).sync_every is None
+    assert write_report(tmp_path).exists()
+    status = {"inner_steps": 42, "round": 42 / 15}
+    (tmp_path / "replica_1" / "status.json").write_text(json.dumps(status))
+    assert read_run(tmp_path).sync_every == 15
+
+
+def test_the_text_has_bits_agreement_and_traffic(tmp_path):
+    rows = dict(describe(read_run(write_run(tmp_path, evaluation=BITS))))
+    assert rows["held-out bits per byte"] == "3.200   (unigram 4.700, uniform 8.000)"
+    assert rows["global parameters"] == "equal in 2 groups after 8 outer steps: abababab"
+    # Eight syncs of one of two fragments of 1000 bytes, against both of them 40 times.
+    assert rows["sent by each group"] == (
+        "8 kB in 8 syncs; data parallel: 80 kB in 40 inner steps (10 times as much)"
+    )
+
+
+def test_different_digests_are_told_apart(tmp_path):
+    rows = dict(describe(read_run(write_run(tmp_path, digests=("ab", "cd")))))
+    assert rows["global parameters"].startswith("DIFFERENT: group 0 abababab (8 outer steps), gr")
+
+
+def test_the_summary_has_every_group(tmp_path):
+    run = read_run(write_run(tmp_path, evaluation=BITS))
+    summary = write_summary(run, restarts={"1": 2})
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary["outer_steps"] == 8 and summary["eval"] == BITS
+    assert [replica["restarts"] for replica in summary["replicas"]] == [0, 2]
+    assert summary["replicas"][1]["global_digest"] == "ab" * 32
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder: give the run folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no replica_<id> folder.*start one with"):
+        read_run(tmp_path)
+
+
+def test_a_run_without_a_sync_has_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="no committed sync.*after sync_every inner steps"):
+        write_report(write_run(tmp_path, syncs=[]))
+
+
+def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    reader = JsonLineReader(path)
+    assert list(reader.read()) == [{"a": 1}, {"a": 2}]
+    assert list(reader.read()) == []
+    with path.open("a") as file:
+        file.write(": 3}\n")
+    assert list(reader.read()) == [{"a": 3}] and reader.num_damaged == 0
+
+
+def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
+    write_run(tmp_path)
+    with (tmp_path / "replica_1" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"diloco/outer' + b"\n" + bytes(64) + b"\n" + b"\n")
+    (tmp_path / "replica_1" / "result.json").write_bytes(b"")
+    run = read_run(tmp_path)
+    assert list(run.results) == ["0"] and len(run.metrics["1"]) == 8
+    assert dict(describe(run))["damaged"] == "3 lines of replica_1/metrics.jsonl, left out"
+    assert write_report(tmp_path).exists()
+
+
+@pytest.mark.parametrize("number", [1, 999, 4000, 4001, 50_000])
+def test_of_a_long_run_evenly_spaced_syncs_are_drawn(number):
+    drawn = thin_out(sync(step) for step in range(1, number + 1))
+    steps = [line["diloco/outer_step"] for line in drawn]
+    assert min(number, MAX_POINTS // 2) <= len(steps) <= MAX_POINTS
+    assert len({later - earlier for earlier, later in pairwise(steps)}) <= 1
+    assert steps[0] == 1 and number - steps[-1] < 2 * number / MAX_POINTS + 1
+
+
+def test_syncs_that_were_made_again_after_a_resume_are_drawn_once():
+    lines = [sync(1), sync(2, loss=9.0), sync(3, loss=9.0), sync(2), sync(3)]
+    assert [line["loss"] for line in thin_out(lines)] == [4.9, 4.8, 4.7]
+
+
+def test_a_groups_progress_follows_its_files(tmp_path):
+    progress = Progress(tmp_path)
+    progress.read(None)
+    assert (progress.phase, progress.round, progress.loss) == ("starting", "-", "-")
+    status = {"phase": "training", "batch": 25, "max_batches": 95, "round": 2.5, "outer_step": 2}
+    status |= {"inner_steps": 25, "loss": 3.14159, "seconds_left": 75.0}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    progress.read(None)
+    assert (progress.phase, progress.round, progress.loss) == ("training", "2 / 10", "3.142")
+    assert progress.time_left == "1 min 15 s"
+    progress.read(-9)
+    assert (progress.phase, progress.time_left) == ("failed", "-")
+
+
+def test_a_groups_progress_keeps_the_last_digests_only(tmp_path):
+    progress = Progress(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in [*range(1, 1500), *range(1400, 1600)]:  # 100 made again after a resume
+            file.write(json.dumps(sync(step, **{"diloco/global_digest": "ab"})) + "\n")
+    progress.read(None)
+    assert list(progress.digests) == list(range(600, 1600))
+
+
+def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(tmp_path, caplog):
+    # As stdout is when it is a file on a full disk.
+    with open("/dev/full", "wb", buffering=0) as full:
+        console = Console(file=TextIOWrapper(full, write_through=True))
+        with Display(console, tmp_path, 2) as shown:
+            for _ in range(3):
+                shown.refresh({0: None, 1: None}, is_last=True)
+    assert caplog.text.count("Cannot show how the groups are doing") == 1
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize(
+    ("others", "verdict"),
+    [("ab", "equal at outer step 1: abababab"), ("cd", "DIFFERENT at outer step 1")],
+)
+def test_the_display_compares_the_last_digests_that_all_have(
+    tmp_path, is_terminal, others, verdict
+):
+    for replica_id, digest in enumerate(("ab", others)):
+        folder = tmp_path / f"replica_{replica_id}"
+        folder.mkdir()
+        status = {"phase": "training", "batch": 9, "max_batches": 20, "outer_step": 2}
+        status |= {"inner_steps": 9, "round": 0.9, "loss": 3.0}
+        (folder / "status.json").write_text(json.dumps(status))
+        # Group 0 is one outer step ahead.
+        syncs = [sync(step, **{"diloco/global_digest": digest * 32}) for step in (1, 2)]
+        lines = [json.dumps(line) + "\n" for line in syncs[: 2 - replica_id]]
+        (folder / "metrics.jsonl").write_text("".join(lines))
+    console = Console(force_terminal=is_terminal, width=100)
+    with console.capture() as capture:
+        with Display(console, tmp_path, 2) as shown:
+            shown.refresh({0: None, 1: None}, is_last=True)
+    said = capture.get()
+    assert f"outer step 2, 2 participants, {verdict}" in said
+    assert "training" in said and "0 / 2" in said and "3.000" in said
+
+
+def test_the_end_of_a_log_is_its_error_without_the_frames(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(
+        "12:00:00 I started\n"
+        "\n"
+        "[rank0]: Traceback (most recent call last):\n"
+        '[rank0]:   File "train.py", line 3, in fit\n'
+        "[rank0]:     step()\n"
+        "[rank0]: \x1b[31mValueError: no\x1b[0m\n"
+        "ERROR:__main__:Rank 0 crashed with exit code 1.\n"
+        "----------Begin global rank 1 STDERR----------\n"
+        "ValueError: no\n"
+        "----------End global rank 1 STDERR----------\n"
+    )
+    assert last_lines(path) == ["12:00:00 I started", "ValueError: no"]
+    path.write_text("".join(f"line {i}\n" for i in range(30)))
+    assert last_lines(path, 2) == ["line 28", "line 29"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(4.4, "4 s"), (60, "1 min 0 s"), (3700, "1 h 1 min")]
+)
+def test_durations_are_words(seconds, words):
+    assert duration(seconds) == words

@@ -1,0 +1,219 @@
+"""Which groups are started again, when, and which are not.
+
+Run: pytest tests/launch/test_supervision.py.
+
+Stood in for: the processes, by exit statuses; the clock's pauses, by shorter ones.
+"""
+
+import json
+
+import pytest
+from test_json_files import no_file_above
+
+from composer_replication.launch import supervision
+from composer_replication.launch.processes import Interrupts
+from composer_replication.launch.supervision import Supervisor
+
+
+class Groups:
+    """Exit statuses by script: what each life of a group ends with, None while it goes on."""
+
+    def __init__(self, lives):
+        self.lives = {replica_id: list(each) for replica_id, each in lives.items()}
+        self.started = []
+        self.ended = []
+
+    def exit_statuses(self):
+        return {replica_id: each[0] for replica_id, each in self.lives.items()}
+
+    def start(self, replica_id):
+        self.started.append(replica_id)
+        self.lives[replica_id].pop(0)
+
+    def end(self, replica_id):
+        self.ended.append(replica_id)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervision, "POLL_S", 0.001)
+
+
+def write(folder, replica_id, phase="training", syncs=1):
+    folder = folder / f"replica_{replica_id}"
+    folder.mkdir(exist_ok=True)
+    (folder / "status.json").write_text(json.dumps({"phase": phase}))
+    (folder / "metrics.jsonl").write_text("{}\n" * syncs)
+
+
+def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None):
+    groups = Groups(lives)
+    looks = []
+    supervisor = Supervisor(groups, folder, groups.start, len(lives), max_restarts, Interrupts())
+
+    def show(statuses, is_last):
+        looks.append(statuses)
+        on_look(groups, looks)
+        assert len(looks) < 5_000, "it does not end"
+
+    return supervisor.watch(show), supervisor, groups
+
+
+def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    failed, supervisor, groups = supervise(
+        tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back
+    )
+    assert failed == {}
+    assert supervisor.restarts == {"0": 0, "1": 1}
+    assert groups.started == [1]
+    assert groups.ended == [1, 0, 1]  # its other ranks and workers, before it starts again
+
+
+@pytest.mark.parametrize("lives", [[1, 1, 1, 7], [1, 2]], ids=["restarts used up", "bad input"])
+def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tmp_path, lives):
+    write(tmp_path, 0), write(tmp_path, 1)
+
+    def finish_when_left_out(groups, looks):
+        if looks[-1][1] is not None:
+            groups.lives[0][0] = 0
+
+    failed, supervisor, groups = supervise(
+        tmp_path, {0: [None], 1: lives}, on_look=finish_when_left_out
+    )
+    assert failed == {} and supervisor.records[1].is_left_out
+    assert groups.started == [1] * (len(lives) - 1) and supervisor.records[0].status == 0
+
+
+def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp_path):
+    write(tmp_path, 0, "joining"), write(tmp_path, 1, "joining")
+    failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [-9, -9, -9, -7]})
+    assert failed == {1: -7}
+    assert groups.started == [1, 1, 1]
+
+
+def test_a_sync_in_between_starts_the_count_anew(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+
+    def commit(groups, looks):
+        write(tmp_path, 1, syncs=1 + len(groups.started))
+        if len(groups.started) == 6:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    failed, supervisor, _ = supervise(
+        tmp_path, {0: [None], 1: [1] * 7}, max_restarts=2, on_look=commit
+    )
+    assert failed == {} and supervisor.restarts["1"] == 6
+
+
+def test_bad_input_is_not_tried_again(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [2]})
+    assert failed == {1: 2} and groups.started == []
+
+
+@pytest.mark.parametrize("phase", [None, "starting", "joining"])
+def test_an_error_of_its_own_before_it_joined_is_not_tried_again(tmp_path, phase):
+    if phase is not None:
+        write(tmp_path, 1, phase, syncs=0)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [1]})
+    assert failed == {1: 1} and groups.started == []
+
+
+@pytest.mark.parametrize(
+    ("status", "phase"),
+    [(-9, None), (-9, "joining"), (143, "joining"), (247, "joining"), (1, "training")],
+)
+def test_a_group_killed_before_the_first_commit_is_started_again(tmp_path, status, phase):
+    if phase is not None:
+        write(tmp_path, 1, phase, syncs=0)
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    failed, supervisor, _ = supervise(
+        tmp_path, {0: [None], 1: [status, None]}, on_look=finish_when_back
+    )
+    assert failed == {} and supervisor.restarts["1"] == 1
+
+
+def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
+    def finish_when_both_are_back(groups, looks):
+        if len(groups.started) == 2:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    # Its two attempts to start have failed, since the other died in them.
+    write(tmp_path, 0, "joining", syncs=0)
+    failed, supervisor, _ = supervise(
+        tmp_path, {1: [-9, None], 0: [1, None]}, on_look=finish_when_both_are_back
+    )
+    assert failed == {} and supervisor.restarts == {"0": 1, "1": 1}
+
+
+def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    status = tmp_path / "replica_1" / "status.json"
+    inode = status.stat().st_ino
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    supervise(tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back)
+    assert json.loads(status.read_text()) == {"phase": "restarting"}
+    assert status.stat().st_ino != inode  # replaced, not overwritten
+
+
+def test_without_restarts_the_first_death_ends_the_run(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [-9]}, max_restarts=0)
+    assert failed == {1: -9} and groups.started == []
+
+
+def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, supervisor, groups = supervise(tmp_path, {0: [0], 1: [-9]})
+    assert failed == {} and groups.started == []
+    assert supervisor.records[1].is_given_up
+
+
+def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_path):
+    for replica_id in range(3):
+        write(tmp_path, replica_id)
+
+    def the_first_finishes_while_they_start(groups, looks):
+        if sorted(groups.started) == [1, 2]:
+            write(tmp_path, 1, "joining"), write(tmp_path, 2, "joining")
+            groups.lives[0][0] = 0
+
+    failed, supervisor, groups = supervise(
+        tmp_path,
+        {0: [None], 1: [-9, None], 2: [-9, None]},
+        on_look=the_first_finishes_while_they_start,
+    )
+    assert failed == {}
+    assert supervisor.records[1].is_given_up and supervisor.records[2].is_given_up
+
+
+@pytest.mark.parametrize("status", [b"", b'{"phase": "tr', bytes(40), b"[]"])
+def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplog, status):
+    write(tmp_path, 0), write(tmp_path, 1)
+    (tmp_path / "replica_1" / "status.json").write_bytes(status)
+
+    def finish_when_back(groups, looks):
+        if groups.started:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    with no_file_above(0):
+        failed, supervisor, _ = supervise(
+            tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back
+        )
+    assert failed == {} and supervisor.restarts == {"0": 0, "1": 1}
+    assert "status.json (" in caplog.text and "group 1 is restarting" in caplog.text

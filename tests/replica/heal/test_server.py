@@ -1,0 +1,220 @@
+"""What strangers can do to a training process's heal server.
+
+Run: pytest tests/replica/heal/test_server.py.
+
+Real: the server, its sockets and threads. The strangers know its address and have no token.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from dataclasses import replace
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+import pytest
+
+from composer_replication.replica.addresses import listen
+from composer_replication.replica.heal import server as heal_server
+from composer_replication.replica.heal.client import HealClient, HealError, Offer
+from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
+
+ANSWER = [memoryview(Offer(4).to_json())]
+
+
+def answer(path):
+    if path == "/latest":
+        return ANSWER
+    raise KeyError(path)
+
+
+@pytest.fixture
+def server():
+    listener = listen("127.0.0.1")
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = HealServer(listener, address, ["secret"], answer)
+    server.start()
+    yield server
+    server.stop()
+
+
+def ask(server, token="secret", timeout=5.0):
+    client = HealClient([token], "joiner", timeout)
+    return client.ask(server.address, "/latest", time.monotonic() + timeout)
+
+
+def connect(server):
+    return socket.create_connection(server.server_address[:2], timeout=10)
+
+
+@contextlib.contextmanager
+def idle_connections(server, count):
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(connect(server))
+        yield
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Conversation:
+    """A joiner's two requests, which a test can record, change and send again."""
+
+    def __init__(self, server):
+        parts = urlsplit(server.address)
+        self.connection = HTTPConnection(parts.hostname, parts.port, timeout=5)
+
+    def challenge(self):
+        self.connection.request("GET", "/latest")
+        reply = self.connection.getresponse()
+        reply.read()
+        assert reply.status == 401
+        return reply.getheader(CHALLENGE)
+
+    def send(self, question, mac):
+        headers = {NONCE: question.nonce, ASKER: question.asker, MAC: mac}
+        self.connection.request("GET", question.path, headers=headers)
+        reply = self.connection.getresponse()
+        reply.read()
+        return reply.status
+
+
+def question_for(server, challenge):
+    return Question(server.address, "/latest", "joiner", challenge, "a nonce")
+
+
+def test_who_knows_the_token_is_answered(server):
+    assert ask(server) == Offer(4)
+
+
+def test_a_question_for_another_server_is_refused(server):
+    # A stranger that joiners ask first cannot pass their questions on to an honest donor.
+    talk = Conversation(server)
+    question = replace(question_for(server, talk.challenge()), address="http://10.0.0.1:80")
+    assert talk.send(question, question.proof("secret")) == 403
+
+
+@pytest.mark.parametrize("changed", ["path", "asker", "nonce"])
+def test_a_question_that_was_changed_on_the_way_is_refused(server, changed):
+    talk = Conversation(server)
+    question = question_for(server, talk.challenge())
+    proof = question.proof("secret")
+    assert talk.send(replace(question, **{changed: "/latest/other"}), proof) == 403
+
+
+def test_a_recorded_question_is_worth_nothing(server):
+    talk = Conversation(server)
+    question = question_for(server, talk.challenge())
+    proof = question.proof("secret")
+    assert talk.send(question, proof) == 200
+    assert Conversation(server).send(question, proof) == 403  # without a challenge
+    later = Conversation(server)
+    assert later.challenge() != question.challenge
+    assert later.send(question, proof) == 403
+
+
+def test_the_proof_of_an_answer_is_none_of_a_question(server):
+    talk = Conversation(server)
+    question = question_for(server, talk.challenge())
+    assert talk.send(question, question.proof_of_answer("secret", b"")) == 403
+
+
+@pytest.mark.parametrize("mac", ["", "0" * 64, "\xff" * 64])
+def test_a_proof_that_is_none_is_refused(server, mac):
+    talk = Conversation(server)
+    assert talk.send(question_for(server, talk.challenge()), mac) == 403
+    assert ask(server) == Offer(4)
+
+
+def test_idle_connections_take_few_files_and_no_joiner_s_place(server):
+    before = open_files()
+    with idle_connections(server, 300):
+        time.sleep(0.3)
+        assert open_files() - before - 300 <= MOST_UNPROVEN + 2
+        began = time.monotonic()
+        assert ask(server) == Offer(4)
+        assert time.monotonic() - began < 1.0
+
+
+def test_the_host_with_most_idle_connections_loses_them_first(server):
+    honest = socket.create_connection(
+        server.server_address[:2], timeout=10, source_address=("127.0.0.2", 0)
+    )
+    with honest, idle_connections(server, 100):
+        time.sleep(0.3)
+        honest.sendall(b"GET /latest HTTP/1.1\r\n\r\n")
+        assert honest.recv(1000).startswith(b"HTTP/1.1 401")
+
+
+def test_who_proves_nothing_in_time_is_hung_up_on(server, monkeypatch):
+    monkeypatch.setattr(heal_server, "PROOF_WITHIN_S", 0.5)
+    began = time.monotonic()
+    with connect(server) as dripping:
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 5:
+                dripping.sendall(b"G")
+                time.sleep(0.05)
+        assert 0.3 < time.monotonic() - began < 3
+
+
+def test_a_head_of_many_lines_is_not_kept(server):
+    with connect(server) as bomb, contextlib.suppress(OSError):
+        bomb.sendall(b"GET / HTTP/1.1\r\n")
+        for _ in range(95):
+            bomb.sendall(b"X: " + b"a" * 65_000 + b"\r\n")
+        assert bomb.recv(1) == b""
+    assert ask(server) == Offer(4)
+
+
+def test_refusals_are_one_line_a_minute_and_one_in_the_audit_log(server, caplog):
+    caplog.set_level(logging.INFO, "composer_replication.replica.audit")
+    for _ in range(20):
+        with pytest.raises(HealError, match="403 Forbidden .* does not accept this group's token"):
+            ask(server, "guessed")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "Refused the global state to 127.0.0.1" in line]) == 1
+    [refused] = [json.loads(line) for line in lines if '"outcome": "refused"' in line]
+    assert (refused["what"], refused["who"], refused["from"]) == ("heal", "joiner", "127.0.0.1")
+    assert "guessed" not in caplog.text
+
+
+def test_refusals_are_counted_until_they_are_said_again(monkeypatch):
+    seldom = heal_server.Seldom()
+    assert [seldom.count() for _ in range(4)] == [1, None, None, None]
+    monkeypatch.setattr(heal_server, "SAY_EVERY_S", 0.0)
+    assert seldom.count() == 4
+
+
+def test_without_file_descriptors_the_server_waits_and_does_not_spin(server, monkeypatch, caplog):
+    accepts = []
+
+    def fail():
+        accepts.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    accept = server.socket.accept
+    monkeypatch.setattr(heal_server, "ACCEPT_PAUSE_S", 0.1)
+    monkeypatch.setattr(server, "socket", FailingAccept(server.socket, fail))
+    with connect(server):
+        time.sleep(0.55)
+        assert 3 <= len(accepts) <= 8
+        assert caplog.text.count("Cannot accept a connection") == 1
+        server.socket.accept = accept
+        assert ask(server) == Offer(4)
+
+
+class FailingAccept:
+    """A listening socket whose ``accept`` has no file descriptor to give."""
+
+    def __init__(self, listener, accept):
+        self._listener, self.accept = listener, accept
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)

@@ -1,0 +1,105 @@
+"""A state as bytes, and back. Run: pytest tests/replica/heal/test_state_bytes.py"""
+
+import struct
+
+import pytest
+import torch
+
+from composer_replication.replica.heal.state_bytes import (
+    PIECE,
+    NotAState,
+    digest,
+    dump,
+    load,
+    memory,
+)
+
+CONTENT = {
+    "outer_step": 3,
+    "names": ["a", ("b", None)],
+    "float32": torch.arange(5.0),
+    "a number": torch.tensor(7),
+    "nothing": torch.zeros(0, 4),
+    "bfloat16, transposed": torch.arange(6.0, dtype=torch.bfloat16).reshape(3, 2).t(),
+    "bool": torch.tensor([True, False, True]),
+}
+
+
+def joined(content):
+    return memoryview(bytearray(b"".join(dump(content))))
+
+
+def test_what_went_in_comes_out():
+    found = load(joined(CONTENT))
+    assert list(found) == list(CONTENT)
+    for name, value in CONTENT.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        else:
+            assert found[name] == value
+
+
+def test_the_same_state_has_the_same_digest_and_another_has_another():
+    assert digest(dump(CONTENT)) == digest(dump(CONTENT))
+    assert digest(dump(CONTENT)) != digest(dump(CONTENT | {"float32": torch.arange(5.0) + 1e-6}))
+
+
+def test_the_digest_is_that_of_the_bytes_however_they_are_divided():
+    body = memory(2 * PIECE + 3)
+    for sizes in ((1, PIECE), (PIECE, PIECE), (PIECE + 7, 0, 5)):
+        parts, start = [], 0
+        for size in sizes:
+            parts.append(body[start : start + size])
+            start += size
+        assert digest([*parts, body[start:]]) == digest([body])
+
+
+def test_what_is_dumped_is_no_copy():
+    tensor = torch.zeros(1000)
+    parts = dump({"w": tensor})
+    tensor += 1
+    assert load(memoryview(bytearray(b"".join(parts))))["w"].sum() == 1000
+
+
+def test_each_byte_of_every_piece_counts():
+    body = memory(2 * PIECE + 3)
+    before = digest([body])
+    for place in (0, PIECE - 1, PIECE, 2 * PIECE + 2):
+        body[place] = 1
+        assert digest([body]) != before
+        body[place] = 0
+    assert digest([body]) == before
+
+
+def test_what_is_loaded_is_no_copy():
+    body = joined(CONTENT)
+    found = load(body)
+    end = torch.frombuffer(body, dtype=torch.uint8).data_ptr() + len(body)
+    assert found["bool"].data_ptr() + 3 == end
+
+
+def _with_real_tensor():
+    """A head that holds numbers itself, as no head of ours does."""
+    import io
+
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, buffer)
+    return struct.pack("<Q", buffer.tell()) + buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"short",
+        bytes(100),
+        b"\xff" * 100,
+        struct.pack("<Q", 4) + b"junk",
+        bytes(joined(CONTENT)[:-1]),
+        bytes(joined(CONTENT)) + b"!",
+        _with_real_tensor(),
+    ],
+)
+def test_other_bytes_are_refused(body):
+    with pytest.raises(NotAState):
+        load(memoryview(bytearray(body)))

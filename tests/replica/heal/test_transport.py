@@ -1,0 +1,378 @@
+"""How a state goes from a donor to a joiner. Run: pytest tests/replica/heal/test_transport.py
+
+Real: HTTP over loopback, torch's unpickler. The donor's manager is what torchft would hand over.
+"""
+
+import itertools
+import json
+import logging
+import pickle
+import socket
+import threading
+import time
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_replication.replica.heal import prefetch
+from composer_replication.replica.heal import server as heal_server
+from composer_replication.replica.heal import transport as heal_transport
+from composer_replication.replica.heal.client import HealClient, HealError
+from composer_replication.replica.heal.transport import HealTransport
+from composer_replication.replica.lighthouse import LighthouseStatus, Member
+
+STATE = {"outer_step": 3, "fragments": [{"theta": {"w": torch.arange(4.0)}}]}
+SENT = {"user": {"diloco": STATE, "clock": {"batch": 7}}, "torchft": {"step": 4}}
+LIMIT = timedelta(seconds=10)
+
+
+@pytest.fixture
+def transports():
+    made = []
+
+    def make(token="secret", timeout=10.0):
+        made.append(HealTransport([token], "localhost", timeout))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.shutdown()
+
+
+def receive(joiner, donor, step=4):
+    return joiner.recv_checkpoint(0, donor.metadata(), step, LIMIT)
+
+
+def test_a_joiner_gets_what_the_donor_offers_for_that_step_and_only_while_it_does(transports):
+    donor, joiner = transports(timeout=0.2), transports()
+    with pytest.raises(HealError, match="answers 404 Not Found to /offer/4"):
+        receive(joiner, donor)
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    got = receive(joiner, donor)
+    assert torch.equal(got["user"]["diloco"]["fragments"][0]["theta"]["w"], torch.arange(4.0))
+    assert (got["user"]["clock"], got["torchft"]) == ({"batch": 7}, {"step": 4})
+    with pytest.raises(HealError, match="404"):
+        receive(joiner, donor, step=5)
+    donor.disallow_checkpoint()
+    with pytest.raises(HealError, match="404"):
+        receive(joiner, donor)
+
+
+def test_what_is_offered_is_what_was_there_then(transports):
+    donor, joiner = transports(), transports()
+    inner = torch.zeros(3)
+    sent = SENT | {"user": {"diloco": STATE, "optimizer": inner}}
+    donor.send_checkpoint([1], 4, sent, LIMIT)
+    inner += 1  # with a delay the group trains on
+    received = receive(joiner, donor)["user"]["optimizer"]
+    assert received.sum() == 0
+    assert received.untyped_storage().nbytes() == received.nbytes  # it may be pickled
+
+
+def test_a_joiner_that_asks_before_the_donor_offers_is_kept_waiting(transports):
+    donor, joiner = transports(), transports()
+    threading.Timer(0.3, donor.send_checkpoint, ([1], 4, SENT, LIMIT)).start()
+    assert receive(joiner, donor)["torchft"] == {"step": 4}
+
+
+def test_without_the_token_nothing_is_given_and_the_donor_says_who_asked(transports, caplog):
+    donor, stranger = transports(), transports("guessed")
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    with pytest.raises(HealError, match="answers 403"):
+        receive(stranger, donor)
+    assert any("Refused the global state to " in r.message for r in caplog.records)
+
+
+class Marker:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def rogue(tmp_path):
+    """A server that answers every request with a pickle that runs code."""
+    marker = tmp_path / "executed"
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            if "X-Mac" not in self.headers:
+                self.send_response(401)
+                self.send_header("X-Challenge", "0")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            body = pickle.dumps({"user": Marker(marker), "torchft": Marker(marker)})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Mac", "0" * 64)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("localhost", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_address[1]}", marker
+    server.shutdown()
+
+
+def test_a_stranger_s_pickle_is_refused_before_it_is_looked_at(transports, rogue):
+    address, marker = rogue
+    with pytest.raises(HealError, match="does not know this run's token"):
+        transports().recv_checkpoint(0, address, 4, LIMIT)
+    assert not marker.exists()
+
+
+def test_even_a_peer_s_pickle_is_not_run(transports, tmp_path):
+    donor, joiner = transports(), transports()
+    marker = tmp_path / "executed"
+    sent = {"user": {"diloco": STATE, "more": Marker(marker)}, "torchft": {}}
+    donor.send_checkpoint([1], 4, sent, LIMIT)
+    with pytest.raises(HealError, match="a peer's state is refused, it is more than tensors"):
+        receive(joiner, donor)
+    assert not marker.exists()
+
+
+def test_a_state_that_is_not_what_its_name_says_is_refused(transports):
+    donor, joiner = transports(), transports()
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    [name] = donor._bodies
+    _, body = donor._bodies[name]
+    body[-1][-1] ^= 1
+    with pytest.raises(HealError, match="damaged"):
+        receive(joiner, donor)
+
+
+def test_what_travels_is_the_state_and_not_five_models(transports):
+    theta = {"w": torch.zeros(100_000)}
+    momentum = {"state": {0: {"momentum_buffer": torch.zeros(100_000)}}}
+    donor = transports()
+    state = {"outer_step": 1, "fragments": [{"theta": theta, "optimizer": momentum}]}
+    donor.send_checkpoint([1], 1, {"user": {"diloco": state}, "torchft": {}}, LIMIT)
+    [(_, body)] = donor._bodies.values()
+    assert 800_000 < sum(map(len, body)) < 810_000  # 8 bytes a parameter
+
+
+def test_a_state_of_more_tensors_than_the_kernel_takes_at_a_time(transports):
+    donor, joiner = transports(), transports()
+    theta = {f"p{i}": torch.full((i % 7,), float(i)) for i in range(3000)}
+    sent = {"user": {"diloco": {"theta": theta}}, "torchft": {}}
+    donor.send_checkpoint([1], 4, sent, LIMIT)
+    got = receive(joiner, donor)["user"]["diloco"]["theta"]
+    assert all(torch.equal(got[name], value) for name, value in theta.items())
+
+
+class Line:
+    """Takes 1000 bytes at a time, then as many as are left of a part, then a part and a byte."""
+
+    def __init__(self):
+        self.taken = []
+        self.options = {}
+
+    def settimeout(self, seconds):
+        self.options["timeout"] = seconds
+
+    def setsockopt(self, level, name, value):
+        self.options[name] = value
+
+    def sendmsg(self, parts):
+        parts = list(parts)
+        assert 0 < len(parts) <= heal_server.PARTS_A_CALL and all(map(len, parts))
+        first = len(parts[0])
+        room = [1000, first, first + 1][len(self.taken) % 3]
+        self.taken.append(b"".join(parts)[:room])
+        return len(self.taken[-1])
+
+
+def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once():
+    # Loopback takes whole parts; here each of the three ways to end within them is met.
+    sizes = [1, 0, 4000, 999, 1000, 1001, *range(2000), 0]
+    parts = [memoryview(bytes((size + i) % 251 for i in range(size))) for size in sizes]
+    line = Line()
+    heal_server._send(line, parts)
+    assert b"".join(line.taken) == b"".join(parts)
+    assert line.options["timeout"] is None and socket.SO_SNDTIMEO in line.options
+
+
+def test_a_joiner_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(heal_server, "SILENT_S", 1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(BlockingIOError):
+        heal_server._send(ours, [memoryview(bytes(10_000_000))])
+
+
+def test_a_donor_does_not_keep_copies_that_nobody_fetches(transports, monkeypatch):
+    donor = transports()
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    donor.disallow_checkpoint()
+    assert len(donor._bodies) == 1  # its joiner may be about to fetch it
+    monkeypatch.setattr(heal_transport, "KEPT_S", 0.0)
+    donor.disallow_checkpoint()
+    assert donor._bodies == {}
+
+
+def test_joiners_at_the_same_step_share_one_copy_and_the_next_step_has_another(transports):
+    donor, joiner = transports(), transports()
+    step, copies = 4, []
+
+    def snapshot():
+        copies.append(step)
+        return STATE | {"outer_step": step}
+
+    donor.source = (lambda: step, snapshot)
+
+    def offer():
+        return joiner.client.ask(donor.metadata(), "/latest/offer", time.monotonic() + 10)
+
+    assert offer() == offer() and copies == [4]
+    step = 5
+    assert offer().step == 5 and copies == [4, 5]
+    assert offer().parts["state"].name in donor._bodies and copies == [4, 5]
+
+
+def test_a_token_can_be_replaced_while_groups_heal_from_each_other():
+    # "old", then "old,new" in every process, then "new,old", then "new": neighbours understand
+    # each other, in both directions; the first and the last do not.
+    stages = [["old"], ["old", "new"], ["new", "old"], ["new"]]
+    made = [HealTransport(tokens, "localhost", 10.0) for tokens in stages]
+    try:
+        for transport in made:
+            transport.send_checkpoint([1], 4, SENT, LIMIT)
+        for one, other in itertools.pairwise(made):
+            assert receive(one, other)["torchft"] == receive(other, one)["torchft"]
+        with pytest.raises(HealError, match="answers 403"):
+            receive(made[0], made[-1])
+    finally:
+        for transport in made:
+            transport.shutdown()
+
+
+def test_a_heal_is_in_the_audit_log_of_both_sides(transports, caplog):
+    caplog.set_level(logging.INFO, "composer_replication.replica.audit")
+    donor = transports()
+    joiner = HealTransport(["secret"], "localhost", 10.0, "berlin")
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    receive(joiner, donor)
+    joiner.shutdown()
+    deadline = time.monotonic() + 5  # the donor writes when it has sent the last byte
+    while len(caplog.records) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines = [
+        r.getMessage() for r in caplog.records if r.name == "composer_replication.replica.audit"
+    ]
+    found = [json.loads(line) for line in lines]
+    given = [each for each in found if each["outcome"] == "given"]
+    assert [(each["what"], each["who"], each["from"]) for each in given] == [
+        ("heal", "berlin", "127.0.0.1")
+    ] * 2  # the state, and the rest
+    [taken] = [each for each in found if each["outcome"] == "taken"]
+    assert (taken["who"], taken["from"], taken["step"]) == ("berlin", donor.metadata(), 4)
+    assert taken["sha256"] in [each["sha256"] for each in given]
+
+
+# ---- ahead of the quorum -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_training(transports, monkeypatch):
+    """A donor in training; its manager's step, and how long a state takes to arrive."""
+    donor = transports()
+    now = {"step": 4, "delay_s": 0.0, "commits": False}
+    donor.source = (lambda: now["step"], lambda: STATE | {"outer_step": now["step"]})
+    status = LighthouseStatus((Member("0:uuid", 4, "http://manager"),), "")
+    monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
+    monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([donor.metadata()]))
+    fetch = HealClient.fetch
+
+    def slow(*arguments):
+        time.sleep(now["delay_s"])
+        now["step"] += now["commits"]
+        return fetch(*arguments)
+
+    monkeypatch.setattr(HealClient, "fetch", slow)
+    monkeypatch.setattr(prefetch, "_wait_for_commit", lambda *_: None)
+    return donor, now
+
+
+def fetch_ahead(joiner, timeout=10.0):
+    prefetch.prefetch(
+        joiner,
+        lighthouse_addr="http://localhost:1",
+        rank=0,
+        timeout=timeout,
+        connect_timeout=5.0,
+    )
+
+
+def test_a_state_that_was_fetched_ahead_is_not_fetched_again_in_the_quorum(
+    transports, in_training, monkeypatch
+):
+    donor, now = in_training
+    joiner = transports()
+    fetch_ahead(joiner)
+    sent = SENT | {"user": {"diloco": STATE | {"outer_step": now["step"]}}}
+    donor.send_checkpoint([1], 4, sent, LIMIT)
+    [state], fetched = joiner.fetched, []
+    fetch = HealClient.fetch
+
+    def noting(client, address, part, *more):
+        fetched.append(part.name)
+        return fetch(client, address, part, *more)
+
+    monkeypatch.setattr(HealClient, "fetch", noting)
+    assert receive(joiner, donor)["user"]["diloco"]["outer_step"] == 4
+    assert len(fetched) == 1 and state not in fetched
+
+
+def test_one_that_has_been_overtaken_is_fetched_again_in_the_quorum(transports, in_training):
+    donor, _ = in_training
+    joiner = transports()
+    fetch_ahead(joiner)
+    donor.send_checkpoint([1], 5, SENT, LIMIT)
+    assert receive(joiner, donor, step=5)["user"]["diloco"]["outer_step"] == 3
+
+
+def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transports, in_training):
+    _, now = in_training
+    now |= {"delay_s": 0.3, "commits": True}
+    with pytest.raises(HealError, match=r"takes 0\.3 s .* this group leaves. Use a\s+faster line"):
+        fetch_ahead(transports(), timeout=1.0)
+
+
+def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_another(
+    transports, in_training, monkeypatch, rogue, caplog
+):
+    donor, _ = in_training
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        donors = [dead, rogue[0], "http://[bad", "http://127.0.0.1:99999999", donor.metadata()]
+        monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors))
+        joiner = transports()
+        fetch_ahead(joiner)
+        assert joiner.fetched
+        for each in donors[:-1]:
+            assert f"No global state from {each}: " in caplog.text
+        monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors[:-1]))
+        with pytest.raises(HealError, match="4 replica groups .* from none. The last of them: "):
+            fetch_ahead(transports())
+
+
+def test_a_slow_line_is_no_matter_if_the_others_sync_more_slowly(transports, in_training, caplog):
+    caplog.set_level(logging.INFO)
+    _, now = in_training
+    now |= {"delay_s": 0.3, "commits": False}
+    joiner = transports()
+    fetch_ahead(joiner, timeout=1.0)
+    assert joiner.fetched

@@ -1,0 +1,186 @@
+"""A replica group's connection to the others. Run: pytest tests/replica/test_factory.py
+
+Real: logging, process group objects, a store; in the last test the lighthouse and the Manager.
+"""
+
+import logging
+import re
+import socket
+
+import psutil
+import pytest
+import torch
+from torchft.manager import Manager
+
+from composer_replication.replica import factory as replica
+from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.factory import backend_for, make_manager, tame_torchft_logs
+from composer_replication.replica.lighthouse import start_lighthouse
+
+NOBODY = "http://no-such-host.invalid:29510"
+
+
+# ---- arguments of make_manager, before any network ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"replica_id": ""}, "replica_id='': give each replica group a name of its own"),
+        ({"replica_id": "  "}, "replica_id='  ': give each replica group a name"),
+        ({"replica_id": True}, "replica_id=True: give each replica group a name"),
+        ({"store_addr": "here"}, "store_addr='here' and store_port=None: give both"),
+        ({"store_port": 1234}, "store_addr=None and store_port=1234: give both"),
+        ({"world_size": 2}, "world_size=2 needs store_addr and store_port: let rank 0 call host_s"),
+        ({"lighthouse_addr": "head:29510"}, "lighthouse_addr='head:29510': use http://host:port"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_network(arguments, message):
+    # Nobody is at this address, and nobody has to be: that error would be a ConnectionError.
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_manager(**{"replica_id": 0, "lighthouse_addr": NOBODY} | arguments)
+
+
+@pytest.fixture
+def no_token(monkeypatch):
+    for name in ("COMPOSER_REPLICATION_TOKEN", "COMPOSER_REPLICATION_NO_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def somebody():
+    """Where something listens, which is enough to be taken for a lighthouse at first."""
+    with socket.create_server(("", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_without_a_token_a_group_does_not_leave_its_machine(no_token, somebody, monkeypatch):
+    monkeypatch.setattr(replica, "check_lighthouse", lambda *_: None)
+    address = f"http://192.0.2.1:{somebody}"
+    with pytest.raises(ValueError, match="COMPOSER_REPLICATION_TOKEN is not set") as error:
+        make_manager(replica_id=0, lighthouse_addr=address)
+    assert address in str(error.value) and "export COMPOSER_REPLICATION_TOKEN=" in str(error.value)
+    assert "COMPOSER_REPLICATION_NO_TOKEN=1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "insists"), [("http://127.0.0.1:1", ""), ("http://[::1]:1", ""), (NOBODY, "1")]
+)
+def test_on_one_machine_or_if_told_so_it_needs_none(no_token, monkeypatch, address, insists):
+    monkeypatch.setenv("COMPOSER_REPLICATION_NO_TOKEN", insists)
+    assert replica._tokens(None, address) == ()
+
+
+def test_the_token_is_the_argument_or_the_variable(no_token, monkeypatch):
+    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", "new,old\n")
+    assert replica._tokens(None, NOBODY) == ("new", "old")
+    assert replica._tokens("another", NOBODY) == ("another",)
+
+
+def test_a_variable_with_which_torchft_overrides_an_argument_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "7")
+    with pytest.raises(ConnectionError):
+        make_manager(replica_id=0, lighthouse_addr=NOBODY, connect_timeout=0.1)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "TORCHFT_QUORUM_TIMEOUT_SEC=7 overrides the argument (torchft's rule)"
+    ]
+
+
+# ---- process groups and the store -----------------------------------------------------------
+
+
+def test_the_backend_follows_the_device():
+    assert backend_for(torch.device("cpu")) == "gloo"
+    assert backend_for(torch.device("cuda", 1)) == "nccl"
+
+
+# ---- logs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torchft_loggers():
+    """torchft's loggers, as they were before the test again after it."""
+    names = ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors")
+    loggers = {name: logging.getLogger(name) for name in names}
+    before = {name: (log.level, list(log.filters)) for name, log in loggers.items()}
+    for logger in loggers.values():
+        logger.setLevel(logging.NOTSET)
+        logger.filters = []
+    yield loggers
+    for name, (level, filters) in before.items():
+        loggers[name].setLevel(level)
+        loggers[name].filters = filters
+
+
+def test_torchft_s_errors_are_one_line_and_its_steps_none(torchft_loggers, caplog):
+    caplog.set_level(logging.DEBUG)
+    tame_torchft_logs()
+    manager_log = torchft_loggers["torchft.manager"]
+    manager_log.info("should_commit=True")
+    torchft_loggers["torchft_quorums"].info("{}")
+    try:
+        raise RuntimeError("a peer is gone")
+    except RuntimeError:
+        manager_log.exception("got exception in all reduce")
+    assert [record.getMessage() for record in caplog.records] == ["got exception in all reduce"]
+    assert "Traceback" not in caplog.text
+
+
+def test_torchft_s_logs_are_tamed_once(torchft_loggers):
+    tame_torchft_logs()
+    tame_torchft_logs()
+    assert len(torchft_loggers["torchft.manager"].filters) == 1
+
+
+# ---- the manager ----------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice():
+    lighthouse = start_lighthouse()
+    try:
+        manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address())
+        assert isinstance(manager, Manager)
+        assert manager._use_async_quorum is False
+        assert manager.store is not None
+        manager.start_quorum()
+        assert manager.num_participants() == 1
+        manager.shutdown()
+        manager.shutdown()
+        assert manager.store is None
+    finally:
+        lighthouse.shutdown()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("hostname", "argument"), [("127.0.0.1", None), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")]
+)
+def test_a_group_listens_on_the_address_it_is_told_and_on_no_other_interface(
+    hostname, argument, monkeypatch
+):
+    monkeypatch.setenv("COMPOSER_REPLICATION_HOSTNAME", "127.0.0.1")
+    process = psutil.Process()
+
+    def listening():
+        found = process.net_connections()
+        return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+    lighthouse = start_lighthouse(bind=f"{bracketed(hostname)}:0")
+    port = lighthouse.address().rpartition(":")[2]
+    before = listening()
+    try:
+        manager = make_manager(
+            replica_id=0,
+            lighthouse_addr=f"http://{bracketed(hostname)}:{port}",
+            hostname=argument,
+            token="secret",
+        )
+        manager.start_quorum()
+        assert manager.num_participants() == 1 and manager.errored() is None
+        opened = listening() - before
+        manager.shutdown()
+    finally:
+        lighthouse.shutdown()
+    assert len(opened) >= 5  # the heal server, torchft's manager server, two stores, gloo
+    assert {each[0] for each in opened} == {hostname}

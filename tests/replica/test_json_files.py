@@ -1,0 +1,150 @@
+"""JSON files on a full disk and after a power cut. Run: pytest tests/replica/test_json_files.py
+
+Real: files in ``tmp_path``, and a disk that is full: no file may grow beyond ``RLIMIT_FSIZE``.
+"""
+
+import json
+import logging
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+
+from composer_replication.replica import json_files
+from composer_replication.replica.json_files import (
+    JsonLineReader,
+    JsonLineWriter,
+    read_json,
+    read_last_line,
+    replace_json,
+)
+
+WHOLE = b'{"a": 1}\n'
+
+
+@contextmanager
+def no_file_above(num_bytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def read_all(path):
+    return list(JsonLineReader(path).read())
+
+
+def test_lines_of_a_full_disk_wait_and_are_written_in_order_without_half_lines(tmp_path):
+    writer = JsonLineWriter(tmp_path / "lines.jsonl")
+    writer.append({"a": 0})
+    writer.flush()
+    with no_file_above(len(WHOLE) + 4):  # room for a half of the next line
+        for a in (1, 2):
+            writer.append({"a": a})
+            with pytest.raises(OSError, match="too large"):
+                writer.flush()
+        assert (tmp_path / "lines.jsonl").read_bytes() == b'{"a": 0}\n'
+    assert writer.num_waiting == 2
+    writer.append({"a": 3})
+    writer.flush()
+    assert (tmp_path / "lines.jsonl").read_bytes() == b"".join(
+        json.dumps({"a": a}).encode() + b"\n" for a in range(4)
+    )
+    assert (writer.num_waiting, writer.num_lost) == (0, 0)
+
+
+def test_of_too_many_waiting_lines_the_newest_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_files, "MAX_WAITING", 3)
+    writer = JsonLineWriter(tmp_path / "lines.jsonl")
+    for a in range(5):
+        writer.append({"a": a})
+    assert (writer.num_waiting, writer.num_lost) == (3, 2)
+    writer.flush()
+    assert [line["a"] for line in read_all(tmp_path / "lines.jsonl")] == [2, 3, 4]
+
+
+def test_a_half_line_that_a_killed_writer_left_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(WHOLE + b'{"a"')
+    writer = JsonLineWriter(path)
+    writer.append({"a": 2})
+    writer.flush()
+    reader = JsonLineReader(path)
+    assert list(reader.read()) == [{"a": 1}, {"a": 2}] and reader.num_damaged == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_damaged"),
+    [
+        (b'{"a"\n', 1),
+        (bytes(64) + b"\n", 1),
+        (b"\n", 1),
+        (b"[1]\n\xff\n7\n", 3),
+        (bytes(64), 0),  # no end of a line: somebody may be writing it
+        (b'{"a": 2', 0),
+    ],
+)
+def test_damaged_lines_are_left_out_and_counted(tmp_path, damage, num_damaged):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(WHOLE + damage)
+    reader = JsonLineReader(path)
+    assert list(reader.read()) == [{"a": 1}] and reader.num_damaged == num_damaged
+    assert read_last_line(path) == {"a": 1}
+
+
+@pytest.mark.parametrize("num_bytes", [10, 2**14, 2**16 + 1, 10**6])
+def test_the_last_line_is_found_however_long_it_or_the_damage_after_it_is(tmp_path, num_bytes):
+    path = tmp_path / "lines.jsonl"
+    line = {"a": "x" * num_bytes}
+    path.write_bytes(WHOLE + json.dumps(line).encode() + b"\n")
+    assert read_last_line(path) == line
+    path.write_bytes(WHOLE + bytes(num_bytes) + b"\n")
+    assert read_last_line(path) == {"a": 1}
+
+
+def test_a_file_without_a_readable_line_has_no_last_line(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    assert read_last_line(path) == {}
+    for content in (b"", b"{", bytes(10), b"\n\n"):
+        path.write_bytes(content)
+        assert read_last_line(path) == {}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"phase": "tr', bytes(40), b"[]", b"\xff", b"7"])
+def test_what_is_no_object_counts_as_nothing_and_the_log_says_so_once(tmp_path, caplog, content):
+    path = tmp_path / "status.json"
+    path.write_bytes(content)
+    for _ in range(3):
+        assert read_json(path) == {}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f"{path} is ignored: it " in caplog.text
+
+
+def test_a_missing_file_counts_as_nothing_in_silence(tmp_path, caplog):
+    assert read_json(tmp_path / "status.json") == {}
+    assert caplog.text == ""
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "folder" / "status.json"
+    replace_json(path, {"a": 1})
+    with no_file_above(10), pytest.raises(OSError, match="too large"):
+        replace_json(path, {"a": "x" * 100})
+    assert read_json(path) == {"a": 1}
+
+
+def test_what_has_to_survive_a_power_cut_is_on_the_disk_before_it_gets_its_name(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "result.json"
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda number: seen.append((os.fstat(number), path.exists())))
+    replace_json(path, {"a": 1})
+    assert seen == []
+    path.unlink()
+    replace_json(path, {"a": 1}, survives_power_cut=True)
+    [(synced, existed)] = seen
+    assert synced.st_ino == path.stat().st_ino and synced.st_size > 0 and not existed

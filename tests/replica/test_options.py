@@ -1,0 +1,173 @@
+"""What may differ between replica groups. Run: pytest tests/replica/test_options.py
+
+The environment is a dict that is handed in.
+"""
+
+import re
+
+import pytest
+
+from composer_replication.replica.options import (
+    ReplicaEnv,
+    ReplicaOptions,
+    check_replica_id,
+    read_tokens,
+)
+
+# ---- the environment ------------------------------------------------------------------------
+
+
+def test_the_environment_says_which_group_this_is_and_where_the_others_are():
+    env = ReplicaEnv.from_env(
+        {
+            "REPLICA_GROUP_ID": "1",
+            "NUM_REPLICA_GROUPS": "2",
+            "TORCHFT_LIGHTHOUSE": "http://head:29510",
+            "COMPOSER_REPLICATION_RUN_DIR": "/runs/1",
+            "WORLD_SIZE": "8",
+        }
+    )
+    assert env == ReplicaEnv(
+        replica_id="1", num_replicas=2, lighthouse_addr="http://head:29510", run_dir="/runs/1"
+    )
+
+
+def test_an_empty_environment_says_nothing():
+    assert ReplicaEnv.from_env({}) == ReplicaEnv(None, None, None, None)
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "2.0", ""])
+def test_a_number_of_groups_that_is_none_is_refused_with_the_variable(count):
+    with pytest.raises(ValueError, match=re.escape(f"NUM_REPLICA_GROUPS={count!r}: use the ")):
+        ReplicaEnv.from_env({"NUM_REPLICA_GROUPS": count})
+
+
+def test_without_a_mapping_it_is_this_process_s_own(monkeypatch):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
+    assert ReplicaEnv.from_env().replica_id == "berlin"
+
+
+class ReadLog(dict):
+    """An environment that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return default
+
+
+def test_the_docstring_s_table_lists_what_is_read():
+    environ = ReadLog()
+    ReplicaEnv.from_env(environ)
+    assert environ.asked == set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
+
+
+# ---- the run's secret -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("", ()),
+        (" \n", ()),
+        ("abc\n", ("abc",)),  # as files and Kubernetes secrets have it
+        ("new,old", ("new", "old")),
+        ("new\r\nold\r\n", ("new", "old")),
+        ("new,\n old ,", ("new", "old")),
+        ("of the run", ("of the run",)),
+    ],
+)
+def test_a_token_is_read_without_what_surrounds_it_and_there_may_be_an_old_one(text, tokens):
+    assert read_tokens(text) == tokens
+    env = ReplicaEnv.from_env({"COMPOSER_REPLICATION_TOKEN": text})
+    assert env.token == (tokens[0] if tokens else None)
+
+
+@pytest.mark.parametrize(("text", "place"), [("schl\u00fcssel", 5), ("ok,a\tb", 2)])
+def test_a_token_that_no_http_header_can_hold_is_refused_without_showing_it(text, place):
+    with pytest.raises(ValueError, match=f"TOKEN: character {place} ") as error:
+        ReplicaEnv.from_env({"COMPOSER_REPLICATION_TOKEN": text})
+    assert text not in str(error.value)
+
+
+def test_more_than_two_tokens_are_refused():
+    with pytest.raises(ValueError, match="token_file has 3 tokens"):
+        read_tokens("a,b,c", "token_file")
+
+
+def test_no_token_is_printed():
+    assert "secret" not in repr(ReplicaEnv.from_env({"COMPOSER_REPLICATION_TOKEN": "secret"}))
+
+
+# ---- arguments and environment together -----------------------------------------------------
+
+
+def test_what_was_not_given_comes_from_the_environment_and_an_argument_beats_it():
+    environ = {
+        "REPLICA_GROUP_ID": "1",
+        "NUM_REPLICA_GROUPS": "2",
+        "TORCHFT_LIGHTHOUSE": "http://head:29510",
+    }
+    options = ReplicaOptions(replica_id=0, timeout=7.0).with_environment(environ)
+    assert options == ReplicaOptions(
+        replica_id=0, num_replicas=2, lighthouse_addr="http://head:29510", timeout=7.0
+    )
+
+
+def test_the_environment_is_checked_like_an_argument():
+    with pytest.raises(ValueError, match="min_replica_size=3 is above num_replicas=2: no sync"):
+        ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
+
+
+@pytest.mark.parametrize(
+    "name", ["start_timeout_s", "timeout", "quorum_timeout", "connect_timeout"]
+)
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "60"])
+def test_a_time_that_is_none_is_refused_with_its_name_and_value(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use a number of seconds")):
+        ReplicaOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("min_replica_size", 0, 1),
+        ("num_replicas", 0, 1),
+        ("num_replicas", True, 1),
+        ("quorum_retries", -1, 0),
+        ("digest_every", 1.0, 0),
+    ],
+)
+def test_a_count_out_of_range_is_refused_with_the_range(name, value, least):
+    message = f"{name}={value!r}: use an integer of at least {least}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ReplicaOptions(**{name: value})
+
+
+# ---- names ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [0, 17, "0", "berlin", "eu-west_1.a", "a" * 64])
+def test_a_group_s_name_is_of_letters_digits_and_three_signs(name):
+    check_replica_id(name)
+    ReplicaOptions(replica_id=name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", "eu/west", "a?b", "a#b", "..", ".a", "-a", "a b", "a:b", "a&b", "it's", "50%",
+     "\u00fcber", "a\n", "a" * 65, True],
+)  # fmt: skip
+def test_a_name_that_would_be_misread_elsewhere_is_refused_with_the_rule(name):
+    rule = "of at most 64 letters, digits, '.', '_' and '-', with a letter or a digit in front"
+    for make in (check_replica_id, lambda name: ReplicaOptions(replica_id=name)):
+        with pytest.raises(ValueError, match=re.escape(f"replica_id={name!r}: ")) as error:
+            make(name)
+        assert rule in str(error.value)
+
+
+def test_a_name_from_the_environment_is_checked_too():
+    with pytest.raises(ValueError, match="replica_id='eu/west'"):
+        ReplicaOptions().with_environment({"REPLICA_GROUP_ID": "eu/west"})

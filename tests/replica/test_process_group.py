@@ -1,0 +1,104 @@
+"""The group over which replicas average. Run: pytest tests/replica/test_process_group.py
+
+Real: process group objects, stores, this machine's interfaces.
+"""
+
+import json
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+from torchft.process_group import ProcessGroupNCCL
+
+from composer_replication.replica import addresses
+from composer_replication.replica.addresses import interface_of
+from composer_replication.replica.process_group import (
+    Gloo,
+    GlooOnTorch27,
+    host_store,
+    make_process_group,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_interface_stays_set(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "restored after the test")
+        monkeypatch.delenv(name)
+
+
+def test_gloo_is_replaced_on_torch_2_7_only():
+    kind = type(make_process_group("gloo", timeout=10.0))
+    is_old = torch.__version__.startswith("2.7.")
+    assert kind is (GlooOnTorch27 if is_old else Gloo)
+
+
+def test_nccl_is_torchft_s_but_for_its_address():
+    assert isinstance(make_process_group("nccl", timeout=10.0), ProcessGroupNCCL)
+
+
+def test_another_backend_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="backend='mpi': use 'gloo' or 'nccl'"):
+        make_process_group("mpi", timeout=10.0)
+
+
+def test_a_group_hosts_its_store_on_a_free_port_of_this_machine():
+    one, other = host_store(), host_store("localhost")
+    assert (one.host, other.host) == (socket.gethostname(), "localhost")
+    assert one.port != other.port
+    one.set("key", "value")
+    with pytest.raises(torch.distributed.DistStoreError):
+        other.wait(["key"], timedelta(seconds=0.1))  # it is another group's
+
+
+def test_peers_are_told_the_host_it_was_given_and_not_this_machine_s_name(monkeypatch):
+    # torchft tells socket.gethostname() for the store, whatever Manager(hostname=) says.
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    group = make_process_group("gloo", 10.0, "127.0.0.1")
+    handle = json.loads(group.get_reconfigure_handle())
+    host, _, port = handle["store"].rpartition(":")
+    assert host == "127.0.0.1"
+    socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def test_without_a_host_it_is_the_machine_s_name():
+    handle = json.loads(make_process_group("gloo", 10.0).get_reconfigure_handle())
+    assert handle["store"].startswith(f"{socket.gethostname()}:")
+
+
+def listening_addresses():
+    found = psutil.Process().net_connections()
+    return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("hostname", ["127.0.0.2", "::1"])
+def test_gloo_listens_on_the_address_and_the_job_s_own_groups_where_they_did(hostname, monkeypatch):
+    monkeypatch.setattr(
+        addresses, "_own_addresses", lambda: {"127.0.0.2": "lo", "::1": "lo", "127.0.0.1": "lo"}
+    )
+    group = make_process_group("gloo", 10.0, hostname)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ and "NCCL_SOCKET_IFNAME" not in os.environ
+    before = listening_addresses()
+    created = group._create_pg(torch.distributed.HashStore(), 0, 1)
+    assert {each[0] for each in listening_addresses() - before} == {hostname}
+    del created
+
+
+def test_gloo_follows_the_variable_of_the_user(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    group = make_process_group("gloo", 10.0, "127.0.0.1")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        group._create_pg(torch.distributed.HashStore(), 0, 1)
+
+
+def test_nccl_s_interface_is_that_of_the_address():
+    make_process_group("nccl", 10.0, "127.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"
+
+
+def test_a_host_name_that_does_not_resolve_is_refused_with_the_fix():
+    with pytest.raises(ValueError, match="hostname='no-such-host.invalid' does not resolve here"):
+        make_process_group("gloo", 10.0, "no-such-host.invalid")

@@ -1,0 +1,81 @@
+"""An alarm reaches all members of a connection; a broken collective is not waited for."""
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from composer_replication.replica.notice_board import NoticeBoard, Notices
+from composer_replication.replica.sync_alarm import SyncAlarm
+from composer_replication.replica.waiting import InterruptibleWork
+
+TOKENS = ["secret"]
+
+
+@pytest.fixture
+def board():
+    board = NoticeBoard("127.0.0.1", TOKENS)
+    yield board
+    board.close()
+
+
+def members(board, number, count=3):
+    return [SyncAlarm(Notices(board.address, TOKENS, 5.0), number) for _ in range(count)]
+
+
+def wait_until_raised(alarm):
+    deadline = time.monotonic() + 5
+    while alarm.age_s() is None:
+        assert time.monotonic() < deadline, "nobody told it"
+        time.sleep(0.01)
+
+
+def stays_silent(alarms, seconds=0.6):
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        assert [alarm.age_s() for alarm in alarms] == [None] * len(alarms)
+        time.sleep(0.05)
+
+
+def test_one_member_tells_all_and_no_other_connection(board):
+    one, another = members(board, 1), members(board, 2)
+    stays_silent([*one, *another])
+    one[1].raise_for_all()
+    assert one[1].age_s() is not None
+    for alarm in one:
+        wait_until_raised(alarm)
+    stays_silent(another)
+
+
+def test_a_member_that_comes_to_listen_later_hears_it_too(board):
+    members(board, 1)[0].raise_for_all()
+    wait_until_raised(members(board, 1)[0])
+
+
+def test_the_end_of_the_first_member_is_an_alarm():
+    host = (
+        "from composer_replication.replica.notice_board import NoticeBoard; import sys; "
+        "print(NoticeBoard('127.0.0.1', ['secret']).address, flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    alarm = SyncAlarm(Notices(process.stdout.readline().strip(), TOKENS, 5.0), 1)
+    stays_silent([alarm])
+    process.kill()
+    wait_until_raised(alarm)
+    process.communicate()
+
+
+def hung_work():
+    """torchft's Work around one of gloo's that does not end."""
+    return SimpleNamespace(_work=SimpleNamespace(is_completed=lambda: False), wait=None)
+
+
+def test_a_broken_collective_is_not_waited_for():
+    broken_at = time.monotonic() + 0.2
+    work = InterruptibleWork(hung_work(), lambda: time.monotonic() > broken_at)
+    assert work.wait() is False
+    assert -0.1 < time.monotonic() - broken_at < 2

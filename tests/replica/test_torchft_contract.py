@@ -1,0 +1,223 @@
+"""What this package relies on in torchft, private names included, at the pinned nightly.
+
+When a test here fails after a bump of the pin, read what changed at the place it names before
+anything else: the failure it prevents is a silent one.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+import torchft.local_sgd
+from torch import nn
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
+
+from composer_replication.diloco.torchft_api import PRIVATE_NAMES, DiLoCoManager
+from composer_replication.replica.manager import ReplicaManager
+from composer_replication.simulation.simulation import SimulatedManager, simulate
+
+PACKAGE = Path(__file__).parents[2] / "composer_replication"
+FRAGMENT = torchft.local_sgd._StreamingDiLoCoFragment
+
+
+def load(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def names_in(cls):
+    """Methods of a class and the attributes that its code sets on self."""
+    sources = "".join(
+        inspect.getsource(c) for c in cls.__mro__ if c.__module__.startswith("torchft")
+    )
+    return set(dir(cls)) | set(re.findall(r"self\.(\w+)\b[^=\n]*=", sources))
+
+
+def test_the_installed_nightly_is_the_pinned_one():
+    pins = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torchft-nightly=={version('torchft-nightly')}" in pins
+
+
+@pytest.mark.parametrize("path", PRIVATE_NAMES)
+def test_every_private_name_we_use_is_still_there(path):
+    missing = [name for name in PRIVATE_NAMES[path] if name not in names_in(load(path))]
+    assert not missing, f"{path} of this torchft nightly has no {missing}: see who uses them"
+
+
+def test_the_list_of_private_names_is_complete():
+    # What our subclasses override or read with one underscore, and torchft has too, is on the list.
+    for path, ours in {
+        "torchft.local_sgd.DiLoCo": "diloco/algorithm.py",
+        "torchft.local_sgd._StreamingDiLoCoFragment": "diloco/fragment_sync.py",
+        "torchft.process_group.ProcessGroupGloo": "process_group.py",
+        "torchft.manager.Manager": "replica_manager.py",
+    }.items():
+        source = (PACKAGE / ours).read_text()
+        used = set(re.findall(r"(?:self|super\(\)|def )\.?\s?(_[a-z]\w+)\b", source))
+        shared = {name for name in used & names_in(load(path)) if not name.startswith("__")}
+        assert shared <= set(PRIVATE_NAMES[path]), f"{ours} uses {shared} of {path}: list them"
+
+
+def parameters_of(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_constructors_take_what_we_pass():
+    assert parameters_of(torchft.local_sgd.DiLoCo.__init__)[:6] == [
+        "self", "manager", "model_fragments", "inner_optimizer", "outer_optimizer", "sync_every",
+    ]  # fmt: skip
+    assert parameters_of(FRAGMENT.__init__)[:8] == [
+        "self", "manager", "model_fragment", "fragment_id", "fragment_sync_offset",
+        "inner_optimizer", "outer_optimizer", "sync_every",
+    ]  # fmt: skip
+    for cls in (torchft.local_sgd.DiLoCo, FRAGMENT):
+        assert {"fragment_sync_delay", "fragment_update_alpha"} <= set(parameters_of(cls.__init__))
+    tree = ast.parse((PACKAGE / "replica.py").read_text())
+    calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    [manager] = [call for call in calls if getattr(call.func, "id", "") == "ReplicaManager"]
+    passed = {keyword.arg for keyword in manager.keywords}
+    assert passed <= set(parameters_of(Manager.__init__)) and len(passed) >= 15
+
+
+@pytest.mark.parametrize("double", [Manager, ReplicaManager, SimulatedManager])
+def test_real_and_simulated_manager_have_what_diloco_needs(double):
+    for name, method in vars(DiLoCoManager).items():
+        if name.startswith("_") or not callable(method):
+            continue
+        if double is Manager and name in ("all_to_all", "all_gather"):
+            assert not hasattr(Manager, name)  # ours are in the way of torchft's, should they come
+            continue
+        expected = parameters_of(method)
+        assert parameters_of(getattr(double, name))[: len(expected)] == expected, (
+            f"{double.__name__}.{name} takes other arguments"
+        )
+
+
+def calls_in(method, *names):
+    """The order in which a method's source names these."""
+    source = inspect.getsource(method)
+    return sorted(names, key=lambda name: source.index(f"{name}("))
+
+
+def test_perform_sync_still_votes_before_it_applies_anything():
+    # Our overrides hang on this order: nothing of ours may run before the vote.
+    order = [
+        "should_commit",
+        "_set_grads",
+        "_outer_optimizer.step",
+        "_merge_parameters",
+        "zero_grad",
+    ]
+    assert calls_in(FRAGMENT.perform_sync, *order) == order
+    source = inspect.getsource(FRAGMENT.perform_sync)
+    guarded = source[source.index("if should_commit:") : source.index("zero_grad(")]
+    assert all(name in guarded for name in order[1:4])
+
+
+def test_prepare_sync_still_forms_before_it_sends():
+    order = ["_save_grads", "_average_grads"]
+    assert calls_in(FRAGMENT.prepare_sync, *order) == order
+
+
+def test_the_manager_still_does_what_ours_hangs_on():
+    quorum = inspect.getsource(Manager._async_quorum)
+    # We look at a quorum, and may change _quorum_id, between these two.
+    assert quorum.index("self._client._quorum(") < quorum.index("quorum_id != self._quorum_id")
+    assert "self._reconfigure_pg(quorum_id, quorum.reconfigure_handles)" in quorum
+    # We add to what it hands around; every member gets the handles of all.
+    assert "reconfigure_handle=self._pg.get_reconfigure_handle()" in quorum
+    start = inspect.getsource(Manager.start_quorum)
+    assert "self._executor.submit(" in start and "self.wait_quorum()" in start
+    # We put a function in the place of ManagerServer that binds it to an address.
+    assert re.search(
+        r"= ManagerServer\((\n +\w+=.*,)+", init := inspect.getsource(Manager.__init__)
+    )
+    assert 'bind = f"[::]:{port}"' in init and "bind=bind," in init
+    # And another uuid than torchft's.
+    assert init.count("uuid.") == 1 and "new_uuid = str(uuid.uuid4())" in init
+    assert 'replica_id = f"{replica_id}:{new_uuid}"' in init
+    # The heal state has these two parts, and the transport is told when it may go.
+    assert '"user": {' in inspect.getsource(Manager._manager_state_dict)
+    assert "_checkpoint_transport.disallow_checkpoint()" in inspect.getsource(Manager.should_commit)
+
+
+def test_a_quorum_has_what_we_read_of_it():
+    from torchft import _torchft
+
+    stub = Path(_torchft.__file__).with_name("_torchft.pyi").read_text()
+    fields = stub[stub.index("class QuorumResult") : stub.index("class ManagerServer")]
+    for name in (
+        "quorum_id: int",
+        "max_step: int",
+        "replica_ids: list",
+        "reconfigure_handles: list",
+    ):
+        assert name in fields
+
+
+def test_the_schedule_still_asks_for_the_quorum_before_it_picks_the_fragment():
+    # A heal in that quorum may move this group on to another fragment.
+    hook = inspect.getsource(torchft.local_sgd.DiLoCo._step_post_hook)
+    prepare = hook[hook.index("self._sync_every - self._fragment_sync_delay") :]
+    assert prepare.index("start_quorum") < prepare.index("_current_fragment")
+
+
+def test_stock_torchfts_pseudo_gradient_still_has_our_sign():
+    # Stock torchft, one replica, outer SGD with lr 1: the global parameter lands where training
+    # went. If this fails, torchft has turned the sign and everybody's checkpoints with it.
+    def replica(sim):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 10.0)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torchft.local_sgd.DiLoCo(sim.manager, [model], inner, outer, sync_every=2):
+            for _ in range(2):
+                model.weight.grad = torch.ones(1, 1)
+                inner.step()
+        return model.weight.item()
+
+    assert simulate(replica, num_replicas=1) == [8.0]
+
+
+def test_stock_gloo_still_needs_the_option_that_torch_2_7_lacks():
+    # The reason for GlooOnTorch27. When torchft guards it, the subclass can go.
+    assert "options.global_ranks_in_group" in inspect.getsource(ProcessGroupGloo._create_pg)
+    lacks = not hasattr(torch.distributed.ProcessGroupGloo._Options, "global_ranks_in_group")
+    assert lacks == (torch.__version__ < "2.8")
+
+
+def test_with_an_empty_module_torchfts_fragment_backs_up_nothing():
+    def replica(sim):
+        parameters = [nn.Parameter(torch.zeros(1))]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        return FRAGMENT(sim.manager, nn.Module(), 0, 1, optimizer, optimizer, 1)
+
+    (fragment,) = simulate(replica, num_replicas=1)
+    assert fragment.original_parameters == {}
+
+
+def test_the_compiled_half_is_loaded_without_the_package_and_is_the_same_one():
+    program = (
+        "import sys; from composer_replication.replica.lighthouse import start_lighthouse;"
+        "server = start_lighthouse(bind='127.0.0.1:0'); assert 'torch' not in sys.modules;"
+        "import torchft.coordination as c; assert type(server) is c.LighthouseServer;"
+        "server.shutdown()"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr
+
+
+def test_a_quorum_has_what_we_copy_of_it():
+    # The stub file names a field, commit_failures, that the compiled class does not have.
+    fields = {"quorum_id", "replica_rank", "replica_ids", "reconfigure_handles", "store_address"}
+    assert fields | {"max_step", "heal"} <= set(dir(torchft._torchft.QuorumResult))

@@ -1,0 +1,17 @@
+"""What is found before Composer is imported. Run: pytest tests/training/test_preflight.py."""
+
+import pytest
+
+from composer_replication.training.config import ConfigError
+from composer_replication.training.preflight import check_reachable
+
+
+def test_the_lighthouse_is_the_configs_before_the_environments():
+    section = {"lighthouse_addr": "http://config", "connect_timeout": 0.1}
+    environ = {"TORCHFT_LIGHTHOUSE": "http://environment"}
+    with pytest.raises(ValueError, match="lighthouse_addr='http://config'"):
+        check_reachable({"callbacks": {"diloco": section}}, environ)
+    with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
+        check_reachable({"callbacks": {"diloco": None}}, environ)
+    with pytest.raises(ConfigError, match="no lighthouse is named: set COMPOSER_REPLICATION_COORD"):
+        check_reachable({}, {})

@@ -1,0 +1,160 @@
+"""The samples each rank of each group reads. Run: pytest tests/training/test_text_data.py.
+
+Real: files, torch's DataLoader, torchft's sampler, Composer's evaluation loop. Ranks are played
+one after the other, by telling Composer's `dist` through the environment which one it is.
+"""
+
+import pytest
+import torch
+from composer import Trainer
+
+from composer_replication.training.byte_gpt import ByteGPT
+from composer_replication.training.text_data import TextBytes, build_text_loader
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """40 windows of 4 bytes to train on (and a last target), every one of them different."""
+    (tmp_path / "a").write_text("".join(f"{i:03};" for i in range(40)) + ";")
+    (tmp_path / "b").write_text("".join(f"{i:03}:" for i in range(7)) + ":")
+    assert len(TextBytes(tmp_path, max_seq_len=4)) == 40
+    return str(tmp_path)
+
+
+def read(loader):
+    return [bytes(ids.tolist()).decode() for batch in loader for ids in batch["input_ids"]]
+
+
+def play_rank(monkeypatch, rank, world_size):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+def read_shares(monkeypatch, folder, *, epoch=0, seed=0):
+    """What 2 groups of 2 ranks read in an epoch, as one list per rank."""
+    shares = []
+    for replica_rank in range(2):
+        for rank in range(2):
+            play_rank(monkeypatch, rank, 2)
+            loader = build_text_loader(
+                path=folder,
+                max_seq_len=4,
+                batch_size=5,
+                seed=seed,
+                replica_rank=replica_rank,
+                num_replica_groups=2,
+            )
+            loader.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+            shares.append(read(loader))
+    return shares
+
+
+def test_a_sample_is_a_window_and_the_bytes_that_follow(tmp_path):
+    (tmp_path / "a").write_text("abcdefgh")
+    (tmp_path / "b").write_text("abcdefgh")
+    dataset = TextBytes(tmp_path, max_seq_len=3)
+    # 8 bytes hold two windows of 3 with their targets; the last byte is left over.
+    assert len(dataset) == 2
+    samples = [{key: bytes(value.tolist()) for key, value in s.items()} for s in dataset]
+    assert samples == [
+        {"input_ids": b"abc", "labels": b"bcd"},
+        {"input_ids": b"def", "labels": b"efg"},
+    ]
+    assert dataset[0]["input_ids"].dtype == dataset[0]["labels"].dtype == torch.int64
+
+
+def test_a_window_goes_on_into_the_next_file(tmp_path):
+    for name in ("1", "2", "3"):
+        (tmp_path / name).write_text(name * 3)
+    # The files 1 and 2 are trained on: 111222.
+    dataset = TextBytes(tmp_path, max_seq_len=2)
+    assert [bytes(s["input_ids"].tolist()) for s in dataset] == [b"11", b"12"]
+
+
+def test_shares_of_two_groups_of_two_ranks_are_disjoint_and_cover_the_text(folder, monkeypatch):
+    shares = read_shares(monkeypatch, folder)
+    assert [len(share) for share in shares] == [10, 10, 10, 10]
+    assert len(set().union(*shares)) == 40
+
+
+def test_another_epoch_has_another_order_and_other_shares(folder, monkeypatch):
+    first = read_shares(monkeypatch, folder, epoch=0)
+    second = read_shares(monkeypatch, folder, epoch=1)
+    assert set(first[0]) != set(second[0])
+    assert len(set().union(*second)) == 40
+
+
+def test_the_order_is_the_same_on_every_run_and_another_for_another_seed(folder, monkeypatch):
+    first = read_shares(monkeypatch, folder)
+    assert read_shares(monkeypatch, folder) == first
+    assert read_shares(monkeypatch, folder, seed=1) != first
+
+
+def test_the_order_does_not_touch_torchs_default_generator(folder):
+    before = torch.get_rng_state()
+    read(build_text_loader(path=folder, max_seq_len=4, batch_size=5))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_group_evaluates_all_held_out_text_shared_among_its_ranks(folder, monkeypatch):
+    def held_out(replica_rank):
+        return read(
+            build_text_loader(
+                path=folder,
+                max_seq_len=4,
+                batch_size=2,
+                split="eval",
+                replica_rank=replica_rank,
+                num_replica_groups=2,
+            )
+        )
+
+    everything = held_out(0)
+    assert sorted(everything) == [f"{i:03}:" for i in range(7)]
+    assert everything != sorted(everything)  # scattered, so that the first batches are a sample
+    assert held_out(1) == everything
+    play_rank(monkeypatch, 1, 2)
+    assert held_out(0) == [*everything[1::2], everything[0]]  # 7 is odd: one comes twice
+
+
+def test_evaluations_see_the_same_first_batches_at_every_step(folder):
+    loader = build_text_loader(path=folder, max_seq_len=4, batch_size=2, split="eval")
+    first = read(loader)
+    loader.sampler.set_epoch(17)  # pyright: ignore[reportAttributeAccessIssue]  # as Composer does
+    assert read(loader) == first
+
+
+def test_a_composer_trainer_trains_and_evaluates_on_it(folder):
+    model = ByteGPT(d_model=8, n_heads=2, n_layers=1, max_seq_len=4)
+    trainer = Trainer(
+        model=model,
+        train_dataloader=build_text_loader(path=folder, max_seq_len=4, batch_size=8),
+        eval_dataloader=build_text_loader(path=folder, max_seq_len=4, batch_size=3, split="eval"),
+        max_duration="2ep",
+        eval_interval="1ep",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        device="cpu",
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    assert int(trainer.state.timestamp.batch) == 10
+    assert int(trainer.state.timestamp.token) == 2 * 40 * 4
+    metric = trainer.state.eval_metrics["eval"]["BitsPerByte"]
+    assert metric.num_bytes == 7 * 4
+    assert 4 < metric.compute() < 8  # 8 without training
+
+
+def test_a_group_outside_the_number_of_groups_is_refused():
+    with pytest.raises(ValueError, match="replica_rank=2 .* Number the groups from 0 to 1"):
+        build_text_loader(max_seq_len=4, batch_size=5, replica_rank=2, num_replica_groups=2)
+
+
+def test_a_batch_larger_than_a_ranks_share_is_refused(folder):
+    with pytest.raises(ValueError, match="20 samples for each rank, less .* batch_size=21"):
+        build_text_loader(path=folder, max_seq_len=4, batch_size=21, num_replica_groups=2)
+
+
+def test_an_empty_batch_is_refused(folder):
+    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
+        build_text_loader(path=folder, max_seq_len=4, batch_size=0)
