@@ -530,7 +530,7 @@ class DiLoCoCallback(Callback):
         """Keep what a fit that raised has left, for the one that now begins."""
         assert self.diloco is not None, "it has left that"
         self._leave()
-        self._ended = self._diloco_state()
+        self._ended, self._left = self._diloco_state(), None
         self.diloco = self._data = None
         log.info("Continuing from what the fit that failed has left")
 
