@@ -131,9 +131,19 @@ def test_a_group_that_joins_late_counts_its_own_epochs():
 
 
 @pytest.mark.parametrize(
-    ("name", "agree"), [("Composer's schedulers", True), ("torch's schedulers", False)]
+    ("name", "every_batch", "agree"),
+    [
+        ("Composer's schedulers", None, True),
+        ("torch's schedulers", True, True),
+        ("torch's schedulers", False, False),  # it is in the middle of its own epoch
+    ],
 )
-def test_composer_s_schedulers_follow_the_run_s_clock_and_torch_s_their_own(name, agree):
-    groups = check_equal(COMBINATIONS[name], faults=JOINS_LATE, max_duration="12ba")
+def test_a_group_that_joins_late_has_the_others_learning_rate(name, every_batch, agree):
+    groups = check_equal(
+        COMBINATIONS[name],
+        faults=JOINS_LATE,
+        max_duration="12ba",
+        step_schedulers_every_batch=every_batch,
+    )
     one, other = (fit.trainer.state.schedulers[0].get_last_lr() for fit in groups)
     assert (one == other) is agree
