@@ -250,7 +250,9 @@ class DiLoCoCallback(Callback):
         if self.options.coordinator_addr is not None:
             self._run = CoordinatedRun(self.options, self._given)
             self.settings, self.options = self._run.settings, self._run.options
+            kept = self._resume.state_dict()  # LoadCheckpoint may have loaded it at INIT
             self._resume = Resume(self.settings, self.options.on_bad_state)
+            self._resume.keep(kept)
         self._resume.before_load(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
