@@ -344,6 +344,8 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         self.diloco.counts_steps = False
+        if self._data is not None:
+            self._data.after_batch()
         self._check_launcher()
         self._progress.count_batch(state)
         if self._tell("training", state, logger) and broadcast(self._folder.asks_to_stop):
