@@ -83,9 +83,8 @@ class DataShare:
         Inside a batch that has not come to its inner step this is before the batch.
         """
         steps = self._diloco.inner_steps if self._diloco is not None else 0
-        before = self._loader.before
-        is_trained = before is None or steps > self._steps_before
-        return asdict(self._loader.place if is_trained else before)
+        before = self._loader.before if steps <= self._steps_before else None
+        return asdict(before or self._loader.place)
 
     def load_place(self, reading: Mapping[str, Any]) -> None:
         """Take it from one."""
