@@ -250,7 +250,9 @@ class DiLoCoCallback(Callback):
         if self.options.coordinator_addr is not None:
             self._run = CoordinatedRun(self.options, self._given)
             self.settings, self.options = self._run.settings, self._run.options
+            kept = self._resume.state_dict()  # LoadCheckpoint may have loaded it at INIT
             self._resume = Resume(self.settings, self.options.on_bad_state)
+            self._resume.keep(kept)
         self._resume.before_load(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -342,6 +344,8 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         self.diloco.counts_steps = False
+        if self._data is not None:
+            self._data.after_batch()
         self._check_launcher()
         self._progress.count_batch(state)
         if self._tell("training", state, logger) and broadcast(self._folder.asks_to_stop):
