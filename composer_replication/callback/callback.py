@@ -249,7 +249,9 @@ class DiLoCoCallback(Callback):
         if self.options.coordinator_addr is not None:
             self._run = CoordinatedRun(self.options, self._given)
             self.settings, self.options = self._run.settings, self._run.options
+            kept = self._resume.state_dict()  # LoadCheckpoint may have loaded it at INIT
             self._resume = Resume(self.settings, self.options.on_bad_state)
+            self._resume.keep(kept)
         self._resume.before_load(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -342,6 +344,8 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         self.diloco.counts_steps = False
+        if self._data is not None:
+            self._data.after_batch()
         self._check_launcher()
         self._progress.count_batch(state)
         if self._tell("training", state, logger) and broadcast(self._folder.asks_to_stop):
@@ -530,7 +534,7 @@ class DiLoCoCallback(Callback):
         """Keep what a fit that raised has left, for the one that now begins."""
         assert self.diloco is not None, "it has left that"
         self._leave()
-        self._ended = self._diloco_state()
+        self._ended, self._left = self._diloco_state(), None
         self.diloco = self._data = None
         log.info("Continuing from what the fit that failed has left")
 

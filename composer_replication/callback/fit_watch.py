@@ -40,11 +40,21 @@ def when_fit_is_over(leave: Callable[[], None]) -> None:
     Args:
         leave: Does nothing if there is nothing left to do.
     """
-    fit = next((f for f in stack(sys._getframe()) if f.f_code is Trainer.fit.__code__), None)
+    fit = _frame_of_fit()
     if fit is not None:
         _running.add(leave)
         arguments = (threading.get_ident(), fit, leave)
         threading.Thread(target=_watch, args=arguments, name="fit watch", daemon=True).start()
+
+
+def trainer_in_fit() -> Trainer | None:
+    """The Trainer whose ``fit`` calls this; it knows what Composer's ``State`` does not."""
+    fit = _frame_of_fit()
+    return None if fit is None else fit.f_locals["self"]
+
+
+def _frame_of_fit() -> FrameType | None:
+    return next((f for f in stack(sys._getframe()) if f.f_code is Trainer.fit.__code__), None)
 
 
 def _watch(thread_id: int, fit: FrameType, leave: Callable[[], None]) -> None:

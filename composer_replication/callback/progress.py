@@ -131,5 +131,9 @@ def max_batches(state: State) -> int | None:
         return end.value
     is_shared = isinstance(state.train_dataloader, ReplicaDataLoader)  # has but a bound
     if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
-        return end.value * state.dataloader_len.value
+        # A group that has joined others counts their batches, and has its own place in the epoch.
+        now = state.timestamp
+        epochs_left = end.value - now.epoch.value
+        in_epochs = epochs_left * state.dataloader_len.value - now.batch_in_epoch.value
+        return now.batch.value + in_epochs
     return None

@@ -179,6 +179,8 @@ class WeightAverages:
         for algorithm in self._algorithms:
             for name in ("match", "apply", "state_dict"):
                 vars(algorithm).pop(name, None)
+        # Composer keeps the callbacks of every Trainer, and they would keep this fit's manager.
+        self._make_local_global = lambda: None
 
     def _match(
         self, algorithm: Algorithm, match: Callable[..., bool], event: Event, state: State

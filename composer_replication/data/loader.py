@@ -43,6 +43,7 @@ class ReplicaDataLoader(DataLoader):
     Attributes:
         spec: What the groups have to agree on.
         place: Where in the stream the samples of the last batch end.
+        before: Where they begin, until it is known that the batch has been trained on; else None.
 
     Raises:
         ValueError: A size is below 1, or the dataset has no length.
@@ -71,6 +72,7 @@ class ReplicaDataLoader(DataLoader):
             raise ValueError(f"the dataset {dataset_id!r} has no samples")
         self.spec = DatasetSpec(dataset_id, length, seed, unit_size, shuffle)
         self.place = Place()
+        self.before: Place | None = None
         self.is_closed = False
         self._samples = StreamSampler(samples, batch_size)
         self._to_skip: int | None = None
@@ -101,6 +103,7 @@ class ReplicaDataLoader(DataLoader):
         self._samples.reader = StreamReader(self.spec, source, place)
         self._samples.marks.clear()
         self.place, self._has_more, self.is_closed = place, has_more, False
+        self.before = None
 
     @property
     def reader(self) -> StreamReader | None:
@@ -133,7 +136,7 @@ class ReplicaDataLoader(DataLoader):
             if self._changes_stream:
                 continue
             self.is_closed = self._samples.reader.is_closed
-            self.place = self._samples.reader.place
+            self.place, self.before = self._samples.reader.place, None
             if not self._has_more():
                 return
 
@@ -141,7 +144,7 @@ class ReplicaDataLoader(DataLoader):
         self._changes_stream = False
         self._samples.marks.clear()
         for batch in super().__iter__():
-            self.place = self._samples.marks.popleft()
+            self.before, self.place = self.place, self._samples.marks.popleft()
             yield batch
             if self._changes_stream:
                 return  # what the workers have read ahead is of the stream before

@@ -43,6 +43,8 @@ class DataShare:
         self._leases = leases
         self._loaded = Place()
         self._epoch, self._is_last_epoch = 0, False
+        self._diloco: DiLoCo | None = None
+        self._steps_before = 0
         loader.pause()
 
     @classmethod
@@ -85,8 +87,13 @@ class DataShare:
         return self._loader.place
 
     def place_state(self) -> dict[str, int]:
-        """The same for a checkpoint."""
-        return asdict(self._loader.place)
+        """Where those end that have been trained on: for a checkpoint, or after a fit that failed.
+
+        Inside a batch that has not come to its inner step this is before the batch.
+        """
+        steps = self._diloco.inner_steps if self._diloco is not None else 0
+        before = self._loader.before if steps <= self._steps_before else None
+        return asdict(before or self._loader.place)
 
     def load_place(self, reading: Mapping[str, Any]) -> None:
         """Take it from one."""
@@ -103,6 +110,7 @@ class DataShare:
         Raises:
             ValueError: The group's name says no share, or see ``DataLeases.start``.
         """
+        self._diloco = diloco
         if self._leases is None:
             shards = fixed_shards(self._options, self._loader)
             self._loader.read(shards, self._loaded, lambda: False)
@@ -115,7 +123,13 @@ class DataShare:
         self._epoch = now.epoch.value
         in_epochs = end.value if end is not None and end.unit == TimeUnit.EPOCH else None
         self._is_last_epoch = in_epochs is not None and self._epoch + 1 >= in_epochs
+        if self._diloco is not None:
+            self._steps_before = self._diloco.inner_steps
         self._loader.begin(self._epoch, now.batch_in_epoch.value)
+
+    def after_batch(self) -> None:
+        """It has been trained on, also if its inner step was skipped."""
+        self._loader.before = None
 
     def _has_more(self, diloco: DiLoCo, stand_by: Callable[[], None]) -> bool:
         """Where the stream pauses: stay with the others until there is more, or no more."""

@@ -362,6 +362,7 @@ class ReplicaManager(Manager):
         # Each of these ends with its last reference.
         for name in ("_pg", "_store", "_client", "_watch", "_manager", "_checkpoint_transport"):
             setattr(self, name, None)
+        self.layout = GroupLayout(self._group_world_size)  # it had the store
         self._load_state_dict_fns.clear()
         self._user_state_dicts.clear()
 

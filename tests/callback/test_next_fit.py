@@ -20,14 +20,9 @@ def lighthouse():
     server.shutdown()
 
 
-def two_fits(lighthouse, between, **diloco):
-    """Two fits of a Trainer, and something done to its model in between.
-
-    Returns:
-        The global parameters and the outer momentum in the first batch of the second fit, and the
-        trainer.
-    """
-    callback = DiLoCoCallback(
+def callback_of(lighthouse, **diloco):
+    """A replica group of its own, which syncs every two inner steps."""
+    return DiLoCoCallback(
         sync_every=2,
         replica_id=0,
         num_replicas=1,
@@ -35,6 +30,16 @@ def two_fits(lighthouse, between, **diloco):
         hostname="127.0.0.1",
         **diloco,
     )
+
+
+def two_fits(lighthouse, between, **diloco):
+    """Two fits of a Trainer, and something done to its model in between.
+
+    Returns:
+        The global parameters and the outer momentum in the first batch of the second fit, and the
+        trainer.
+    """
+    callback = callback_of(lighthouse, **diloco)
     seen = []
 
     def look(state):
@@ -82,4 +87,22 @@ def test_nothing_is_said_or_lost_if_the_model_is_left_alone(lighthouse, caplog):
     with caplog.at_level(logging.INFO):
         theta, momentum, _ = two_fits(lighthouse, lambda parameters: None)
     assert all(buffer.abs().max() > 0 for buffer in momentum.values())
+    assert "were replaced" not in caplog.text
+
+
+def test_a_fit_that_fails_after_another_one_has_replaced_nothing(lighthouse, caplog):
+    def fail(state):
+        if state.timestamp.batch == 7 and not failed:
+            failed.append(state)
+            raise RuntimeError("the user's own error")
+
+    failed = []
+    callback = callback_of(lighthouse)
+    trainer = trainer_of(callback, Each(fail))
+    trainer.fit(duration="4ba")
+    with pytest.raises(RuntimeError, match="the user's own error"):
+        trainer.fit(duration="4ba")
+    trainer.fit(duration="1ba")
+    trainer.close()
+    assert callback.result["inner_steps"] == 8
     assert "were replaced" not in caplog.text

@@ -15,7 +15,7 @@ import pytest
 import torch
 from common import TinyMLP
 from composer import Callback, Evaluator, Trainer
-from composer.callbacks import CheckpointSaver
+from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import InMemoryLogger
 from composer_jobs import TinyModel, building, callback_of, data, trainer_of
 from safetensors.torch import load_file
@@ -24,7 +24,9 @@ from torchmetrics import MeanSquaredError
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.callback.export import export, read_checkpoint
-from composer_replication.simulation.simulation import SimulationError, simulate
+from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.simulation import SimulationError, simulate
 
 STREAMING = {
     "sync_every": 8,
@@ -562,3 +564,24 @@ def test_fsdp1_is_refused_with_what_to_do():
         trainer.fit()
     trainer.state._fsdp_config = None
     trainer.close()
+
+
+@pytest.mark.integration
+def test_under_a_coordinator_a_checkpoint_may_be_loaded_at_init(tmp_path):
+    """Its settings are known only later, at BEFORE_LOAD."""
+    train_and_save(tmp_path, num_replicas=1)
+    settings = DiLoCoSettings(sync_every=4)
+    coordinator = Coordinator(
+        settings, "x.yaml", num_replicas=1, state_dir=tmp_path / "state", bind="127.0.0.1:0"
+    )
+    try:
+        callback = DiLoCoCallback(
+            coordinator_addr=coordinator.address, replica_id=0, hostname="127.0.0.1"
+        )
+        loads = LoadCheckpoint(str(tmp_path / "0" / "ba3.pt"), event="INIT")
+        trainer = trainer_of(loads, callback, max_duration="8ba")
+        trainer.fit()
+        trainer.close()
+    finally:
+        coordinator.shutdown()
+    assert callback.result["inner_steps"] == 8 and callback.result["outer_steps"] == 2

@@ -119,21 +119,37 @@ def test_groups_that_resume_by_themselves_end_as_if_nobody_had_stopped():
 JOINS_LATE = [Fault("restart", replica_id=1, step=2)]
 
 
-def test_a_group_that_joins_late_counts_its_own_epochs():
+@pytest.mark.parametrize("duration", ["3ep", "12ba", "96sp"])
+def test_a_group_that_joins_late_ends_with_the_others(duration):
     part = COMBINATIONS["`max_duration` in epochs"]
-    one, late = fit_groups(part, num_replicas=2, faults=JOINS_LATE)
-    assert one.trainer.state.timestamp.batch == len(one.losses) == len(late.losses) == 12
-    assert late.trainer.state.timestamp.batch == 18  # alone, after batch 12
-    assert late.diloco.result["outer_steps"] > one.diloco.result["outer_steps"]
-    for duration in ("12ba", "96sp"):
-        _, late = check_equal(part, faults=JOINS_LATE, max_duration=duration)
-        assert len(late.losses) == 6
+    one, late = check_equal(part, faults=JOINS_LATE, max_duration=duration)
+    assert (len(one.losses), len(late.losses)) == (12, 6)
+    now = late.trainer.state.timestamp
+    assert (now.batch, now.epoch, now.batch_in_epoch) == (12, 2, 2)  # from the start of epoch 1
+
+
+def test_a_group_that_heals_in_mid_epoch_trains_its_epochs_and_the_others_stay():
+    part = COMBINATIONS["`max_duration` in epochs"]
+    fails = [Fault("fail_commit", replica_id=1, step=2)]
+    one, other = check_equal(part, faults=fails, max_duration="3ep")
+    assert len(one.losses) == len(other.losses) == 12
+    assert other.trainer.state.timestamp.batch == 15
 
 
 @pytest.mark.parametrize(
-    ("name", "agree"), [("Composer's schedulers", True), ("torch's schedulers", False)]
+    ("name", "every_batch", "agree"),
+    [
+        ("Composer's schedulers", None, True),
+        ("torch's schedulers", True, True),
+        ("torch's schedulers", False, False),  # it is in the middle of its own epoch
+    ],
 )
-def test_composer_s_schedulers_follow_the_run_s_clock_and_torch_s_their_own(name, agree):
-    groups = check_equal(COMBINATIONS[name], faults=JOINS_LATE, max_duration="12ba")
+def test_a_group_that_joins_late_has_the_others_learning_rate(name, every_batch, agree):
+    groups = check_equal(
+        COMBINATIONS[name],
+        faults=JOINS_LATE,
+        max_duration="12ba",
+        step_schedulers_every_batch=every_batch,
+    )
     one, other = (fit.trainer.state.schedulers[0].get_last_lr() for fit in groups)
     assert (one == other) is agree

@@ -10,15 +10,22 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from composer import Callback
 from composer_jobs import Each, trainer_of
+from torch.utils.data import TensorDataset
 
+from composer_replication import ReplicaDataLoader
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.coordinator.client import CoordinatorClient
+from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.replica.waiting import InterruptibleWork
 
@@ -145,6 +152,60 @@ def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
     assert in_parts["inner_steps"] == whole["inner_steps"] == 13
 
 
+class RaisesIn(Callback):
+    """Raises once, inside the batch after so many."""
+
+    def __init__(self, event, batch):
+        self._event, self._batch = event, batch
+
+    def run_event(self, event, state, logger):
+        if event.name == self._event and state.timestamp.batch.value == self._batch:
+            self._batch = None
+            raise Broken(self._event)
+
+
+@pytest.mark.parametrize("where", ["AFTER_DATALOADER", "AFTER_LOSS", "BATCH_END"])
+@pytest.mark.parametrize("has_coordinator", [False, True])
+def test_a_fit_that_fails_inside_a_batch_skips_no_sample_of_it(
+    lighthouse_addr, where, has_coordinator, tmp_path
+):
+    length, trained = 44, []
+    numbers = torch.arange(length)
+    dataset = TensorDataset(torch.randn(length, 8), torch.randn(length, 4), numbers)
+    loader = ReplicaDataLoader(dataset, 4, dataset_id="d", unit_size=5)
+    # Of a batch whose end raises the inner step is done: it stands before the look.
+    look = Each(lambda state: trained.append(state.batch[2].tolist()))
+    with ExitStack() as ends:
+        addresses = {"lighthouse_addr": lighthouse_addr, "num_replicas": 1}
+        if has_coordinator:
+            settings = DiLoCoSettings(sync_every=2)
+            coordinator = Coordinator(
+                settings, "x.yaml", num_replicas=1, state_dir=tmp_path, bind="127.0.0.1:0"
+            )
+            ends.callback(coordinator.shutdown)
+            addresses = {"lighthouse_addr": None, "coordinator_addr": coordinator.address}
+        callback = diloco(**addresses)
+        trainer = trainer_of(callback, look, RaisesIn(where, 7), max_duration="2ep")
+        with pytest.raises(Broken):
+            trainer.fit(train_dataloader=loader)
+        trainer.fit()
+        trainer.close()
+        if has_coordinator:
+            [*_, epoch] = epochs = coordinator_epochs(coordinator.address)
+            assert len(epochs) == 2 and epoch["done"] == length
+    assert sorted(sum(trained, [])) == sorted([*range(length)] * 2)
+    assert callback.result["inner_steps"] == len(trained)
+
+
+def coordinator_epochs(address):
+    """How much of each epoch the coordinator has heard to be in the model."""
+    client = CoordinatorClient(address, None)
+    try:
+        return client.progress("d")
+    finally:
+        client.close()
+
+
 def test_ctrl_c_in_a_sync_costs_nothing_but_the_attempt(lighthouse_addr, monkeypatch):
     waits = []
     wait = InterruptibleWork.wait
@@ -249,6 +310,7 @@ FAILED = """
 import sys
 from composer_jobs import Each, trainer_of
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import start_lighthouse
 
 lighthouse = start_lighthouse(bind="127.0.0.1:0")

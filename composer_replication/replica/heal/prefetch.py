@@ -117,8 +117,11 @@ def _donors(
 
 
 def _answers(address: str, connect_timeout: float) -> bool:
-    server = urlsplit(address)
-    return can_connect(server.hostname or "", server.port or 0, connect_timeout)
+    try:
+        server = urlsplit(address)
+        return can_connect(server.hostname or "", server.port or 0, connect_timeout)
+    except ValueError:  # it is no address: a stranger has given it
+        return False
 
 
 def _ask(donor: str, path: str, client: HealClient, timeout: float) -> Offer:
