@@ -84,3 +84,36 @@ def fit_alone(max_duration="4ba", *, others=(), diloco=(), **arguments):
         return callback, trainer
 
     return simulate(replica, num_replicas=1)[0]
+
+
+STREAMING = {
+    "sync_every": 8,
+    "num_fragments": 2,
+    "fragment_sync_delay": 2,
+    "fragment_update_alpha": 0.5,
+}
+
+
+def fit(sim, *others, diloco=None, **arguments):
+    """Train one replica group; its callback and trainer, closed."""
+    callback = callback_of(sim, **{"sync_every": 4} | (diloco or {}))
+    others = [each(callback) if isinstance(each, type) else each for each in others]
+    trainer = trainer_of(callback, *others, replica_id=sim.replica_id, **arguments)
+    trainer.fit()
+    trainer.close()
+    return callback, trainer
+
+
+def saving(folder, sim, interval="3ba"):
+    return {
+        "save_folder": f"{folder}/{sim.replica_id}",
+        "save_filename": "ba{batch}.pt",
+        "save_interval": interval,
+    }
+
+
+def train_and_save(folder, *others, num_replicas=2, max_duration="6ba", interval="3ba", **more):
+    def replica(sim):
+        return fit(sim, *others, max_duration=max_duration, **saving(folder, sim, interval), **more)
+
+    return simulate(replica, num_replicas=num_replicas)

@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import os
+import resource
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -130,3 +131,14 @@ def each_failure(disk, prepare, program, judge):
             problem = f"when {failed} failed ({os.strerror(number)}), it ended with {error!r}"
             raise AssertionError(problem) from wrong
     return whole
+
+
+@contextmanager
+def no_file_above(num_bytes):
+    """A disk that is full: within it no file grows above so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

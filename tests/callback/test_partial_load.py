@@ -11,8 +11,7 @@ import json
 import pytest
 import torch
 from composer import Callback
-from composer_jobs import building, callback_of, trainer_of
-from test_resume import STREAMING, train_and_save
+from composer_jobs import STREAMING, building, callback_of, train_and_save, trainer_of
 
 from composer_replication.callback.checksums import checksums
 from composer_replication.callback.export import read_checkpoint

@@ -17,7 +17,17 @@ from common import TinyMLP
 from composer import Callback, Evaluator, Trainer
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import InMemoryLogger
-from composer_jobs import TinyModel, building, callback_of, data, trainer_of
+from composer_jobs import (
+    STREAMING,
+    TinyModel,
+    building,
+    callback_of,
+    data,
+    fit,
+    saving,
+    train_and_save,
+    trainer_of,
+)
 from safetensors.torch import load_file
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torchmetrics import MeanSquaredError
@@ -27,38 +37,6 @@ from composer_replication.callback.export import export, read_checkpoint
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
-
-STREAMING = {
-    "sync_every": 8,
-    "num_fragments": 2,
-    "fragment_sync_delay": 2,
-    "fragment_update_alpha": 0.5,
-}
-
-
-def fit(sim, *others, diloco=None, **arguments):
-    """Train one replica group; its callback and trainer, closed."""
-    callback = callback_of(sim, **{"sync_every": 4} | (diloco or {}))
-    others = [each(callback) if isinstance(each, type) else each for each in others]
-    trainer = trainer_of(callback, *others, replica_id=sim.replica_id, **arguments)
-    trainer.fit()
-    trainer.close()
-    return callback, trainer
-
-
-def saving(folder, sim, interval="3ba"):
-    return {
-        "save_folder": f"{folder}/{sim.replica_id}",
-        "save_filename": "ba{batch}.pt",
-        "save_interval": interval,
-    }
-
-
-def train_and_save(folder, *others, num_replicas=2, max_duration="6ba", interval="3ba", **more):
-    def replica(sim):
-        return fit(sim, *others, max_duration=max_duration, **saving(folder, sim, interval), **more)
-
-    return simulate(replica, num_replicas=num_replicas)
 
 
 class Thetas(Callback):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from test_json_files import no_file_above
+from failing_disk import no_file_above
 
 from composer_replication.callback import run_folder
 from composer_replication.callback.run_folder import (

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from composer_jobs import fit_alone
 from failing_disk import Disk, each_failure
 from rich.console import Console
-from test_supervision import supervise, write
+from scripted_groups import supervise, write
 
 from composer_replication.callback import run_folder
 from composer_replication.callback.checkpoint_files import usable_checkpoint

@@ -6,10 +6,9 @@ Real: files in ``tmp_path``, and a disk that is full: no file may grow beyond ``
 import json
 import logging
 import os
-import resource
-from contextlib import contextmanager
 
 import pytest
+from failing_disk import no_file_above
 
 from composer_replication.replica import json_files
 from composer_replication.replica.json_files import (
@@ -21,16 +20,6 @@ from composer_replication.replica.json_files import (
 )
 
 WHOLE = b'{"a": 1}\n'
-
-
-@contextmanager
-def no_file_above(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def read_all(path):

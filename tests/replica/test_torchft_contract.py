@@ -59,8 +59,8 @@ def test_the_list_of_private_names_is_complete():
     for path, ours in {
         "torchft.local_sgd.DiLoCo": "diloco/algorithm.py",
         "torchft.local_sgd._StreamingDiLoCoFragment": "diloco/fragment_sync.py",
-        "torchft.process_group.ProcessGroupGloo": "process_group.py",
-        "torchft.manager.Manager": "replica_manager.py",
+        "torchft.process_group.ProcessGroupGloo": "replica/process_group.py",
+        "torchft.manager.Manager": "replica/manager.py",
     }.items():
         source = (PACKAGE / ours).read_text()
         used = set(re.findall(r"(?:self|super\(\)|def )\.?\s?(_[a-z]\w+)\b", source))
@@ -82,7 +82,7 @@ def test_constructors_take_what_we_pass():
     ]  # fmt: skip
     for cls in (torchft.local_sgd.DiLoCo, FRAGMENT):
         assert {"fragment_sync_delay", "fragment_update_alpha"} <= set(parameters_of(cls.__init__))
-    tree = ast.parse((PACKAGE / "replica.py").read_text())
+    tree = ast.parse((PACKAGE / "replica" / "factory.py").read_text())
     calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
     [manager] = [call for call in calls if getattr(call.func, "id", "") == "ReplicaManager"]
     passed = {keyword.arg for keyword in manager.keywords}

@@ -1,0 +1,45 @@
+"""A supervisor over groups whose lives are a script, for the tests."""
+
+import json
+
+from composer_replication.launch.processes import Interrupts
+from composer_replication.launch.supervision import Supervisor
+
+
+class Groups:
+    """Exit statuses by script: what each life of a group ends with, None while it goes on."""
+
+    def __init__(self, lives):
+        self.lives = {replica_id: list(each) for replica_id, each in lives.items()}
+        self.started = []
+        self.ended = []
+
+    def exit_statuses(self):
+        return {replica_id: each[0] for replica_id, each in self.lives.items()}
+
+    def start(self, replica_id):
+        self.started.append(replica_id)
+        self.lives[replica_id].pop(0)
+
+    def end(self, replica_id):
+        self.ended.append(replica_id)
+
+
+def write(folder, replica_id, phase="training", syncs=1):
+    folder = folder / f"replica_{replica_id}"
+    folder.mkdir(exist_ok=True)
+    (folder / "status.json").write_text(json.dumps({"phase": phase}))
+    (folder / "metrics.jsonl").write_text("{}\n" * syncs)
+
+
+def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None):
+    groups = Groups(lives)
+    looks = []
+    supervisor = Supervisor(groups, folder, groups.start, len(lives), max_restarts, Interrupts())
+
+    def show(statuses, is_last):
+        looks.append(statuses)
+        on_look(groups, looks)
+        assert len(looks) < 5_000, "it does not end"
+
+    return supervisor.watch(show), supervisor, groups
