@@ -10,8 +10,10 @@ LLMFOUNDRY := .venv-llmfoundry
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
 
+# Two workers a core: most tests wait for other processes.
+WORKERS ?= $(shell expr 2 \* $$(nproc))
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 16 --dist worksteal
 
 # On a machine with a GPU; PYTHON_GPU is one that has torch for it, ours by default.
 PYTHON_GPU ?= $(BIN)/python
