@@ -35,7 +35,7 @@ from composer_replication.diloco.outer_optimizer import (
     describe,
     nesterov_sgd,
 )
-from composer_replication.diloco.peer_table import DivergenceError, RollCall
+from composer_replication.diloco.peer_table import DivergenceError, PeerTable
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import count_shards
@@ -134,9 +134,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         }
         self._state = GlobalState(owned, fingerprint)
         self._clock = SyncClock()
-        roll_call = RollCall(cast(DiLoCoManager, manager), self._state, arguments.digest_every)
         message_device = arguments.message_device
-        self._fragments: list[FragmentSync] = [  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._fragments: list[FragmentSync] = []  # pyright: ignore[reportIncompatibleVariableOverride]
+        peer_table = PeerTable(
+            cast(DiLoCoManager, manager), self._state, self._fragments, arguments.digest_every
+        )
+        self._fragments += (
             FragmentSync(
                 manager,
                 index,
@@ -145,20 +148,19 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 settings,
                 self._clock,
                 self._state,
-                roll_call,
+                peer_table,
                 ranks,
                 None if message_device is None else torch.device(message_device),
             )
             for index, globals_ in enumerate(owned)
-        ]
-        roll_call.fragments = self._fragments
+        )
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager),
             self._fragments,
             self._state,
             settings,
             self._clock,
-            roll_call,
+            peer_table,
             inner_optimizer,
             arguments.digest_every,
             arguments.give_up_after_s,
@@ -373,7 +375,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def streams_in_last_sync(self) -> list[int]:
         """The streams of the groups that took part in it."""
-        return [claim.stream for claim in self._outer.claims if claim.stream]
+        return [synced.stream for synced in self._outer.synced_samples if synced.stream]
 
     def global_parameters(self) -> dict[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.

@@ -21,8 +21,8 @@ from composer_replication.diloco.outer_optimizer import (
     local_tensor,
     pseudo_gradient,
 )
-from composer_replication.diloco.peer_table import RollCall
-from composer_replication.diloco.sample_ledger import Claim
+from composer_replication.diloco.peer_table import PeerTable
+from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncClock
 from composer_replication.diloco.torchft_api import DiLoCoManager, _StreamingDiLoCoFragment
@@ -73,7 +73,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         settings: The run's settings.
         clock: Told when a quorum has formed and when a vote is over.
         state: What the outer step changes.
-        roll_call: Goes along with the messages.
+        peer_table: The table whose allreduce goes with this fragment's.
         ranks: Those of this group, if all hold the same parameters, see ``DiLoCo``.
         message_device: See there.
     """
@@ -87,7 +87,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         settings: DiLoCoSettings,
         clock: SyncClock,
         state: GlobalState,
-        roll_call: RollCall,
+        peer_table: PeerTable,
         ranks: ProcessGroup | None = None,
         message_device: torch.device | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.globals = global_parameters
         self._clock = clock
         self._state = state
-        self._roll_call = roll_call
+        self._peer_table = peer_table
         self._alpha = settings.fragment_update_alpha
         self._weight_by = settings.weight_by
         self._local = list(global_parameters.local.values())
@@ -219,10 +219,10 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return self._formed.is_replacing
 
     @property
-    def claim(self) -> Claim:
+    def synced_samples(self) -> SyncedSamples:
         """How much of this group's samples the sync will have brought into the model."""
         contributes = self.contribution > 0
-        return self._state.ledger.claim(self.fragment_id, self._formed.position, contributes)
+        return self._state.ledger.after_sync(self.fragment_id, self._formed.position, contributes)
 
     def prepare_sync(self) -> None:
         """In a quorum: form the pseudo-gradient and start its allreduce, without waiting for it."""
@@ -358,7 +358,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _average_grads(self) -> None:
         # The table is sent first, since an encoded mean sends more once it has received; it is
         # waited for last.
-        table = self._roll_call.send(self)
+        table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
         self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
 
@@ -370,9 +370,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean.clear()
 
     def _rules(self) -> StepRules:
-        frozen, alpha = self._roll_call.frozen, self._write_back_alpha
+        frozen, alpha = self._peer_table.frozen, self._write_back_alpha
         rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
-        if not self._roll_call.is_replacing:
+        if not self._peer_table.is_replacing:
             return rules
         return replace(rules, plain=frozenset(range(len(self._theta))) - rules.held)
 

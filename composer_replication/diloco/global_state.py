@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_replication.diloco.outer_optimizer import GlobalParameters, describe
-from composer_replication.diloco.sample_ledger import Claim, Ledger
+from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.settings import (
     DiLoCoSettings,
     adopt_changes,
@@ -46,8 +46,9 @@ class GlobalState:
         self.settings_version = 0
         """Of the settings in force, where a coordinator has versions of them."""
         self.ledger = Ledger(len(fragments))
-        self.was_given = self.was_taken = False
-        """Whether a peer has taken it over, or it is a peer's, since the last sync."""
+        self.compare_next = self.was_healed = False
+        """Whether the next sync compares digests, and whether a heal has replaced this state since
+        the last sync."""
 
     def parameters(self) -> dict[str, Tensor]:
         """The global parameters by name, fp32; the tensors themselves, not copies."""
@@ -102,10 +103,10 @@ class GlobalState:
         self._whole.acquire()
         self._is_in_outer_step = True
 
-    def end_outer_step(self, claims: Iterable[Claim]) -> None:
+    def end_outer_step(self, synced_samples: Iterable[SyncedSamples]) -> None:
         """It has, for what the groups of the sync have trained on."""
         self.outer_step += 1
-        self.ledger.commit(claims)
+        self.ledger.commit(synced_samples)
         self._is_in_outer_step = False
         self._whole.release()
 
@@ -125,7 +126,7 @@ class GlobalState:
         self._load(state_dict, keeps_hyperparameters=False)
         self.fingerprint = theirs
         self.settings_version = state_dict["settings_version"]
-        self.was_taken = True
+        self.was_healed = True
 
     def resume(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` gave in this group, perhaps under new settings.
@@ -141,7 +142,7 @@ class GlobalState:
         )
         self._load(state_dict, keeps_hyperparameters=has_other_outer)
         # Peers that resume as well may have another checkpoint of the same outer step: compare.
-        self.was_given = True
+        self.compare_next = True
 
     def adopt(self, version: int, settings: DiLoCoSettings) -> None:
         """Go on under another version of the settings."""

@@ -20,8 +20,8 @@ from composer_replication.diloco.joining import (
     share_initial_parameters,
 )
 from composer_replication.diloco.options import StartPolicy
-from composer_replication.diloco.peer_table import RollCall
-from composer_replication.diloco.sample_ledger import Claim
+from composer_replication.diloco.peer_table import PeerTable
+from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
@@ -41,7 +41,7 @@ class OuterLoop:
         state: The global state they make up.
         settings: The run's settings.
         clock: The one that the fragments tell of quorums and votes.
-        roll_call: The one that the fragments send.
+        peer_table: The table that the fragments send.
         inner_optimizer: Its state is dropped when the group's training has gone wrong.
         digest_every: Every how many outer steps a report has the digest; 0 for never.
         give_up_after_s: How long a sync waits for enough groups; None for ever.
@@ -54,7 +54,7 @@ class OuterLoop:
         state: GlobalState,
         settings: DiLoCoSettings,
         clock: SyncClock,
-        roll_call: RollCall,
+        peer_table: PeerTable,
         inner_optimizer: torch.optim.Optimizer,
         digest_every: int,
         give_up_after_s: float | None,
@@ -64,7 +64,7 @@ class OuterLoop:
         self._state = state
         self._max_retries = settings.max_sync_retries
         self._clock = clock
-        self._roll_call = roll_call
+        self._peer_table = peer_table
         self._inner_optimizer = inner_optimizer
         self._digest_every = digest_every
         self._give_up_after_s = give_up_after_s
@@ -87,27 +87,27 @@ class OuterLoop:
         return self._state.outer_step % len(self._fragments)
 
     @property
-    def claims(self) -> Sequence[Claim]:
-        """How far the groups of the last sync had read."""
-        return self._roll_call.claims
+    def synced_samples(self) -> Sequence[SyncedSamples]:
+        """How much of each group's samples the last sync has brought into the model."""
+        return self._peer_table.synced_samples
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step, of ``samples`` samples."""
         self.inner_steps += 1
-        self._roll_call.is_over = False
-        self._roll_call.is_training = not self.ends_with_next_step
+        self._peer_table.is_over = False
+        self._peer_table.is_training = not self.ends_with_next_step
         for fragment in self._fragments:
             fragment.count_inner_step(samples)
 
     def make_local_global(self) -> None:
         """Have the local parameters become the global ones, see ``DiLoCo.make_local_global``."""
-        self._roll_call.is_over = False  # this group has more to send, even after its last step
+        self._peer_table.is_over = False  # this group has more to send, even after its last step
         for fragment in self._fragments:
             fragment.replaces_global = True
 
     def offer(self, version: int) -> None:
         """Tell the others which version of the settings this group knows."""
-        self._roll_call.known_version = max(version, self._roll_call.known_version)
+        self._peer_table.known_version = max(version, self._peer_table.known_version)
 
     def send_again(self) -> None:
         """Send what was in flight when the state was saved that this group continues from."""
@@ -200,7 +200,7 @@ class OuterLoop:
         moved = fragment.total_contribution > 0
         if moved:
             self._state.end_outer_step(
-                self._roll_call.claims
+                self._peer_table.synced_samples
             )  # begun when the fragment was handed the mean
         else:
             self.tell_torchft_the_step()
@@ -210,7 +210,7 @@ class OuterLoop:
         else:
             self._recover()
         sync_seconds, wait_seconds, compute_fraction = self._clock.read()
-        is_idle = self._is_standing_by or not self._roll_call.is_training
+        is_idle = self._is_standing_by or not self._peer_table.is_training
         if not moved and (fragment.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
         has_digest = self._digest_every and self._state.outer_step % self._digest_every == 0
@@ -244,7 +244,7 @@ class OuterLoop:
 
     def _adopt_agreed_settings(self) -> None:
         """All groups of this sync have read the same table, so all adopt after the same one."""
-        version = self._roll_call.agreed_version
+        version = self._peer_table.agreed_version
         if version > self._state.settings_version and version in self.known_settings:
             self._state.adopt(version, self.known_settings[version])
 
@@ -303,7 +303,7 @@ class OuterLoop:
             else:
                 if self._manager.num_participants() > 1 or policy.num_awaited == 1:
                     self._sync_joining()
-                    if not self._roll_call.are_all_joining:
+                    if not self._peer_table.are_all_joining:
                         self._state.ledger.stop_reading()  # resumed steps may be lost in part
                         return True
                     agree_on_settings(self._manager, self._state.fingerprint, device)
@@ -348,13 +348,13 @@ class OuterLoop:
         Groups that have ended take part in the syncs of those that still train, with nothing.
         """
         self._land()
-        self._roll_call.is_training = False
+        self._peer_table.is_training = False
         is_alone = self._manager.num_participants() == 1
-        while not self._roll_call.is_over:
+        while not self._peer_table.is_over:
             if is_alone and not any(fragment.has_more for fragment in self._fragments):
                 break
             self.sync()
-        self._roll_call.is_training, self.ends_with_next_step = True, False
+        self._peer_table.is_training, self.ends_with_next_step = True, False
         for fragment in self._fragments:
             fragment.take_global()
 
@@ -365,7 +365,7 @@ class OuterLoop:
         ending, and they keep it from falling behind.
         """
         self._land()
-        self._roll_call.is_training = self._is_standing_by = True
+        self._peer_table.is_training = self._is_standing_by = True
         try:
             self.sync()
         finally:
@@ -379,7 +379,7 @@ class OuterLoop:
 
     def _hand_over(self) -> dict[str, Any]:
         """What a joiner takes over from this group."""
-        self._state.was_given = True
+        self._state.compare_next = True
         return self._state.state_dict()
 
     def _heal(self, state: dict[str, Any]) -> None:
