@@ -25,16 +25,16 @@ from composer_replication.callback.composer_job import (
     check_parallelism,
     name_the_node,
     samples_in_batch,
+    start_refusal_of,
     unwrapped,
-    why_not_start,
 )
 from composer_replication.callback.coordinated_run import CoordinatedRun
 from composer_replication.callback.evaluation import Evaluation
 from composer_replication.callback.fit_watch import when_fit_is_over
 from composer_replication.callback.global_weights import GlobalWeights
-from composer_replication.callback.heal_state import Handover
+from composer_replication.callback.heal_state import HealState
 from composer_replication.callback.next_fit import carry_over, replaced_since
-from composer_replication.callback.progress import Progress, max_batches
+from composer_replication.callback.progress import SyncLog, max_batches
 from composer_replication.callback.resume import Resume
 from composer_replication.callback.run_folder import ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
@@ -128,7 +128,7 @@ class DiLoCoCallback(Callback):
         """What connects this group with the coordinator, if there is one."""
         self._data: DataShare | None = None
         """This group's share of the data, if the loader is one of ours."""
-        self._must_not_start: str | None = None
+        self._start_refusal: str | None = None
         self._resume = Resume(self.settings, self.options.on_bad_state)
         self._ended: dict[str, Any] | None = None
         """What the fit before this one has left."""
@@ -139,10 +139,10 @@ class DiLoCoCallback(Callback):
         self._loads_active_ema = False
         self._evaluation = Evaluation(self.options.eval_weights)
         self._layout: CheckpointLayout | None = None
-        self._handover: Handover | None = None
+        self._heal_state: HealState | None = None
         self._parent = os.getppid()
         self._folder = ReplicaFolder(None, "")
-        self._progress = Progress(self._folder, self.settings.sync_every)
+        self._sync_log = SyncLog(self._folder, self.settings.sync_every)
 
     # ---- Composer's events, in the order in which they come ---------------------------------
 
@@ -197,45 +197,45 @@ class DiLoCoCallback(Callback):
         ema_was_active = self._averages.take_out(None if resumed is None else resumed[1])
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-        self._progress = Progress(self._folder, self.settings.sync_every)
+        self._sync_log = SyncLog(self._folder, self.settings.sync_every)
         is_new = resumed is None and self._ended is None
         known_step = self._run.outer_step if self._run is not None else 0
-        self._must_not_start = why_not_start(self.options, state, known_step) if is_new else None
+        self._start_refusal = start_refusal_of(self.options, state, known_step) if is_new else None
         if self._run is not None:
             self._run.register(synced_tensors(unwrapped(state), self.settings, also_synced))
         settings, session = (self.settings, self._run.session) if self._run else (None, None)
         self._data = DataShare.of(state, self.options, settings, session)
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
-            self._handover = Handover(
+            self._heal_state = HealState(
                 state, self.options.heal_inner_state, self._is_in_batch, self._averages
             )
-            give, take = self._handover.give, self._handover.take
+            give, take = self._heal_state.give, self._heal_state.take
             self._manager.register_state_dict_fn("composer", take, give)
             self.diloco = build_diloco(
                 self.settings,
                 self.options,
                 self._manager,
                 state,
-                self._must_not_start,
+                self._start_refusal,
                 also_synced,
             )
             self._layout = self._resume.layout(state, also_synced)
             self._continue_from(resumed, state)
             self.diloco.counts_steps = False
-            self._progress.tell_phase("joining", state, self.diloco)
+            self._sync_log.report_phase("joining", state, self.diloco)
             stream = self.diloco.stream
             self.diloco.__enter__()
             if self._data is not None:
-                self._data.start(self.diloco, stream, lambda: self._stand_by(state, logger))
+                self._data.start(self.diloco, stream, lambda: self._sync_idle(state, logger))
             when_fit_is_over(functools.partial(self._leave_after_error, self._manager))
         except BaseException:
             self._leave()  # no heartbeat of ours may hold the others up
             self.diloco = self._data = None
             raise
         if resumed is not None:
-            self._progress.tell_resume(state, self.diloco)
-        self._tell("training", state, logger)
+            self._sync_log.log_resume(state, self.diloco)
+        self._report("training", state, logger)
         if ema_was_active:
             self._averages.put_in()
 
@@ -263,8 +263,8 @@ class DiLoCoCallback(Callback):
         if self._data is not None:
             self._data.after_batch()
         self._check_launcher()
-        self._progress.count_batch(state)
-        if self._tell("training", state, logger) and broadcast(self._folder.asks_to_stop):
+        self._sync_log.count_batch(state)
+        if self._report("training", state, logger) and broadcast(self._folder.asks_to_stop):
             log.info(
                 "Ending after outer step %d: the run's folder says STOP", self.diloco.outer_step
             )
@@ -301,13 +301,13 @@ class DiLoCoCallback(Callback):
             if self.options.final_sync:
                 self.diloco.final_sync()
             self._left = checksums(self._layout.live)
-        self._tell("evaluating", state, logger)
+        self._report("evaluating", state, logger)
         self.result = {
             "replica_id": replica_id_of(self.options),
             "inner_steps": self.diloco.inner_steps,
             "outer_steps": self.diloco.outer_step,
             "global_digest": self.diloco.global_digest(),
-            "final_loss": self._progress.final_loss,
+            "final_loss": self._sync_log.final_loss,
             "eval": {},
         }
         if self._data is not None:
@@ -327,28 +327,28 @@ class DiLoCoCallback(Callback):
         if self._weights is not None:
             self._weights.remove()
 
-    def _tell(self, phase: str, state: State, logger: Logger) -> bool:
+    def _report(self, phase: str, state: State, logger: Logger) -> bool:
         """Tell of what has happened. True if there was a sync."""
         assert self.diloco is not None
         reports = self.diloco.pop_finished_syncs()
-        if self._handover is not None:
-            self._handover.level_ranks(logger)
+        if self._heal_state is not None:
+            self._heal_state.broadcast_from_rank_0(logger)
         if reports and self._run is not None:
             self._run.offer_settings(self.diloco)
-        self._progress.tell_syncs(reports, state, logger)
-        told = self._progress.tell_phase(phase, state, self.diloco)
+        self._sync_log.log_syncs(reports, state, logger)
+        told = self._sync_log.report_phase(phase, state, self.diloco)
         if self._run is not None:
             self._run.report(told)
         if reports and self._data is not None:
             self._data.tell_sync(self.diloco)
         return bool(reports)
 
-    def _stand_by(self, state: State, logger: Logger) -> None:
+    def _sync_idle(self, state: State, logger: Logger) -> None:
         """There are no samples to train on for now."""
         assert self.diloco is not None and self._averages is not None, "it is asked while training"
         with self._averages.out_of_the_model():
-            self.diloco.stand_by()
-        if not self._tell("training", state, logger) and self._data is not None:
+            self.diloco.sync_idle()
+        if not self._report("training", state, logger) and self._data is not None:
             self._data.tell_sync(self.diloco)
 
     def _check_launcher(self) -> None:

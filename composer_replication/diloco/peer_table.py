@@ -253,7 +253,7 @@ class PeerTable:
         if not odd:
             return
         mismatch = SettingsMismatch(
-            f"replica groups {', '.join(map(str, odd))} (by their place in the quorum) have other "
+            f"replica groups {', '.join(map(str, odd))} (by their rank in the quorum) have other "
             f"{what} than those in training"
         )
         if self._manager.participating_rank() in odd:
@@ -279,7 +279,7 @@ class PeerTable:
         odd = [rank for rank, value in held.items() if not has_majority or value != most]
         message = (
             f"after outer step {self._state.outer_step} replica groups "
-            f"{', '.join(map(str, odd))} (by their place in the quorum, in the order of their "
+            f"{', '.join(map(str, odd))} (by their rank in the quorum, in the order of their "
             f"names) differ in {what}"
         )
         if self._manager.participating_rank() in odd:

@@ -143,7 +143,7 @@ def test_a_group_that_differs_by_a_bit_leaves_and_is_named_with_the_fragment(cap
             return str(error)
 
     first, odd, third = simulate(replica, num_replicas=3)
-    assert "replica groups 1 (by their place" in odd
+    assert "replica groups 1 (by their rank" in odd
     assert "the global parameters of fragment=1" in odd
     assert first == third == 6  # the others lose nothing
     assert any("replica groups 1 (by" in r.message for r in caplog.records)

@@ -160,8 +160,8 @@ def test_standing_by_syncs_in_mid_round_and_costs_the_others_nothing():
                     diloco.expect_position(step + 1)
                     model.train_on(inner, 20, step)
                 while not any(row[1] == 8 for row in diloco.ledger()):
-                    diloco.stand_by()
-                diloco.stand_by()
+                    diloco.sync_idle()
+                diloco.sync_idle()
                 for step in range(6, 10):  # and there are samples again
                     diloco.expect_position(step + 1)
                     model.train_on(inner, 20, step)
