@@ -1,6 +1,6 @@
-"""Replica groups as threads of one process, with scripted faults: no network, no lighthouse.
+"""Simulated replica groups: threads of one process, scripted faults, no network, no lighthouse.
 
-``simulate`` runs them; read ``simulation.py`` first. This package imports nothing else of ours.
+``simulate`` runs them. Read ``simulation.py`` first. This package imports nothing else of ours.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes a second to import.
+    # Lazy: importing torch takes a second, and the command does not always need it.
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
