@@ -1,6 +1,7 @@
-"""From a YAML file to a Composer ``Trainer``, and the quickstart's model and text.
+"""Builds a Composer ``Trainer`` from a YAML file, with the quickstart's model and text data.
 
-Read ``trainer.py`` first. This package may import ``callback``, ``simulation`` and what is below.
+Read ``trainer.py`` first. This package may import ``callback``, ``simulation`` and the packages
+below them.
 """
 
 from importlib import import_module
@@ -18,7 +19,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # The command refuses a bad config before Composer is imported.
+    # Lazy: the command rejects a bad config before Composer is imported, which takes seconds.
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

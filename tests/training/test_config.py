@@ -101,7 +101,7 @@ def test_one_value_of_a_saved_config_is_read_without_the_others(written, tmp_pat
     ("train_loader.path=nowhere/at/all", "train_loader.path: "),
     ("callbacks=null", "the config lacks callbacks.diloco"),
     ("max_duration=soon", "max_duration='soon': write e.g. 400ba"),
-    ("loggers=3", "loggers: 3 is no section"),
+    ("loggers=3", "loggers=3 is not a section"),
     ("seed", "override 'seed': write key=value"),
     ("seed=${nothing}", "cannot be read"),
 ])  # fmt: skip
