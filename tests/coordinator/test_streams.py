@@ -92,7 +92,8 @@ def test_a_silent_group_ends_with_the_first_sync_without_it(service, a, b):
     service.report([a], ledger={a: (4, 4), b: (3, 5)})
     assert service.open() == {a}
     assert service.told() == [
-        "13 uncommitted samples of replica group 1 are available again, 2 of them in part of the model"
+        "13 uncommitted samples of replica group 1 are available again, "
+        "2 of them in part of the model"
     ]
     service.report([a])
     assert len(service.told()) == 1
