@@ -6,7 +6,6 @@ only one that uses OmegaConf; the others receive dicts.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
@@ -18,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
+from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.json_files import naming
 from composer_replication.replica.options import ReplicaOptions
@@ -214,11 +214,9 @@ def check_diloco(section: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: A setting or an option has an impossible value.
     """
-    agreed = {field.name for field in dataclasses.fields(DiLoCoSettings)}
-    own = {field.name for field in dataclasses.fields(ReplicaOptions)}
     try:
-        DiLoCoSettings(**{key: value for key, value in section.items() if key in agreed})
-        ReplicaOptions(**{key: value for key, value in section.items() if key in own})
+        pick(DiLoCoSettings, section)
+        pick(ReplicaOptions, section)
     except ValueError as error:
         raise ConfigError(f"callbacks.diloco: {error}") from error
 
