@@ -76,8 +76,13 @@ class TlsFiles:
     ) -> TlsFiles | None:
         """Use the files that the command's options name; None if there are none.
 
+        Args:
+            certfile: ``--ssl-certfile``.
+            keyfile: ``--ssl-keyfile``.
+            ca_certs: ``--ssl-ca-certs``.
+
         Raises:
-            ValueError: A file is missing.
+            ValueError: The certificate or its key is missing.
         """
         if certfile is None and keyfile is None and ca_certs is None:
             return None

@@ -68,10 +68,12 @@ class GroupView:
 
     @property
     def phase(self) -> str:
+        """What the group does now."""
         return self.status.get("phase", "starting")
 
     @property
     def round(self) -> str:
+        """The group's round, and the number of rounds if it is known."""
         if "round" not in self.status:
             return "-"
         batches, sync_every = self.status.get("max_batches"), implied_sync_every(self.status)
@@ -80,11 +82,13 @@ class GroupView:
 
     @property
     def loss(self) -> str:
+        """The newest training loss."""
         loss = self.status.get("loss")
         return "-" if loss is None else f"{loss:.3f}"
 
     @property
     def time_left(self) -> str:
+        """The time until the group has trained all batches."""
         seconds = self.status.get("seconds_left")
         return "-" if seconds is None or self.phase != "training" else format_duration(seconds)
 

@@ -132,6 +132,8 @@ def install(faults: GroupFaults) -> None:
     from composer_replication.replica.manager import ReplicaManager
 
     class UnreliableManager(ReplicaManager):
+        """A manager whose connections fail while a fault of the network is active."""
+
         def start_quorum(self, *arguments: Any, **named: Any) -> None:
             if faults.begin():
                 self._close_connections()

@@ -260,7 +260,13 @@ def _describe_traffic(run: Run) -> list[tuple[str, str]]:
 
 
 def plural(number: int, thing: str, things: str = "") -> str:
-    """Format a number with its noun, in the singular or the plural."""
+    """Format a number with its noun.
+
+    Args:
+        number: The number.
+        thing: The noun in the singular.
+        things: Its plural. Empty: the singular with an "s".
+    """
     return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 

@@ -71,6 +71,16 @@ class SimulatedManager:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
+        """Register a part of the state that a heal transfers.
+
+        Args:
+            key: Name of the part.
+            load_state_dict: Loads the part from a donor's state.
+            state_dict: Returns the part.
+
+        Raises:
+            ValueError: The key is registered already.
+        """
         if key in self._state_dict_fns:
             raise ValueError(f"state dict key {key!r} is registered already")
         self._state_dict_fns[key] = (load_state_dict, state_dict)
@@ -113,20 +123,34 @@ class SimulatedManager:
         return self._network.consume_fault(kind, self._replica_id, self._step)
 
     def current_step(self) -> int:
+        """The number of committed syncs."""
         return self._step
 
     def batches_committed(self) -> int:
+        """The sum of the participants of all committed syncs."""
         return self._batches_committed
 
     def num_participants(self) -> int:
+        """The number of members of the quorum; 0 before the first one."""
         return len(self._quorum.members) if self._quorum else 0
 
     def participating_rank(self) -> int | None:
+        """The rank of this replica in the quorum; None before the first one."""
         return self._quorum.members.index(self._replica_id) if self._quorum else None
 
     def allreduce(
         self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> SimulatedWork:
+        """Start to replace a tensor by its sum or mean over the quorum.
+
+        Args:
+            tensor: This replica's tensor, and the result after ``wait``.
+            should_quantize: Has to be False.
+            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
+
+        Raises:
+            ValueError: ``should_quantize`` is True, or the operation is another one.
+        """
         if should_quantize:
             raise ValueError(
                 "should_quantize=True: the simulated manager cannot quantize. Use a wire_format "
@@ -145,6 +169,12 @@ class SimulatedManager:
         return self._start(tensor, tensor, combine)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> SimulatedWork:
+        """Start to exchange chunks: member ``i`` receives the ``i``-th chunk of every member.
+
+        Args:
+            received: The result after ``wait``.
+            sent: This replica's chunks, one for each member.
+        """
         groups, rank = self.num_participants(), self.participating_rank()
         assert rank is not None, "all_to_all before start_quorum"
         return self._start(
@@ -152,6 +182,12 @@ class SimulatedManager:
         )
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> SimulatedWork:
+        """Start to concatenate the tensors of all members.
+
+        Args:
+            gathered: The result after ``wait``.
+            own: This replica's tensor.
+        """
         return self._start(own, gathered, torch.cat)
 
     def _start(
@@ -167,6 +203,16 @@ class SimulatedManager:
     def finish_collective(
         self, number: int, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
     ) -> bool:
+        """Wait for the tensors of all members and combine them; ``SimulatedWork.wait`` calls it.
+
+        Args:
+            number: Number of the collective.
+            result: The tensor that receives the result.
+            combine: Computes the result from the tensors of all members.
+
+        Returns:
+            Whether the collective succeeded.
+        """
         assert self._quorum is not None, "wait before start_quorum"
         if self._error is not None:
             return False
@@ -179,12 +225,22 @@ class SimulatedManager:
         return True
 
     def errored(self) -> Exception | None:
+        """The error of this quorum; None if there is none."""
         return self._error
 
     def report_error(self, e: Exception) -> None:
+        """Record an error, so that this replica votes against the commit."""
         self._error = e
 
     def should_commit(self) -> bool:
+        """Decide whether this replica commits the sync. As in torchft, each replica decides alone.
+
+        Returns:
+            Whether there was no error and the quorum has ``min_replica_size`` members.
+
+        Raises:
+            Stopped: A scripted fault kills this replica here.
+        """
         if self._fault_happens("kill_before_vote"):
             raise Stopped
         if self._fault_happens("fail_commit"):
@@ -204,9 +260,11 @@ class SimulatedManager:
         """Do nothing, for the reason given at ``allow_state_dict_read``."""
 
     def state_dict(self) -> dict[str, int]:
+        """The step counters, for a checkpoint."""
         return {"step": self._step, "batches_committed": self._batches_committed}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restore the step counters from a checkpoint."""
         self._step = state_dict["step"]
         self._batches_committed = state_dict["batches_committed"]
 

@@ -219,7 +219,14 @@ class SharedBuffer:
         self._requests.clear()
 
     def send(self, quorum: Quorum, number: int, replica_id: int, tensor: Tensor) -> None:
-        """Store a member's tensor for one collective of a quorum."""
+        """Store a member's tensor for one collective of a quorum.
+
+        Args:
+            quorum: The quorum.
+            number: Number of the collective within the quorum.
+            replica_id: The member.
+            tensor: The member's tensor, which is copied.
+        """
         if tensor.device.type != "cpu":
             # Other threads read the tensor on streams of their own. Without this they could read
             # it before the device has written it.

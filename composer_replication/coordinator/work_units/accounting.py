@@ -77,6 +77,11 @@ def update_position(cursor: sqlite3.Cursor, stream: StreamRow, position: int, in
 def check_ledger_entry(stream: StreamRow, position: int, in_part: int) -> None:
     """Compare a ledger's entry for a stream with what was leased to the stream.
 
+    Args:
+        stream: The stream as the database has it.
+        position: Samples that every fragment of the model has been trained on.
+        in_part: Samples that at least one fragment has been trained on.
+
     Raises:
         RejectedError: The entry is impossible.
     """

@@ -29,7 +29,13 @@ _DAMAGED = (
 
 @lru_cache(maxsize=4)
 def unit_order(seed: int, epoch: int, num_units: int) -> tuple[np.ndarray, int]:
-    """The order in which an epoch leases its units, and a checksum of that order."""
+    """The order in which an epoch leases its units, and a checksum of that order.
+
+    Args:
+        seed: Seed of the dataset.
+        epoch: Number of the epoch.
+        num_units: Number of units in the dataset.
+    """
     order = np.random.default_rng([seed, epoch]).permutation(num_units).astype(np.uint32)
     order.setflags(write=False)
     return order, zlib.crc32(order.data)

@@ -80,6 +80,7 @@ class DatasetRow(NamedTuple):
 
     @property
     def num_units(self) -> int:
+        """The number of units, of which the last one may be shorter."""
         return -(-self.length // self.unit_size)
 
     @property
