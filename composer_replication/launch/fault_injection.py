@@ -139,7 +139,8 @@ def install(faults: Faults) -> None:
                 }
             )
 
-        def take_over(self, *arguments: Any, **named: Any) -> ReplicaManager:
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
             pg: Any = self._pg
             own_handle = pg.get_reconfigure_handle
 
@@ -150,7 +151,6 @@ def install(faults: Faults) -> None:
                 )
 
             pg.get_reconfigure_handle = handle
-            return super().take_over(*arguments, **named)
 
     from composer_replication.replica import factory as replica
 

@@ -29,7 +29,6 @@ from composer_replication.replica.heal.prefetch import prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
-from composer_replication.replica.notice_board import NoticeBoard
 from composer_replication.replica.options import (
     NO_TOKEN,
     TOKEN,
@@ -154,14 +153,15 @@ def make_manager(
             store_port=store_port,
             lighthouse_addr=lighthouse_addr,
             replica_id=str(replica_id),
-            hostname=bracketed(own_name),
+            hostname=hostname,
             checkpoint_transport=transport,
             init_sync=False,  # the cold start is DiLoCo's, ADR-006
             quorum_retries=quorum_retries,
+            tokens=tokens,
+            give_up_after_s=give_up_after_s,
+            store=store,
         )
-    manager.store = store
-    board = NoticeBoard(hostname, tokens)
-    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens, board)
+    return manager
 
 
 def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:

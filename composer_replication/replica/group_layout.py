@@ -53,7 +53,7 @@ class GroupLayout:
         """
         if self._rank:
             return True
-        name = min(reports, key=lambda each: reports[each].last is None)
+        name = min(reports, key=lambda each: reports[each].previous is None)
         right = _described(reports[name].num_ranks, reports[name].num_shards)
         own = _described(self.num_ranks, self.num_shards)
         if own != right:
