@@ -64,8 +64,8 @@ def prefetch(
                 reasons.append(str(error))  # otherwise it has just left or died: it is no donor
     if reasons:
         raise HealError(
-            f"{len(reasons)} replica groups have the global state, and it could not be fetched from any. "
-            f"The last error: {reasons[-1]}"
+            f"{len(reasons)} replica groups have the global state, and it could not be fetched "
+            f"from any. The last error: {reasons[-1]}"
         )
 
 
