@@ -106,7 +106,7 @@ class JsonLineWriter:
         return len(self._waiting)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line for ``flush`` to write. Above ``MAX_WAITING`` it drops and counts the oldest."""
+        """Add a line for ``flush`` to write. Above ``MAX_WAITING`` the oldest is dropped."""
         self._waiting.append(json.dumps(line).encode() + b"\n")
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""The options that may differ between replica groups, from arguments and the environment.
+"""What may differ between replica groups, from arguments and environment.
 
 Imports neither torch nor Composer.
 """
@@ -43,50 +43,49 @@ class ReplicaOptions:
             ``REPLICA_GROUP_ID``.
         num_replicas: Groups that a cold start waits for. None: ``NUM_REPLICA_GROUPS``, else 1.
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
-            that of the coordinator.
+            the coordinator knows.
         coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
-            None: ``COMPOSER_REPLICATION_COORDINATOR``, else the run has no coordinator.
-        heartbeat_interval_s: How often this group sends the coordinator a heartbeat, in seconds.
+            None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
+        heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
-        on_start_timeout: What a cold start does after that time: ``error``, or ``start`` with the
-            groups that are connected.
+        on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
-        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the difference
-            between the times that two groups need from one sync to the next.
+        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
+            which groups differ between two syncs.
         connect_timeout: Limit of connecting to the lighthouse, in seconds.
-        quorum_retries: How often a quorum is asked for again while the lighthouse is away, spread
+        quorum_retries: How often a quorum is asked for again when the lighthouse is away, spread
             over ``quorum_timeout``: by default once a second.
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
-            that is an error, in seconds. None: for ever. The log says what is missing.
-        hang_timeout_s: How long this group may be without a completed step, sync, save or
-            evaluation batch, in seconds. After that it counts as hung and ends, with a traceback of
-            every thread in its log. A process that uses the processor all the time gets five times
-            as long, and time spent waiting for other groups does not count. ``.inf`` for never.
-            None: ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
-        hostname: How peers reach this machine. All ports of the group listen on that address, if it
-            is an address of this machine. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host
-            name, and every interface.
-        backend: How groups average, equal in all of them: ``nccl`` between accelerators, or
-            ``gloo`` through host memory. None: nccl if the model is on a GPU, else gloo.
-        backup_device: The device of the global parameters and the outer state. None: host memory.
-        pin_memory: Whether they are pinned in host memory, if there is an accelerator.
-        final_sync: Whether training ends with a sync of the steps since the last one. After it the
-            model holds the global parameters.
-        heal_inner_state: Which state the inner optimizer of a joiner has: its ``own`` (a group that
-            was started again begins with a fresh one), or the ``donor``'s, of one donor for all
-            ranks. Equal in all groups. ``donor`` adds the size of that state to what a joiner
-            fetches while the others wait.
-        eval_weights: Which parameters evaluators see: the ``global`` ones, or this group's
-            ``local`` ones.
-        on_bad_state: What to do with a checkpoint that cannot be resumed, for example because it
-            was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
-        digest_every: After how many outer steps each time the groups compare and log digests of
-            their global parameters; 0 for never.
+            that is an error, in seconds. None: for ever; what is missing is logged.
+        hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
+            group is taken for hung and ends, with a traceback of every thread in its log, in
+            seconds. A process that is busy all the while gets five times as long, and waiting for
+            other groups does not count. ``.inf`` for never. None:
+            ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
+        hostname: How peers reach this machine; what they reach listens on that address, if it is
+            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
+            every interface.
+        backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
+            ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
+        backup_device: Where global parameters and outer state live. None: in host memory.
+        pin_memory: Whether they are pinned there, if there is an accelerator.
+        final_sync: Whether training ends with a sync of what has been trained since the last one,
+            after which the model holds the global parameters.
+        heal_inner_state: The inner optimizer's state of a group that takes over the others' global
+            state: its ``own`` (a group that was started again has none, and begins fresh), or the
+            ``donor``'s, of one donor for all ranks; equal in all groups then. It adds the size of
+            that state to what travels while the others wait.
+        eval_weights: What evaluators see: the ``global`` parameters, which are what the run is
+            about, or this group's ``local`` ones.
+        on_bad_state: What to do with a checkpoint that cannot be continued from, for example since
+            it was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
+        digest_every: Every how many outer steps the groups compare digests of their global
+            parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
         tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
-            go over TLS, in all groups or in none (docs/security.md). It needs gloo. None:
-            ``COMPOSER_REPLICATION_TLS_DIR``, else no TLS.
+            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
+            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -149,17 +148,17 @@ class ReplicaOptions:
                 )
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> ReplicaOptions:
-        """Fill the options that are None from the environment; an argument beats a variable."""
+        """Fill what was not given from the environment; an argument beats a variable."""
         env = ReplicaEnv.from_env(environ)
-        variables = {name: value for name, value in vars(env).items() if name in vars(self)}
+        given = {name: value for name, value in vars(env).items() if name in vars(self)}
         return replace(
-            self, **{name: v for name, v in variables.items() if getattr(self, name) is None}
+            self, **{name: v for name, v in given.items() if getattr(self, name) is None}
         )
 
 
 @dataclass(frozen=True)
 class ReplicaEnv:
-    """The environment variables of this process. No other class reads them.
+    """What the environment says of this process. The only place that reads it.
 
     | variable | meaning |
     |---|---|
@@ -175,7 +174,7 @@ class ReplicaEnv:
       replaced two, with a comma between them: all are accepted, the first one signs |
     | ``COMPOSER_REPLICATION_NO_TOKEN`` | ``1`` allows a run without a token beyond this machine |
 
-    ``tokens`` has all accepted tokens; ``token`` is the first one, with which this process signs.
+    ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
     """
 
     replica_id: str | None
@@ -195,14 +194,11 @@ class ReplicaEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
-        """Read the variables.
-
-        Args:
-            environ: The environment. None: that of this process.
+        """Read it.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is not a positive integer, a token is malformed, or
-                the time until a hang is not a number.
+            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, a token is malformed, or
+                the time until a hang is no number.
         """
         environ = os.environ if environ is None else environ
         count = environ.get("NUM_REPLICA_GROUPS")
@@ -235,11 +231,10 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
 def check_replica_id(replica_id: str | int) -> None:
     """Check the name of a replica group.
 
-    The name becomes part of URLs, of a folder's name, and of torchft's name for the group
-    (``name:uuid``).
+    It becomes part of URLs, of a folder's name and of what torchft makes of it (``name:uuid``).
 
     Raises:
-        ValueError: The name has a character that would be misread there, or is too long.
+        ValueError: It has a character that would be misread there, or is too long.
     """
     is_name = not isinstance(replica_id, bool) and _REPLICA_ID.fullmatch(str(replica_id))
     if not is_name:
@@ -250,10 +245,10 @@ def check_replica_id(replica_id: str | int) -> None:
 
 
 def replica_id_of(options: ReplicaOptions) -> str:
-    """The name of this group, as a string.
+    """The name of this group.
 
     Raises:
-        ValueError: The group has no name.
+        ValueError: It has none.
     """
     if options.replica_id is None:
         raise ValueError(
@@ -264,11 +259,11 @@ def replica_id_of(options: ReplicaOptions) -> str:
 
 
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
-    """Split the text of a token variable or file into the run's accepted tokens.
+    """The run's accepted tokens; whoever signs uses the first.
 
-    The first token signs; all are accepted. There are two while a token is being replaced. For that
-    every process is started again three times: with ``old,new``, with ``new,old``, and with
-    ``new``. At each stage all processes accept the token with which the others sign.
+    There are two while a token is being replaced, for which every process is started again three
+    times: with ``old,new``, with ``new,old``, and with ``new``. Neighbours in this order
+    understand each other.
 
     Args:
         text: One token, or two with a comma or a line break between them. Surrounding whitespace
@@ -284,11 +279,11 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     """
     tokens = tuple(filter(None, (part.strip() for part in text.replace("\n", ",").split(","))))
     for token in tokens:
-        for position, character in enumerate(token, start=1):
+        for place, character in enumerate(token, start=1):
             if not " " <= character <= "~":
                 raise ValueError(
-                    f"{source}: character {position} of the token is U+{ord(character):04X}, which "
-                    "is not printable ASCII: make one with `openssl rand -hex 16`"
+                    f"{source}: character {place} of the token is U+{ord(character):04X}, which is "
+                    "not printable ASCII: make one with `openssl rand -hex 16`"
                 )
     if len(tokens) > 2:
         raise ValueError(
