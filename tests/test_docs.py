@@ -54,3 +54,13 @@ def test_every_link_to_a_file_leads_to_one():
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_benchmark_of_the_documents_is_where_they_say():
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(path.read_text() for path in documents)
+    paths = set(re.findall(r"\bbenchmarks/[\w/]+\.py", text))
+    modules = set(re.findall(r"python -m (benchmarks[\w.]*\w)", text))
+    paths |= {f"{module.replace('.', '/')}.py" for module in modules}
+    assert len(paths) > 8
+    assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
