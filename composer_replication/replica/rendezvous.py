@@ -64,17 +64,17 @@ class Rendezvous:
         self._declined = f"connects/{number}/declined"
         self._answers = {name: f"connects/{number}/{name}" for name in boards}
 
-    def decline(self, unreachable: Collection[str], who: str | None = None) -> None:
+    def decline(self, unreachable: Collection[str], declining: str | None = None) -> None:
         """Post that a member does not connect, on the boards that can be reached.
 
         Args:
             unreachable: The names of the members whose boards are not tried.
-            who: The member that does not connect. None: this one.
+            declining: The member that does not connect. None: this one.
         """
         for name, board in self._boards.items():
             if name not in unreachable:
                 try:
-                    board.post(self._declined, who or self._own_name)
+                    board.post(self._declined, declining or self._own_name)
                 except OSError:
                     continue  # that member has gone meanwhile
 
@@ -97,11 +97,13 @@ class Rendezvous:
         first.post(self._answers[self._own_name], "yes")
         while True:
             answers = first.read([*self._answers.values(), self._declined])
-            who = answers.get(self._declined) or own.read([self._declined]).get(self._declined)
-            if who:
-                self.decline((), who)
-                who = who.partition(":")[0]
-                raise ConnectionError(f"replica group {who} cannot reach all others")
+            declining = answers.get(self._declined)
+            if declining is None:  # it may be unable to reach the first member's board
+                declining = own.read([self._declined]).get(self._declined)
+            if declining is not None:
+                self.decline((), declining)
+                group = declining.partition(":")[0]
+                raise ConnectionError(f"replica group {group} cannot reach all others")
             if len(answers) == len(self._answers):
                 return
             if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 
 CHUNK = 1 << 20
 LARGEST_OFFER = 1 << 16
@@ -194,7 +194,7 @@ class HealClient:
         question = Question(address, path, self.name, challenge, secrets.token_hex(16))
         proof = question.proof(self.tokens[0])
         connection.request(
-            "GET", path, headers={NONCE: question.nonce, MAC: proof, ASKER: self.name}
+            "GET", path, headers={NONCE: question.nonce, MAC: proof, CLIENT_NAME: self.name}
         )
         answer = connection.getresponse()
         if answer.status == 403:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CHALLENGE, NONCE, MAC, ASKER = "X-Challenge", "X-Nonce", "X-Mac", "X-Replica-Group"
+CHALLENGE, NONCE, MAC, CLIENT_NAME = "X-Challenge", "X-Nonce", "X-Mac", "X-Replica-Group"
 """HTTP headers: the server's nonce, the client's, the proof, and the name of the client's group."""
 
 
@@ -22,7 +22,7 @@ class Question:
         address: The server's address, as the client dialled it. A server rejects a proof that was
             made for another address, so a stranger cannot relay the request.
         path: The path of the request.
-        asker: The name of the client's replica group.
+        client_name: The name of the client's replica group.
         challenge: A random number from the server. It is valid once and on this connection, so a
             recorded request is worth nothing.
         nonce: A random number from the client, so that a recorded answer is worth nothing.
@@ -30,7 +30,7 @@ class Question:
 
     address: str
     path: str
-    asker: str
+    client_name: str
     challenge: str
     nonce: str
 
@@ -53,7 +53,7 @@ class Question:
     def _mac(self, token: str, *parts: bytes) -> str:
         """HMAC-SHA256, in hex. Each part follows its length: none can run into the next."""
         mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
-        fields = (self.address, self.path, self.asker, self.challenge, self.nonce)
+        fields = (self.address, self.path, self.client_name, self.challenge, self.nonce)
         for part in (*(field.encode() for field in fields), *parts):
             mac.update(struct.pack("<Q", len(part)))
             mac.update(part)

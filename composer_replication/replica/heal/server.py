@@ -26,7 +26,7 @@ from typing import Any
 
 from composer_replication.replica import audit
 from composer_replication.replica.background_server import BackgroundServer
-from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 
 log = logging.getLogger(__name__)
 
@@ -198,10 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        asker, nonce = self.headers.get(ASKER, ""), self.headers.get(NONCE, "")
-        question = Question(self.server.address, self.path, asker, challenge, nonce)
+        client_name, nonce = self.headers.get(CLIENT_NAME, ""), self.headers.get(NONCE, "")
+        question = Question(self.server.address, self.path, client_name, challenge, nonce)
         if not challenge or not question.is_proven(self.server.tokens, mac):
-            self._reject(asker)
+            self._reject(client_name)
             return
         self.server.has_proven(self.request)
         try:
@@ -211,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._send_answer(question, body)
 
-    def _reject(self, asker: str) -> None:
+    def _reject(self, client_name: str) -> None:
         if (count := self.server.rejections.count()) is not None:
             host = self.client_address[0]
             log.warning(
@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
                 host,
                 count,
             )
-            audit.record("heal", asker[:64], host, outcome="refused", requests=count)
+            audit.record("heal", client_name[:64], host, outcome="refused", requests=count)
         self.send_error(403)
 
     def _send_answer(self, question: Question, body: Body) -> None:
@@ -238,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
             name = self.path.rpartition("/")[2]
             audit.record(
                 "heal",
-                question.asker,
+                question.client_name,
                 self.client_address[0],
                 outcome="given",
                 sha256=name,

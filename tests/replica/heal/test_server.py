@@ -21,7 +21,7 @@ import pytest
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal import server as heal_server
 from composer_replication.replica.heal.client import HealClient, HealError, Offer
-from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
 
 ANSWER = [memoryview(Offer(4).to_json())]
@@ -79,7 +79,7 @@ class Conversation:
         return reply.getheader(CHALLENGE)
 
     def send(self, question, mac):
-        headers = {NONCE: question.nonce, ASKER: question.asker, MAC: mac}
+        headers = {NONCE: question.nonce, CLIENT_NAME: question.client_name, MAC: mac}
         self.connection.request("GET", question.path, headers=headers)
         reply = self.connection.getresponse()
         reply.read()
@@ -101,7 +101,7 @@ def test_a_question_for_another_server_is_refused(server):
     assert talk.send(question, question.proof("secret")) == 403
 
 
-@pytest.mark.parametrize("changed", ["path", "asker", "nonce"])
+@pytest.mark.parametrize("changed", ["path", "client_name", "nonce"])
 def test_a_question_that_was_changed_on_the_way_is_refused(server, changed):
     talk = Conversation(server)
     question = question_for(server, talk.challenge())
