@@ -113,7 +113,7 @@ def _rates(group: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a heal can carry it, see ``heal_format.load``."""
+    """Whether a heal can carry it, see ``state_bytes.load``."""
     if isinstance(value, dict):
         if type(value) not in (dict, OrderedDict, Counter):
             return False

@@ -149,7 +149,8 @@ def install(faults: GroupFaults) -> None:
                 }
             )
 
-        def take_over(self, *arguments: Any, **named: Any) -> ReplicaManager:
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
             pg: Any = self._pg
             own_handle = pg.get_reconfigure_handle
 
@@ -160,7 +161,6 @@ def install(faults: GroupFaults) -> None:
                 return json.dumps(addresses)
 
             pg.get_reconfigure_handle = handle
-            return super().take_over(*arguments, **named)
 
     from composer_replication.replica import factory as replica
 

@@ -1,7 +1,7 @@
-"""One replica group's connection to the others: a torchft Manager that waits, recovers and leaves.
+"""The connection of one replica group to the others: a torchft Manager that waits and recovers.
 
-``make_manager`` builds it. Read ``manager.py`` first, then ``quorum_watch.py``; ``heal`` has the
-way in which a joiner gets the global state. This package may import ``diloco``, and no Composer.
+``make_manager`` builds it. Read ``manager.py`` first, then ``quorum_watch.py``. With ``heal`` a
+joiner gets the global state. This package may import ``diloco``, but not Composer.
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # The command reads options and asks the lighthouse before torch is imported.
+    # Lazy: the command reads options and checks the lighthouse before torch is imported.
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
