@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # pyright: ignore[reportPrivateImportUsage]
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
+from torchft.process_group import ProcessGroup
 from torchft.work import _DummyWork
 
 from composer_replication.replica.group_layout import GroupLayout
 from composer_replication.replica.heal.transport import STATE, HealTransport
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, can_connect, read_status
 from composer_replication.replica.notice_board import NoticeBoard, Notices
-from composer_replication.replica.process_group import Gloo
+from composer_replication.replica.process_group import Gloo, check_is_torchft_s
 from composer_replication.replica.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
 from composer_replication.replica.rendezvous import Rendezvous
 from composer_replication.replica.sync_alarm import SyncAlarm
@@ -54,6 +55,13 @@ class ReplicaManager(Manager):
     * an error that one member sees in an allreduce ends it for all at once (``SyncAlarm``);
     * signals are handled while it waits for a quorum, an allreduce or a vote, and a process may end
       meanwhile.
+
+    Args:
+        pg: The group over which replicas average, one of torchft's.
+        arguments: Those of torchft's Manager.
+
+    Raises:
+        ValueError: ``pg`` is a process group of torch's own, or torchft's Manager refuses it.
     """
 
     SAY_EVERY_S = 30.0
@@ -70,6 +78,10 @@ class ReplicaManager(Manager):
     _watch: QuorumWatch
     layout: GroupLayout
     _alarm: SyncAlarm | None = None
+
+    def __init__(self, pg: ProcessGroup, **arguments: Any) -> None:
+        check_is_torchft_s(pg)
+        super().__init__(pg, **arguments)
 
     def take_over(
         self,
