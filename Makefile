@@ -19,7 +19,10 @@ test: $(VENV)/.installed-dev
 test-torch-new: $(TORCH_NEW)/.installed
 test-torch-new: PYTEST := $(TORCH_NEW)/bin/python -m pytest -rs
 test test-torch-new:
-	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal
+	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone' --maxfail 20 || \
+		{ [ $$? -eq 1 ] && echo 'Once more, alone: what failed beside others' && \
+		$(PYTEST) --last-failed --last-failed-no-failures none -m 'not alone'; }
+	$(PYTEST) -m alone
 
 # On a machine with a GPU; PYTHON_GPU is one that has torch for it, ours by default.
 PYTHON_GPU ?= $(BIN)/python
