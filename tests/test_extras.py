@@ -9,9 +9,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from composer_replication import EXTRA_OF
 
@@ -144,6 +148,28 @@ def test_everything_but_the_tools_is_in_all():
     assert brought_by("dev") == brought_by("all") | brought_by("test")
 
 
+def test_composer_s_own_dependencies_are_listed_but_for_torch_and_torchvision():
+    lines = [Requirement(line) for line in requires("mosaicml") or []]
+    theirs = {canonicalize_name(r.name): r.specifier for r in lines if not r.marker}
+    del theirs["torch"], theirs["torchvision"]
+    lines = [Requirement(line) for line in PROJECT["optional-dependencies"]["composer-side"]]
+    ours = {canonicalize_name(r.name): r.specifier for r in lines}
+    for name, allowed in theirs.items():
+        assert {(s.operator, Version(s.version)) for s in allowed} <= {
+            (s.operator, Version(s.version)) for s in ours[name]
+        }, name
+
+
+def test_one_newer_torch_is_meant_everywhere():
+    installed = (ROOT / "tests/torch_new/requirements.txt").read_text()
+    page = (ROOT / "docs/newer-torch.md").read_text()
+    for name in ("torch", "torchvision"):
+        (version,) = re.findall(rf"^{name}===(\S+)$", installed, re.MULTILINE)
+        assert set(re.findall(rf"\b{name}==([\d.]+)", page)) == {version}
+    assert "--no-deps mosaicml==0.32.1" in page
+    assert "--no-deps mosaicml==0.32.1" in (ROOT / "Makefile").read_text()
+
+
 def test_the_spike_passes_without_extras():
     program = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     arguments = ["-q", "-p", "pytest_timeout", "-p", "no:cacheprovider", "spikes/008-diloco"]
@@ -202,8 +228,7 @@ def test_without_its_extra_the_command_says_which():
     ],
 )
 def test_a_command_without_its_extra_says_which(tmp_path, command, missing, extra):
-    hidden = [name for name, brought in EXTRA_OF.items() if brought == extra and name == missing]
-    result = run(COMMAND, *command.format(tmp=tmp_path).split(), hidden=hidden)
+    result = run(COMMAND, *command.format(tmp=tmp_path).split(), hidden={missing})
     needed = "Composer" if missing == "composer" else missing
     line = f"pip install 'composer-replication[{extra}]'"
     expected = f"Error: composer-replication {command.split()[0]} needs {needed}: {line}\n"
