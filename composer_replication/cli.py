@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from composer_replication import __version__
+from composer_replication import __version__, named_extra
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.errors import INTERRUPTED, report_error
@@ -87,6 +87,9 @@ def main() -> NoReturn:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except ModuleNotFoundError as error:
+        command = " ".join(["composer-replication", *sys.argv[1:2]])
+        status = report_error(named_extra(command, error))
     except Exception as error:
         status = report_error(error)
     if status == 0:

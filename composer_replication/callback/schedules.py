@@ -89,6 +89,8 @@ class Schedules:
     def end_batch(self, ends_epoch: bool) -> None:
         """Do what Composer does at the end of a batch, before the timestamp counts it."""
         if ends_epoch or not self._steps_by_epoch:
+            # The step before it was the donor's; torch warns of a scheduler that goes first.
+            self._state.optimizers[0]._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             for scheduler in self._state.schedulers:
                 scheduler.step()
 

@@ -4,21 +4,18 @@ Read ``launcher.py`` first. This package may import ``training``, the coordinato
 packages below them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer_replication import lazily
 
 if TYPE_CHECKING:
     from composer_replication.launch.launcher import launch_groups
 
 __all__ = ["launch_groups"]
 
-_HOME = {
-    "launch_groups": "composer_replication.launch.launcher",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy: the command answers --help before any of this is imported.
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "launch_groups": "composer_replication.launch.launcher",
+    },
+)

@@ -6,6 +6,7 @@ import traceback
 
 from rich.console import Console
 
+from composer_replication import MissingExtraError
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.training.config import ConfigError
 
@@ -27,14 +28,15 @@ def report_error(error: Exception) -> int:
     Console(stderr=True).print(
         f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
     )
-    return BAD_INPUT if isinstance(error, ValueError | FileNotFoundError) else FAILED
+    is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
+    return BAD_INPUT if is_bad_input else FAILED
 
 
 def is_known(error: BaseException | None) -> bool:
     """Whether an error's message says everything, so that no traceback is needed."""
     if error is None or not str(error):
         return False
-    if isinstance(error, ConfigError | SettingsMismatch | FileNotFoundError):
+    if isinstance(error, ConfigError | SettingsMismatch | FileNotFoundError | MissingExtraError):
         return True
     if isinstance(error, ConnectionError | TimeoutError):
         return True

@@ -4,8 +4,9 @@
 joiner gets the global state. This package may import ``diloco``, but not Composer.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer_replication import lazily
 
 if TYPE_CHECKING:
     from composer_replication.replica.factory import backend_for, make_manager
@@ -13,15 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["backend_for", "host_store", "make_manager"]
 
-_HOME = {
-    "backend_for": "composer_replication.replica.factory",
-    "host_store": "composer_replication.replica.process_group",
-    "make_manager": "composer_replication.replica.factory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy: the command reads options and checks the lighthouse before torch is imported.
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "backend_for": "composer_replication.replica.factory",
+        "host_store": "composer_replication.replica.process_group",
+        "make_manager": "composer_replication.replica.factory",
+    },
+)

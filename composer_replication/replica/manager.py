@@ -24,6 +24,7 @@ from composer_replication.replica.interruptible_manager import InterruptibleMana
 from composer_replication.replica.lighthouse import read_status
 from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.notice_board import NoticeBoard, Notices
+from composer_replication.replica.process_group import check_is_torchft_s
 from composer_replication.replica.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
 from composer_replication.replica.rendezvous import Rendezvous, find_unreachable
 from composer_replication.replica.sync_alarm import SyncAlarm
@@ -68,6 +69,9 @@ class ReplicaManager(InterruptibleManager):
             for ever.
         store: The group's TCPStore if this process hosts it, so that it lives as long as this.
         **arguments: torchft's own (``Manager.__init__``).
+
+    Raises:
+        ValueError: ``pg`` is a process group of torch's own, or torchft's Manager refuses it.
     """
 
     SAY_EVERY_S = 30.0
@@ -84,6 +88,7 @@ class ReplicaManager(InterruptibleManager):
         store: object = None,
         **arguments: Any,
     ) -> None:
+        check_is_torchft_s(arguments["pg"])
         super().__init__(
             replica_id=replica_id,
             lighthouse_addr=lighthouse_addr,
