@@ -160,13 +160,9 @@ class WeightAverages:
         ):
             renamed = _named_as(own, kept)
             kept.clear()
-            kept.update(
-                {
-                    name: t.to(own[name].device, copy=True)
-                    for name, t in renamed.items()
-                    if name in own
-                }
-            )
+            for name, tensor in renamed.items():
+                if name in own:
+                    kept[name] = tensor.to(own[name].device, copy=True)
 
     # ---- updates ----------------------------------------------------------------------------
 
@@ -191,8 +187,7 @@ class WeightAverages:
         for algorithm in self._algorithms:
             for name in ("match", "apply", "state_dict"):
                 vars(algorithm).pop(name, None)
-        # Composer keeps the callbacks of every Trainer alive, and this function would keep the fit's
-        # manager alive.
+        # Composer keeps the callbacks of every Trainer, and this function would keep its manager.
         self._make_local_global = lambda: None
 
     def _match(
