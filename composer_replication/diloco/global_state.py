@@ -144,7 +144,7 @@ class GlobalState:
             "outer_optimizer"
         )
         self._load(state_dict, keeps_hyperparameters=has_other_outer)
-        # Peers that also resume may have another checkpoint of the same outer step.
+        # Peers that resume as well may have another checkpoint of the same outer step: compare.
         self.compare_next = True
 
     def adopt(self, version: int, settings: DiLoCoSettings) -> None:

@@ -278,7 +278,7 @@ class OuterLoop:
         clear_state(self._inner_optimizer)
 
     def _drop_local(self) -> None:
-        """Continue from the global parameters, and drop the inner steps since the last syncs."""
+        """Continue from the global parameters, without what was trained since the last syncs."""
         self._steps_lost += max(fragment.inner_steps for fragment in self._fragments)
         for fragment in self._fragments:
             fragment.take_global()
