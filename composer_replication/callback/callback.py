@@ -443,8 +443,8 @@ class DiLoCoCallback(Callback):
             if self._manager is manager:
                 self._leave()
                 log.warning(
-                    "This replica group has left: its fit ended with an error. The others continue. "
-                    "It joins them again if fit is called again"
+                    "This replica group has left: its fit ended with an error. The others "
+                    "continue, and it joins them again if fit is called again"
                 )
 
     def _end_failed_fit(self) -> None:

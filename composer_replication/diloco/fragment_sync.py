@@ -332,8 +332,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def mean_of_local(self, contribution: float) -> WeightedMean:
         """Pack the local parameters for the initial broadcast, without a collective of the ranks.
 
-        A rank that has just seen a peer die goes on to the vote, while the other ranks come here.
-        In a collective they would wait for that rank.
+        A rank that has just seen a peer die is already at the vote, while the other ranks come
+        here. In a collective they would wait for that rank.
 
         Args:
             contribution: 1 in the group that all others start from, and 0 in the others.

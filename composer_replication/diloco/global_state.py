@@ -23,7 +23,7 @@ from composer_replication.diloco.settings import (
 log = logging.getLogger(__name__)
 
 CHANGEABLE = ("outer_optimizer", "sync_every")
-"""Keys of the fingerprint that may change while a run goes on."""
+"""Keys of the fingerprint that may change during a run."""
 
 
 class GlobalState:

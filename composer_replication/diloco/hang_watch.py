@@ -97,7 +97,7 @@ class HangWatch:
     def _end(self, why: str) -> None:
         log.error(
             "This replica group hangs: it has completed %s, above hang_timeout_s=%g. It ends, so "
-            "that the others can go on; what each of its threads was doing follows on stderr. "
+            "that the others can continue; the stacks of its threads follow on stderr. "
             "Raise hang_timeout_s if the group was only slow",
             why,
             self.timeout_s,

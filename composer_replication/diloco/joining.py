@@ -210,7 +210,7 @@ def agree_on_settings(
         SettingsMismatch: They differ; the message lists every differing key with both values.
         ValueError: The fingerprint is longer than ``FINGERPRINT_BYTES`` as JSON.
     """
-    # With unequal values one group would go on alone while another waits for more. The fingerprint
+    # With unequal values one group would train alone while another waits for more. The fingerprint
     # does not contain min_replica_size: checkpoints hold the fingerprint, and a resume may change
     # this value.
     compared = {**fingerprint, "min_replica_size": manager._min_replica_size}

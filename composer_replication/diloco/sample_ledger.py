@@ -46,7 +46,7 @@ class Ledger:
 
     A group's samples are in the model when the sync that packed them has committed, fragment by
     fragment. Every group sends its ``SyncedSamples`` with each sync in the peer table, so all
-    groups that commit the sync write the same ledger. Whoever survives therefore knows what a
+    groups that commit the sync write the same ledger. Every survivor therefore knows what a
     group that has died has contributed (docs/adrs/ADR-015).
 
     Args:
