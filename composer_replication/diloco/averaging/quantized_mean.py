@@ -47,7 +47,7 @@ class QuantizedMean(WeightedMean):
 
     Each bucket has as many parts as there are groups. A group decodes its part of all others, takes
     the mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in as
-    many bytes whatever the number of groups. Two groups do with an all-gather (``AllGatherBucket``).
+    many bytes whatever the number of groups. Two groups use an all-gather (``AllGatherBucket``).
 
     With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
     has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
