@@ -207,8 +207,7 @@ class DiLoCoCallback(Callback):
         self._must_not_start = why_not_start(self.options, state, known_step) if is_new else None
         if self._run is not None:
             synced = synced_tensors(unwrapped(state), self.settings, also_synced)
-            named = {name: tensor for fragment in synced for name, tensor in fragment.items()}
-            self._membership = Membership(self.options, self._run, named, dist.get_world_size())
+            self._membership = Membership(self.options, self._run, synced, dist.get_world_size())
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
             self._handover = Handover(
@@ -224,12 +223,9 @@ class DiLoCoCallback(Callback):
                 self._must_not_start,
                 also_synced,
             )
+            sync_idle = functools.partial(self._sync_idle, state, logger)
             self._data = group_data_of(
-                state,
-                self.options,
-                self.diloco,
-                self._membership,
-                functools.partial(self._sync_idle, state, logger),
+                state, self.options, self.diloco, self._membership, sync_idle
             )
             self._layout = self._resume.layout(state, also_synced)
             self._continue_from(resumed, state)

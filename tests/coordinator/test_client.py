@@ -127,7 +127,7 @@ def member_of(service):
         options = ReplicaOptions(
             replica_id="0", coordinator_addr=service.address, heartbeat_interval_s=0.01
         )
-        members.append(Membership(options, info_of(service), {"w": torch.zeros(1)}, world_size=1))
+        members.append(Membership(options, info_of(service), [{"w": torch.zeros(1)}], world_size=1))
         return members[-1]
 
     yield make
