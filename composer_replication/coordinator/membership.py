@@ -127,8 +127,8 @@ class Membership:
 
     def _register(self) -> None:
         # A group that was started again has to wait until its predecessor looks dead.
-        self._newest_version = self.client.retry(
-            lambda: self.client.register(self._registration), NameTakenError, self._timeout_s + 1.0
+        self._newest_version = self.client.with_limits(self._timeout_s + 1.0).retry(
+            lambda: self.client.register(self._registration), on=NameTakenError
         )
         self._fetch_settings(self.client)
         self._thread = threading.Thread(target=self._report_all, name="membership", daemon=True)
