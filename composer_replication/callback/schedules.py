@@ -89,6 +89,8 @@ class Schedules:
     def end_batch(self, ends_epoch: bool) -> None:
         """Do what Composer does at the end of a batch, before the timestamp counts it."""
         if ends_epoch or not self._steps_by_epoch:
+            # The step before it was the donor's; torch warns of a scheduler that goes first.
+            self._state.optimizers[0]._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             for scheduler in self._state.schedulers:
                 scheduler.step()
 
@@ -113,7 +115,7 @@ def _rates(group: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a heal can carry it, see ``heal_format.load``."""
+    """Whether a heal can carry it, see ``state_bytes.load``."""
     if isinstance(value, dict):
         if type(value) not in (dict, OrderedDict, Counter):
             return False

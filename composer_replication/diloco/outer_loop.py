@@ -24,7 +24,7 @@ from composer_replication.diloco.peer_table import RollCall
 from composer_replication.diloco.sample_ledger import Claim
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
-from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
+from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager, fault_of_last_sync
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class OuterLoop:
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.known_settings: dict[int, DiLoCoSettings] = {}
-        manager.register_state_dict_fn("diloco", self._heal, self._hand_over)
+        manager.register_state_dict_fn(HEAL_STATE, self._heal, self._hand_over)
 
     @property
     def turn(self) -> int:

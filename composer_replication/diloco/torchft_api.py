@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torchft.local_sgd import _StreamingDiLoCoFragment
 
-__all__ = ["PRIVATE_NAMES", "DiLoCoManager", "_StreamingDiLoCoFragment"]
+__all__ = ["HEAL_STATE", "PRIVATE_NAMES", "DiLoCoManager", "_StreamingDiLoCoFragment"]
 
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # Attributes we set or read, methods we override: all on instances of these classes.
@@ -68,6 +68,11 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "torchft._torchft.LighthouseServer": ("address", "shutdown"),
 }
 """Every private torchft name this package touches, by the class that has it."""
+
+
+HEAL_STATE = "diloco"
+"""Key under which DiLoCo registers the global state with ``Manager.register_state_dict_fn``. It is
+the large part of what a joiner fetches, so ``replica.heal`` also serves it before a quorum."""
 
 
 class DiLoCoManager(Protocol):

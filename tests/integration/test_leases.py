@@ -266,7 +266,7 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     (dataset,) = status["datasets"]
     assert dataset["epochs"][0]["done"] == 7000
     run.check_those_in_part(twice)
-    assert sum("goes on from outer step" in event["text"] for event in status["events"]) == 2
+    assert sum("continues from outer step" in event["text"] for event in status["events"]) == 2
 
 
 def test_the_ranks_of_a_group_share_its_samples(run_of):
