@@ -300,7 +300,7 @@ def test_a_manager_that_was_given_is_good_for_one_fit():
     def replica(sim):
         trainer = trainer_of(callback_of(sim, sync_every=2), max_duration="2ba")
         trainer.fit()
-        with pytest.raises(ValueError, match="manager= is good for one fit"):
+        with pytest.raises(ValueError, match="manager= can be used for one fit only"):
             trainer.fit(duration="2ba")
         trainer.close()
 

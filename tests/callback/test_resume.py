@@ -492,7 +492,10 @@ def with_a_scrambled_sync_in_flight(path):
 BAD = [
     (without_ours, "it is of batch 3 and has no DiLoCo state"),
     (of_another_format, "its format is 99 and this version reads 3"),
-    (without_a_parameter, "mlp.layers.0.bias is in the model and not in it: it is another"),
+    (
+        without_a_parameter,
+        "mlp.layers.0.bias is only in the model: the checkpoint is",
+    ),
     (with_a_scrambled_sync_in_flight, "its sync in flight cannot be read"),
 ]
 

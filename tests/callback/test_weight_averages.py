@@ -348,7 +348,7 @@ def test_a_group_that_stands_by_sends_the_local_weights_and_not_ema_s(tmp_path):
 
         def before_dataloader(self, state, logger):
             if state.timestamp.batch.value == 4:  # after a checkpoint, in mid-round
-                self._diloco._stand_by(state, logger)
+                self._diloco._sync_idle(state, logger)
 
     def replica(sim, algorithm, **more):
         callback = callback_of(sim, sync_every=3)
@@ -511,7 +511,7 @@ def test_an_export_says_what_a_checkpoint_does_not_hold(tmp_path):
 
     simulate(replica, num_replicas=1)
     out = tmp_path / "out.safetensors"
-    with pytest.raises(ValueError, match="ba3.pt was saved before EMA started: give a later one"):
+    with pytest.raises(ValueError, match="ba3.pt was saved before EMA started: use a later one"):
         export(tmp_path / "0/ba3.pt", out, "ema")
     assert export(tmp_path / "0/ba3.pt", out)["weights"] == "global"
     simulate(lambda sim: fit(sim, None, **saving(tmp_path / "b", sim)), num_replicas=1)
@@ -541,7 +541,7 @@ def test_a_joiner_without_the_donor_s_algorithm_is_told(caplog):
 
     with caplog.at_level(logging.WARNING):
         simulate(replica, num_replicas=2, faults=[Fault("late", replica_id=1, step=3)])
-    told = "A joiner goes on with averages of its own, ['EMA']: the donor has none"
+    told = "This joiner keeps its own averages, ['EMA']: the donor has none"
     assert any(told in message for message in caplog.messages)
 
 
