@@ -376,7 +376,7 @@ class DiLoCoCallback(Callback):
     # ---- building ---------------------------------------------------------------------------
 
     def _names_before(self) -> set[str]:
-        """Return the names in the global state of the last fit, or of the loaded checkpoint."""
+        """Return the names in the global state of the last fit and of the loaded checkpoint."""
         fragments = self._ended["fragments"] if self._ended is not None else ()
         return {*self._resume.names, *(name for f in fragments for name in f["theta"])}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import pick, takes
-from composer_replication.diloco.averaging.quantized_mean import check_can_encode
+from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
     check_none_thawed,
@@ -90,7 +90,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             named["num_fragments"] = len(model_fragments) or arguments.num_fragments
         self.settings = settings = pick(DiLoCoSettings, vars(arguments) | named)
         _check_use(settings, arguments.outer_optimizer, named)
-        check_can_encode(manager, settings.wire_format)
+        check_can_quantize(manager, settings.wire_format)
         outer_optimizer = arguments.outer_optimizer or nesterov_sgd(
             settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
         )
