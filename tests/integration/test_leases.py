@@ -6,7 +6,6 @@ says what it has been trained on, see leased_group.py.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,15 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import context
+from integration.groups import free_port
 from integration.leased_group import train, what_is_in
-from integration.test_composer_launchers import free_port
 from integration.test_coordinator import TOKEN, Run
 
 from composer_replication.callback.run_folder import STATUS
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.coordinator.work_units.leases import unit_order
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SETTINGS = "{outer_lr: 0.7, sync_every: 12, num_fragments: FRAGMENTS}"
 GROUPS = 3
@@ -52,9 +52,6 @@ class LeaseRun(Run):
             "ranks": 1,
         } | plan
         super().__init__(folder)
-        # Importing Composer takes seconds: each life of a group is forked off after that.
-        self.spawn = multiprocessing.get_context("forkserver")
-        self.spawn.set_forkserver_preload(["composer_replication.callback.callback", "composer"])
         self.lives = {}
         self.num_lives = self.num_left = 0
 
@@ -80,7 +77,7 @@ class LeaseRun(Run):
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
             arguments = (self.plan, replica_id, environ | own)
-            self.lives[replica_id].append(self.spawn.Process(target=train, args=arguments))
+            self.lives[replica_id].append(context.Process(target=train, args=arguments))
             self.lives[replica_id][-1].start()
         self.num_lives += 1
 

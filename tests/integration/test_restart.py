@@ -73,6 +73,7 @@ class Launch:
         self.process.wait()
 
 
+@pytest.mark.slow
 def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_path):
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)
@@ -101,6 +102,7 @@ def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_p
     assert "resumed" in (tmp_path / "killed.out").read_text()
 
 
+@pytest.mark.slow
 def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_hears(tmp_path):
     config = tmp_path / "tiny.yaml"
     folder = tmp_path / "run" / "replica_0" / "checkpoints"
