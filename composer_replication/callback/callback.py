@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from composer_replication.callback.stuck_process import end_if_stuck_in_close
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.share import DataShare
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -51,15 +52,19 @@ log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
 
 
-def remembers_given(init: Callable[..., None]) -> Callable[..., None]:
-    """Keep the arguments that were given: a coordinator's settings are compared with these."""
+@dataclass(frozen=True, kw_only=True)
+class CallbackArguments(ReplicaOptions, DiLoCoSettings):
+    """All arguments of :class:`DiLoCoCallback`.
 
-    @functools.wraps(init)  # its signature too, for whoever reads that
-    def remembering(self: DiLoCoCallback, **given: Any) -> None:
-        self._given = given
-        init(self, **given)
+    Args:
+        manager: Use this manager, for one fit, instead of building one: for simulations. Not for
+            YAML.
+    """
 
-    return remembering
+    manager: Any = None
+
+    def __post_init__(self) -> None:
+        """The settings and the options check themselves, each apart."""
 
 
 class DiLoCoCallback(Callback):
@@ -104,108 +109,19 @@ class DiLoCoCallback(Callback):
     | ``diloco/settings_version``       | of the settings in force in it; 0: no coordinator   |
     | ``diloco/global_digest``          | SHA-256 of the global parameters (run folder only)  |
     +-----------------------------------+-----------------------------------------------------+
-
-    Args:
-        manager: Use this manager, for one fit, instead of building one: for simulations. Not for
-            YAML.
     """
 
-    _given: Mapping[str, Any]
-
-    @remembers_given
-    def __init__(
-        self,
-        *,
-        sync_every: int = DiLoCoSettings.sync_every,
-        num_fragments: int = DiLoCoSettings.num_fragments,
-        fragment_patterns: Sequence[str | Sequence[str]] | None = None,
-        fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay,
-        fragment_update_alpha: float = DiLoCoSettings.fragment_update_alpha,
-        outer_lr: float = DiLoCoSettings.outer_lr,
-        outer_momentum: float = DiLoCoSettings.outer_momentum,
-        outer_nesterov: bool = DiLoCoSettings.outer_nesterov,
-        weight_by: str = DiLoCoSettings.weight_by,
-        sync_buffers: str = DiLoCoSettings.sync_buffers,
-        bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
-        wire_format: str = DiLoCoSettings.wire_format,
-        error_feedback: bool = DiLoCoSettings.error_feedback,
-        max_sync_retries: int = DiLoCoSettings.max_sync_retries,
-        replica_id: str | int | None = None,
-        num_replicas: int | None = None,
-        lighthouse_addr: str | None = None,
-        min_replica_size: int = ReplicaOptions.min_replica_size,
-        start_timeout_s: float = ReplicaOptions.start_timeout_s,
-        on_start_timeout: str = ReplicaOptions.on_start_timeout,
-        timeout: float = ReplicaOptions.timeout,
-        quorum_timeout: float = ReplicaOptions.quorum_timeout,
-        connect_timeout: float = ReplicaOptions.connect_timeout,
-        quorum_retries: int = ReplicaOptions.quorum_retries,
-        coordinator_addr: str | None = None,
-        heartbeat_interval_s: float = ReplicaOptions.heartbeat_interval_s,
-        give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
-        hang_timeout_s: float | None = ReplicaOptions.hang_timeout_s,
-        hostname: str | None = None,
-        backend: str | None = None,
-        backup_device: str | None = None,
-        pin_memory: bool = ReplicaOptions.pin_memory,
-        final_sync: bool = ReplicaOptions.final_sync,
-        heal_inner_state: str = ReplicaOptions.heal_inner_state,
-        eval_weights: str = ReplicaOptions.eval_weights,
-        on_bad_state: str = ReplicaOptions.on_bad_state,
-        digest_every: int = ReplicaOptions.digest_every,
-        run_dir: str | None = None,
-        tls_dir: str | None = None,
-        manager: Any = None,
-    ) -> None:
-        self.settings = DiLoCoSettings(
-            sync_every=sync_every,
-            num_fragments=num_fragments,
-            fragment_patterns=fragment_patterns,
-            fragment_sync_delay=fragment_sync_delay,
-            fragment_update_alpha=fragment_update_alpha,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            outer_nesterov=outer_nesterov,
-            weight_by=weight_by,
-            sync_buffers=sync_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            wire_format=wire_format,
-            error_feedback=error_feedback,
-            max_sync_retries=max_sync_retries,
-        )
-        self.options = ReplicaOptions(
-            replica_id=replica_id,
-            num_replicas=num_replicas,
-            lighthouse_addr=lighthouse_addr,
-            min_replica_size=min_replica_size,
-            start_timeout_s=start_timeout_s,
-            on_start_timeout=on_start_timeout,
-            timeout=timeout,
-            quorum_timeout=quorum_timeout,
-            connect_timeout=connect_timeout,
-            quorum_retries=quorum_retries,
-            coordinator_addr=coordinator_addr,
-            heartbeat_interval_s=heartbeat_interval_s,
-            give_up_after_s=give_up_after_s,
-            hang_timeout_s=hang_timeout_s,
-            hostname=hostname,
-            backend=backend,
-            backup_device=backup_device,
-            pin_memory=pin_memory,
-            final_sync=final_sync,
-            heal_inner_state=heal_inner_state,
-            eval_weights=eval_weights,
-            on_bad_state=on_bad_state,
-            digest_every=digest_every,
-            run_dir=run_dir,
-            tls_dir=tls_dir,
-        ).with_environment()
+    @takes(CallbackArguments)
+    def __init__(self, **given: Any) -> None:
+        self._given = given  # a coordinator's settings are compared with what was given
+        self.settings = pick(DiLoCoSettings, given)
+        self.options = pick(ReplicaOptions, given).with_environment()
         name_the_node()
         if package_log.level == logging.NOTSET:
             package_log.setLevel(logging.INFO)  # llm-foundry lets only its own packages speak
         self.diloco: DiLoCo | None = None
         self.result: dict[str, Any] = {}
-        self._given_manager = manager
+        self._given_manager = given.get("manager")
         self._manager: Any = None
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
         self._run: CoordinatedRun | None = None
@@ -213,7 +129,7 @@ class DiLoCoCallback(Callback):
         self._data: DataShare | None = None
         """This group's share of the data, if the loader is one of ours."""
         self._must_not_start: str | None = None
-        self._resume = Resume(self.settings, on_bad_state)
+        self._resume = Resume(self.settings, self.options.on_bad_state)
         self._ended: dict[str, Any] | None = None
         """What the fit before this one has left."""
         self._left: dict[str, int] | None = None
@@ -221,12 +137,12 @@ class DiLoCoCallback(Callback):
         self._weights: GlobalWeights | None = None
         self._averages: WeightAverages | None = None
         self._loads_active_ema = False
-        self._evaluation = Evaluation(eval_weights)
+        self._evaluation = Evaluation(self.options.eval_weights)
         self._layout: CheckpointLayout | None = None
         self._handover: Handover | None = None
         self._parent = os.getppid()
         self._folder = ReplicaFolder(None, "")
-        self._progress = Progress(self._folder, sync_every)
+        self._progress = Progress(self._folder, self.settings.sync_every)
 
     # ---- Composer's events, in the order in which they come ---------------------------------
 

@@ -19,14 +19,14 @@ from torchft.manager import Manager
 from composer_replication.callback.checkpoint_files import newest_whole
 from composer_replication.callback.run_folder import last_outer_step
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S
-from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.options import DiLoCoOptions
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.replica.factory import backend_for, make_manager
 from composer_replication.replica.lighthouse import read_status
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.options import ReplicaOptions, replica_id_of
+from composer_replication.replica.options import ManagerOptions, ReplicaOptions, lighthouse_of
 from composer_replication.replica.process_group import host_store
 from composer_replication.replica.ranks import broadcast
 
@@ -93,29 +93,16 @@ def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
         ValueError: No lighthouse is named.
         ConnectionError: See ``make_manager``.
     """
-    if options.lighthouse_addr is None:
-        raise ValueError(
-            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
-            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
-        )
+    lighthouse_of(options)  # an error here is no wait for another rank's store
     store = host_store(options.hostname) if dist.get_global_rank() == 0 else None
     host, port = broadcast((store.host, store.port) if store else None)
+    own = pick(ManagerOptions, vars(options) | {"backend": _backend(options, state)})
     manager = make_manager(
-        replica_id=replica_id_of(options),
-        lighthouse_addr=options.lighthouse_addr,
-        min_replica_size=options.min_replica_size,
-        timeout=options.timeout,
-        quorum_timeout=options.quorum_timeout,
-        connect_timeout=options.connect_timeout,
-        quorum_retries=options.quorum_retries,
-        give_up_after_s=options.give_up_after_s,
+        **vars(own),
         rank=dist.get_global_rank(),
         world_size=dist.get_world_size(),
         store_addr=host,
         store_port=port,
-        hostname=options.hostname,
-        backend=_backend(options, state),
-        tls_dir=options.tls_dir,
     )
     manager.store = store
     return manager
@@ -140,30 +127,12 @@ def build_diloco(
         manager,
         unwrapped(state),
         state.optimizers[0],
-        nesterov_sgd(settings.outer_lr, settings.outer_momentum, settings.outer_nesterov),
-        settings.sync_every,
-        num_fragments=settings.num_fragments,
-        fragment_patterns=settings.fragment_patterns,
-        fragment_sync_delay=settings.fragment_sync_delay,
-        fragment_update_alpha=settings.fragment_update_alpha,
-        weight_by=settings.weight_by,
-        sync_buffers=settings.sync_buffers,
-        bucket_cap_mb=settings.bucket_cap_mb,
-        wire_format=settings.wire_format,
-        error_feedback=settings.error_feedback,
-        max_sync_retries=settings.max_sync_retries,
-        backup_device=options.backup_device,
-        pin_memory=options.pin_memory,
-        num_replicas=options.num_replicas or 1,
-        start_timeout_s=options.start_timeout_s,
-        on_start_timeout=options.on_start_timeout,
+        **vars(settings),
+        **vars(pick(DiLoCoOptions, vars(options))),
         must_not_start=must_not_start,
-        give_up_after_s=options.give_up_after_s,
-        digest_every=options.digest_every,
         ranks=torch.distributed.group.WORLD if dist.get_world_size() > 1 else None,
         message_device="cpu" if _backend(options, state) == "gloo" else None,
         also_synced=also_synced,
-        hang_timeout_s=options.hang_timeout_s or HANG_TIMEOUT_S,
     )
 
 

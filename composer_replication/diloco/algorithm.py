@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 import torchft.local_sgd
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
+from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.averaging.quantized_mean import check_can_encode
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
@@ -26,6 +26,7 @@ from composer_replication.diloco.fragments import (
 )
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
+from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_loop import OuterLoop, SyncError
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
@@ -36,12 +37,7 @@ from composer_replication.diloco.outer_optimizer import (
 )
 from composer_replication.diloco.peer_table import DivergenceError, RollCall
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
-from composer_replication.diloco.settings import (
-    ON_START_TIMEOUT,
-    START_TIMEOUT_S,
-    DiLoCoSettings,
-    StartPolicy,
-)
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import count_shards
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -70,37 +66,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     Use it as a context manager around training: entering joins the other groups (blocks until they
     are there), leaving takes the hooks off the inner optimizer.
 
-    Args:
-        manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
-        model_fragments: The model, or a sequence of modules with one a fragment.
-        inner_optimizer: Trains the local parameters; each of its steps is counted.
-        outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
-            ``torch.optim.Optimizer`` that moves them. None: SGD, lr 0.7, Nesterov momentum 0.9.
-        sync_every: See ``DiLoCoSettings``, as for every argument not listed here.
-        backup_device: Where global parameters and outer state live. None: in host memory.
-        pin_memory: Whether they are pinned there, if there is an accelerator.
-        num_replicas: How many groups a cold start waits for. A group that finds others in training
-            joins these whatever their number.
-        start_timeout_s: How long a cold start waits for them, in seconds.
-        on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
-        must_not_start: Why this group must not begin a run; it then waits for one that has the
-            run's state. None: it may.
-        give_up_after_s: How long a sync waits for ``min_replica_size`` groups, in seconds; None for
-            ever.
-        digest_every: Every how many outer steps the groups compare digests of their global
-            parameters, and a report has the ``global_digest``; 0 for never.
-        ranks: All ranks of this group. Under DDP all hold the same, and each sends a share of the
-            pseudo-gradient. Under FSDP2 each sends the shard that it holds, and they decide
-            together whether the group's pseudo-gradient is finite. None: this rank alone, or with
-            FSDP2 all ranks of the default process group.
-        message_device: Where pseudo-gradients are formed and summed. None: where the model is, as
-            NCCL wants it. ``cpu`` for a model on an accelerator and groups that average over gloo:
-            then a sync needs no memory on the accelerator.
-        also_synced: Names of parameters that are frozen now and belong to the global state, since
-            they were trained when the run began.
-        hang_timeout_s: After how long without progress this process is taken for hung, and ends
-            with a traceback of every thread, in seconds (``HangWatch``). A wait for other groups
-            does not count. ``math.inf`` for never.
+    Its arguments are those of :class:`DiLoCoArguments`: what to train, the run's settings
+    (:class:`DiLoCoSettings`) and the group's options (:class:`DiLoCoOptions`).
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
@@ -113,77 +80,40 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         DivergenceError: From there too, if this group's global parameters are not the others'.
     """
 
-    def __init__(
-        self,
-        manager: DiLoCoManager | Manager,
-        model_fragments: nn.Module | Sequence[nn.Module],
-        inner_optimizer: torch.optim.Optimizer,
-        outer_optimizer: OuterOptimizer | None = None,
-        sync_every: int = DiLoCoSettings.sync_every,
-        *,
-        num_fragments: int = DiLoCoSettings.num_fragments,
-        fragment_patterns: Sequence[str | Sequence[str]] | None = None,
-        fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay,
-        fragment_update_alpha: float = DiLoCoSettings.fragment_update_alpha,
-        weight_by: str = DiLoCoSettings.weight_by,
-        sync_buffers: str = DiLoCoSettings.sync_buffers,
-        bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
-        wire_format: str = DiLoCoSettings.wire_format,
-        error_feedback: bool = DiLoCoSettings.error_feedback,
-        max_sync_retries: int = DiLoCoSettings.max_sync_retries,
-        backup_device: torch.device | str | None = None,
-        pin_memory: bool = True,
-        num_replicas: int = 1,
-        start_timeout_s: float = START_TIMEOUT_S,
-        on_start_timeout: str = ON_START_TIMEOUT[0],
-        must_not_start: str | None = None,
-        give_up_after_s: float | None = None,
-        digest_every: int = 0,
-        ranks: ProcessGroup | None = None,
-        message_device: torch.device | str | None = None,
-        also_synced: Collection[str] = (),
-        hang_timeout_s: float = HANG_TIMEOUT_S,
-    ) -> None:
+    @takes(DiLoCoArguments)
+    def __init__(self, *trained: Any, **named: Any) -> None:
+        self._arguments = arguments = DiLoCoArguments(*trained, **named)
+        manager, inner_optimizer = arguments.manager, arguments.inner_optimizer
+        model_fragments, ranks = arguments.model_fragments, arguments.ranks
         if not isinstance(model_fragments, nn.Module):
             model_fragments = list(model_fragments)
-            num_fragments = len(model_fragments) or num_fragments
-        self.settings = settings = DiLoCoSettings(
-            sync_every=sync_every,
-            num_fragments=num_fragments,
-            fragment_patterns=fragment_patterns,
-            fragment_sync_delay=fragment_sync_delay,
-            fragment_update_alpha=fragment_update_alpha,
-            weight_by=weight_by,
-            sync_buffers=sync_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            wire_format=wire_format,
-            error_feedback=error_feedback,
-            max_sync_retries=max_sync_retries,
+            named["num_fragments"] = len(model_fragments) or arguments.num_fragments
+        self.settings = settings = pick(DiLoCoSettings, vars(arguments) | named)
+        _check_use(settings, arguments.outer_optimizer, named)
+        check_can_encode(manager, settings.wire_format)
+        outer_optimizer = arguments.outer_optimizer or nesterov_sgd(
+            settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
         )
-        if settings.discards_overlapped_steps:
-            warnings.warn(
-                f"fragment_sync_delay={fragment_sync_delay} with fragment_update_alpha=0 throws "
-                f"away the {fragment_sync_delay} inner steps taken during every sync: "
-                "use fragment_update_alpha=0.5, as arXiv 2501.18512 does",
-                stacklevel=2,
-            )
-        check_can_encode(manager, wire_format)
-        outer_optimizer = outer_optimizer or nesterov_sgd()
         check_sign(outer_optimizer)
-        fragments = split_model(model_fragments, num_fragments, fragment_patterns, also_synced)
+        fragments = split_model(
+            model_fragments,
+            settings.num_fragments,
+            settings.fragment_patterns,
+            arguments.also_synced,
+        )
         check_trained_by(fragments, inner_optimizer)
         self._left_out = left_out(model_fragments, fragments)
         buffers = split_buffers(model_fragments, len(fragments))
         if settings.sync_buffers == "none":
             buffers = [{} for _ in fragments]
-        backup = torch.device(backup_device or "cpu")
+        backup = torch.device(arguments.backup_device or "cpu")
         num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
         sharded_over = None
         if num_shards > 1:
             sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
         owned = [
             GlobalParameters(
-                parameters, outer_optimizer, backup, pin_memory, own_buffers, sharded_over
+                parameters, outer_optimizer, backup, arguments.pin_memory, own_buffers, sharded_over
             )
             for parameters, own_buffers in zip(fragments, buffers, strict=True)
         ]
@@ -204,7 +134,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         }
         self._state = GlobalState(owned, fingerprint)
         self._clock = SyncClock()
-        roll_call = RollCall(cast(DiLoCoManager, manager), self._state, digest_every)
+        roll_call = RollCall(cast(DiLoCoManager, manager), self._state, arguments.digest_every)
+        message_device = arguments.message_device
         self._fragments: list[FragmentSync] = [  # pyright: ignore[reportIncompatibleVariableOverride]
             FragmentSync(
                 manager,
@@ -229,14 +160,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._clock,
             roll_call,
             inner_optimizer,
-            digest_every,
-            give_up_after_s,
+            arguments.digest_every,
+            arguments.give_up_after_s,
         )
         self.counts_steps = True
         self.has_joined_others = False
-        self._start = StartPolicy(num_replicas, start_timeout_s, on_start_timeout, must_not_start)
         self._samples = 0
-        self._hang_timeout_s = hang_timeout_s
         self._hang_watch: HangWatch | None = None
 
     # ---- the schedule is torchft's; behind it, the retry ------------------------------------
@@ -340,7 +269,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
-        self._hang_watch = HangWatch(self._hang_timeout_s)
+        self._hang_watch = HangWatch(self._arguments.hang_timeout_s or HANG_TIMEOUT_S)
         try:
             self._join()
         except BaseException:
@@ -351,7 +280,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def _join(self) -> None:
         with self._blocking():
-            self.has_joined_others = self._outer.join(self._start)
+            self.has_joined_others = self._outer.join(
+                self._arguments, self._arguments.must_not_start
+            )
             if self.has_joined_others:
                 # As far from the next sync as the others, who apply this one after the delay.
                 self._local_step = -self.settings.fragment_sync_delay
@@ -516,3 +447,22 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def _register_state_dict_fn(self) -> None:
         """torchft's own heal state is not used; the outer loop registers ours."""
+
+
+def _check_use(
+    settings: DiLoCoSettings, outer_optimizer: OuterOptimizer | None, named: Collection[str]
+) -> None:
+    unused = [name for name in named if name.startswith("outer_") and name != "outer_optimizer"]
+    if outer_optimizer is not None and unused:
+        raise ValueError(
+            f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
+            "these are of the SGD that DiLoCo makes without one"
+        )
+    if settings.discards_overlapped_steps:
+        delay = settings.fragment_sync_delay
+        warnings.warn(
+            f"fragment_sync_delay={delay} with fragment_update_alpha=0 throws away the {delay} "
+            "inner steps taken during every sync: use fragment_update_alpha=0.5, as arXiv "
+            "2501.18512 does",
+            stacklevel=4,
+        )

@@ -12,7 +12,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.settings import StartPolicy, compare_fingerprints
+from composer_replication.diloco.options import StartPolicy
+from composer_replication.diloco.settings import compare_fingerprints
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class StartBarrier:
     Args:
         manager: The torchft manager, or its simulated double.
         policy: How many groups to wait for, how long, and what then.
+        must_not_start: Why this group must not begin a run; None: it may.
     """
 
     MAX_FAILURES = 2
@@ -47,9 +49,12 @@ class StartBarrier:
     POLL_S = 0.5
     SAY_EVERY_S = 30.0
 
-    def __init__(self, manager: DiLoCoManager, policy: StartPolicy) -> None:
+    def __init__(
+        self, manager: DiLoCoManager, policy: StartPolicy, must_not_start: str | None
+    ) -> None:
         self._manager = manager
         self._policy = policy
+        self._must_not_start = must_not_start
         self._failures = 0
         self._last_failure: str | None = None
         self._began = time.monotonic()
@@ -66,17 +71,17 @@ class StartBarrier:
                 state is here.
         """
         policy, num_present = self._policy, self._manager.num_participants()
-        is_enough = num_present >= policy.num_replicas
+        is_enough = num_present >= policy.num_awaited
         starts_late = policy.on_start_timeout == "start" and self._is_late()
-        may_not = policy.must_not_start is not None and self._manager.current_step() == 0
+        may_not = self._must_not_start is not None and self._manager.current_step() == 0
         votes = torch.tensor([float(is_enough or starts_late), float(may_not)], device=device)
         self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
         if self._manager.errored() is not None:
             return False
-        situation = f"{num_present} of {policy.num_replicas} replica groups are there"
+        situation = f"{num_present} of {policy.num_awaited} replica groups are there"
         yes, no = votes.tolist()
         if may_not:
-            situation += f", and none of them has the run's state. {policy.must_not_start}"
+            situation += f", and none of them has the run's state. {self._must_not_start}"
             if is_enough:
                 raise NothingToContinueFromError(situation)
         if no or not yes:
@@ -109,7 +114,7 @@ class StartBarrier:
         if not isinstance(error, TooFewGroups):  # for example since a group left again
             situation = self._last_failure = f"the start did not commit: {cause}"
             log.warning("%s%s", situation[0].upper(), situation[1:])
-        ends = self._policy.on_start_timeout == "error" or self._policy.must_not_start is not None
+        ends = self._policy.on_start_timeout == "error" or self._must_not_start is not None
         if self._is_late() and ends:
             raise TimeoutError(
                 f"no start within start_timeout_s={self._policy.start_timeout_s:g}: {situation}. "

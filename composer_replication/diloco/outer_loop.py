@@ -19,9 +19,10 @@ from composer_replication.diloco.joining import (
     agree_on_settings,
     share_initial_parameters,
 )
+from composer_replication.diloco.options import StartPolicy
 from composer_replication.diloco.peer_table import RollCall
 from composer_replication.diloco.sample_ledger import Claim
-from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
 
@@ -276,17 +277,21 @@ class OuterLoop:
             fragment.take_global()
         self._state.ledger.stop_reading()
 
-    def join(self, policy: StartPolicy) -> bool:
+    def join(self, policy: StartPolicy, must_not_start: str | None) -> bool:
         """Take the global state and contribute nothing, before the first inner step.
 
         At a cold start nobody has one: all wait for each other and take the initial parameters of
         the first. Later the peers' next sync is this group's join (its heal is torchft's). If all
         are resuming they wait for each other too, and each goes on where it stopped.
 
+        Args:
+            policy: How a cold start waits for the others.
+            must_not_start: Why this group must not begin a run; None: it may.
+
         Returns:
             Whether this group has joined others in training.
         """
-        barrier = StartBarrier(self._manager, policy)
+        barrier = StartBarrier(self._manager, policy, must_not_start)
         device = self._fragments[0].device
         while True:
             self._manager.start_quorum()
@@ -296,7 +301,7 @@ class OuterLoop:
                 if self._start() if starts else self._manager.should_commit():
                     return False
             else:
-                if self._manager.num_participants() > 1 or policy.num_replicas == 1:
+                if self._manager.num_participants() > 1 or policy.num_awaited == 1:
                     self._sync_joining()
                     if not self._roll_call.are_all_joining:
                         self._state.ledger.stop_reading()  # resumed steps may be lost in part

@@ -8,12 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
-
-START_TIMEOUT_S = 600.0
-"""How long a cold start waits for the other replica groups, in seconds."""
-
-ON_START_TIMEOUT = ("error", "start")
-"""What a cold start does when too few replica groups have come in time."""
+from composer_replication.diloco.checks import check_integer, check_number
 
 WEIGHT_BY = ("uniform", "steps", "samples")
 
@@ -88,13 +83,13 @@ class DiLoCoSettings:
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "num_fragments"):
-            _check_integer(name, getattr(self, name), at_least=1)
+            check_integer(name, getattr(self, name), at_least=1)
         for name in ("fragment_sync_delay", "max_sync_retries"):
-            _check_integer(name, getattr(self, name), at_least=0)
-        _check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
-        _check_number("outer_lr", self.outer_lr, 0.0, math.inf)
-        _check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
-        _check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
+            check_integer(name, getattr(self, name), at_least=0)
+        check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
+        check_number("outer_lr", self.outer_lr, 0.0, math.inf)
+        check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
+        check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
         for name in ("outer_nesterov", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
@@ -155,36 +150,6 @@ class DiLoCoSettings:
         return agreed
 
 
-@dataclass(frozen=True)
-class StartPolicy:
-    """How a cold start waits for the other replica groups.
-
-    Args:
-        num_replicas: How many groups it waits for.
-        start_timeout_s: How long, in seconds.
-        on_start_timeout: What it does then, one of ``ON_START_TIMEOUT``.
-        must_not_start: Why this group must not begin a run, for example since the run has made
-            outer steps already: it waits for a group that has the run's state. None: it may.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-
-    num_replicas: int = 1
-    start_timeout_s: float = START_TIMEOUT_S
-    on_start_timeout: str = ON_START_TIMEOUT[0]
-    must_not_start: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_integer("num_replicas", self.num_replicas, at_least=1)
-        _check_number("start_timeout_s", self.start_timeout_s, 0.0, math.inf)
-        if self.on_start_timeout not in ON_START_TIMEOUT:
-            raise ValueError(
-                f"on_start_timeout={self.on_start_timeout!r}: use one of "
-                f"{', '.join(ON_START_TIMEOUT)}"
-            )
-
-
 def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
     """Check that every fragment gets its turn in a round, one at a time.
 
@@ -240,17 +205,3 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
         for key in keys
         if mine.get(key) != saved.get(key)
     ]
-
-
-def _check_integer(name: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name}={value!r}: use an integer of at least {at_least}")
-
-
-def _check_number(
-    name: str, value: object, low: float, high: float, *, below: bool = False
-) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (below and value == high):  # pyright: ignore
-        bounds = f"{low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name}={value!r}: use a number {bounds}{', exclusive' if below else ''}")

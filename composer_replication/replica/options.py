@@ -5,13 +5,14 @@ Imports neither torch nor Composer.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
-from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
+from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
+from composer_replication.diloco.options import DiLoCoOptions, WaitLimit
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
@@ -19,57 +20,76 @@ HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-_SECONDS = (
-    "start_timeout_s",
-    "timeout",
-    "quorum_timeout",
-    "connect_timeout",
-    "heartbeat_interval_s",
-)
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "backend": (None, "gloo", "nccl"),
-    "heal_inner_state": ("own", "donor"),
-    "eval_weights": ("global", "local"),
-    "on_bad_state": ("error", "fresh"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaOptions:
-    """One replica group's own options; the defaults of ``DiLoCoCallback`` and ``make_manager``.
+class ManagerOptions(WaitLimit):
+    """How a replica group reaches the others.
 
     Args:
         replica_id: Name of this replica group, different in each (``check_replica_id``). None:
             ``REPLICA_GROUP_ID``.
-        num_replicas: Groups that a cold start waits for. None: ``NUM_REPLICA_GROUPS``, else 1.
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
             the coordinator knows.
-        coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
-            None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
-        heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
-        start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
-        on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
             which groups differ between two syncs.
         connect_timeout: Limit of connecting to the lighthouse, in seconds.
         quorum_retries: How often a quorum is asked for again when the lighthouse is away, spread
             over ``quorum_timeout``: by default once a second.
-        give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
-            that is an error, in seconds. None: for ever; what is missing is logged.
-        hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
-            group is taken for hung and ends, with a traceback of every thread in its log, in
-            seconds. A process that is busy all the while gets five times as long, and waiting for
-            other groups does not count. ``.inf`` for never. None:
-            ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
-        hostname: How peers reach this machine; what they reach listens on that address, if it is
-            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
-            every interface.
+        hostname: How peers reach this machine: its store, manager, process group and heal server,
+            which listen on that address if it is one of this machine's. None:
+            ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
         backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
             ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
-        backup_device: Where global parameters and outer state live. None: in host memory.
-        pin_memory: Whether they are pinned there, if there is an accelerator.
+        tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
+            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
+            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
+
+    Raises:
+        ValueError: A value is out of range; the message has the value and the fix.
+    """
+
+    replica_id: str | int | None = None
+    lighthouse_addr: str | None = None
+    min_replica_size: int = 1
+    timeout: float = 60.0
+    quorum_timeout: float = 3600.0
+    connect_timeout: float = 5.0
+    quorum_retries: int = 3600
+    hostname: str | None = None
+    backend: str | None = None
+    tls_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        WaitLimit.__post_init__(self)
+        if self.replica_id is not None:
+            check_replica_id(self.replica_id)
+        for name in ("timeout", "quorum_timeout", "connect_timeout"):
+            check_seconds(name, getattr(self, name))
+        check_integer("min_replica_size", self.min_replica_size, at_least=1)
+        check_integer("quorum_retries", self.quorum_retries, at_least=0)
+        check_choice("backend", self.backend, (None, "gloo", "nccl"))
+
+    def with_environment(self, environ: Mapping[str, str] | None = None) -> Self:
+        """Fill what was not given from the environment; an argument beats a variable."""
+        env = ReplicaEnv.from_env(environ)
+        given = {name: value for name, value in vars(env).items() if name in vars(self)}
+        return replace(
+            self, **{name: v for name, v in given.items() if getattr(self, name) is None}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions(DiLoCoOptions, ManagerOptions):
+    """All options of one replica group; those of ``DiLoCo`` and ``make_manager`` are among them.
+
+    What is None comes from the environment, if there is a variable of it: see ``ReplicaEnv``.
+
+    Args:
+        coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
+            None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
+        heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
         final_sync: Whether training ends with a sync of what has been trained since the last one,
             after which the model holds the global parameters.
         heal_inner_state: The inner optimizer's state of a group that takes over the others' global
@@ -80,80 +100,32 @@ class ReplicaOptions:
             about, or this group's ``local`` ones.
         on_bad_state: What to do with a checkpoint that cannot be continued from, for example since
             it was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
-        digest_every: Every how many outer steps the groups compare digests of their global
-            parameters, and log them; 0 for never.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
-        tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
-            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
-            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
-    replica_id: str | int | None = None
-    num_replicas: int | None = None
-    lighthouse_addr: str | None = None
     coordinator_addr: str | None = None
     heartbeat_interval_s: float = 1.0
-    min_replica_size: int = 1
-    start_timeout_s: float = START_TIMEOUT_S
-    on_start_timeout: str = ON_START_TIMEOUT[0]
-    timeout: float = 60.0
-    quorum_timeout: float = 3600.0
-    connect_timeout: float = 5.0
-    quorum_retries: int = 3600
-    give_up_after_s: float | None = None
-    hang_timeout_s: float | None = None
-    hostname: str | None = None
-    backend: str | None = None
-    backup_device: str | None = None
-    pin_memory: bool = True
     final_sync: bool = True
     heal_inner_state: str = "own"
     eval_weights: str = "global"
     on_bad_state: str = "error"
-    digest_every: int = 0
     run_dir: str | None = None
-    tls_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in _SECONDS:
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
-        if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
+        DiLoCoOptions.__post_init__(self)
+        ManagerOptions.__post_init__(self)
+        check_seconds("heartbeat_interval_s", self.heartbeat_interval_s)
+        check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
+        check_choice("eval_weights", self.eval_weights, ("global", "local"))
+        check_choice("on_bad_state", self.on_bad_state, ("error", "fresh"))
+        if self.num_replicas is not None and self.min_replica_size > self.num_replicas:
             raise ValueError(
-                f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null"
+                f"min_replica_size={self.min_replica_size} is above num_replicas="
+                f"{self.num_replicas}: no sync could ever commit. Use at most that"
             )
-        if self.hang_timeout_s is not None and not self.hang_timeout_s > 0:
-            raise ValueError(
-                f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
-            )
-        if self.replica_id is not None:
-            check_replica_id(self.replica_id)
-        for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
-            _check_count(name, getattr(self, name), least)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                known = " or ".join(filter(None, choices))
-                raise ValueError(f"{name}={getattr(self, name)!r}: use {known}")
-        StartPolicy(self.num_replicas or 1, self.start_timeout_s, self.on_start_timeout)
-        if self.num_replicas is not None:
-            _check_count("num_replicas", self.num_replicas, 1)
-            if self.min_replica_size > self.num_replicas:
-                raise ValueError(
-                    f"min_replica_size={self.min_replica_size} is above num_replicas="
-                    f"{self.num_replicas}: no sync could ever commit. Use at most that"
-                )
-
-    def with_environment(self, environ: Mapping[str, str] | None = None) -> ReplicaOptions:
-        """Fill what was not given from the environment; an argument beats a variable."""
-        env = ReplicaEnv.from_env(environ)
-        given = {name: value for name, value in vars(env).items() if name in vars(self)}
-        return replace(
-            self, **{name: v for name, v in given.items() if getattr(self, name) is None}
-        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +216,7 @@ def check_replica_id(replica_id: str | int) -> None:
         )
 
 
-def replica_id_of(options: ReplicaOptions) -> str:
+def replica_id_of(options: ManagerOptions) -> str:
     """The name of this group.
 
     Raises:
@@ -256,6 +228,20 @@ def replica_id_of(options: ReplicaOptions) -> str:
             "of each group, or callbacks.diloco.replica_id"
         )
     return str(options.replica_id)
+
+
+def lighthouse_of(options: ManagerOptions) -> str:
+    """The address of this group's lighthouse.
+
+    Raises:
+        ValueError: None is named.
+    """
+    if options.lighthouse_addr is None:
+        raise ValueError(
+            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
+            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
+        )
+    return options.lighthouse_addr
 
 
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
@@ -291,8 +277,3 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
             "the new and the old one while it is being replaced"
         )
     return tokens
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: use an integer of at least {least}")

@@ -5,7 +5,6 @@ OmegaConf lives here only; dicts leave.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
@@ -17,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
+from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.json_files import naming
 from composer_replication.replica.options import ReplicaOptions
@@ -180,11 +180,9 @@ def _check_section(section: str, contents: Any, components: Mapping[str, Compone
 
 def check_diloco(section: Mapping[str, Any]) -> None:
     """Check ``callbacks.diloco`` without building the callback."""
-    agreed = {field.name for field in dataclasses.fields(DiLoCoSettings)}
-    own = {field.name for field in dataclasses.fields(ReplicaOptions)}
     try:
-        DiLoCoSettings(**{key: value for key, value in section.items() if key in agreed})
-        ReplicaOptions(**{key: value for key, value in section.items() if key in own})
+        pick(DiLoCoSettings, section)
+        pick(ReplicaOptions, section)
     except ValueError as error:
         raise ConfigError(f"callbacks.diloco: {error}") from error
 
