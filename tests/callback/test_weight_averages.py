@@ -236,6 +236,7 @@ def test_before_ema_has_started_the_global_weights_are_evaluated_and_saved(tmp_p
 
 
 @pytest.mark.parametrize("diloco", [{"sync_every": 3}, STREAMING], ids=["vanilla", "streaming"])
+@pytest.mark.slow
 def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, diloco):
     def whole(sim):
         return fit(sim, EMA(half_life="2ba"), diloco=diloco, **saving(tmp_path, sim))

@@ -23,6 +23,8 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import GlobalParameters, nesterov_sgd
 from composer_replication.diloco.shards import Shards, count_shards
 
+pytestmark = pytest.mark.integration
+
 RANKS = 4
 CPU = torch.device("cpu")
 

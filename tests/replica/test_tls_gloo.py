@@ -21,6 +21,8 @@ from composer_replication.replica.tls import client_context
 from composer_replication.replica.tls_gloo import HIGHER, LOWER, TlsTunnel, _port
 from composer_replication.replica.tls_relay import OWN
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def certificates(tmp_path):

@@ -12,6 +12,8 @@ from forked import context
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 
+pytestmark = pytest.mark.integration
+
 RANKS = 3
 SIZES = [[5, 1, 70_000, 3], [2], [RANKS * 16], [200_000]]
 
