@@ -59,7 +59,7 @@ def wait_for(running: list[RunningGroup]) -> None:
 
 def lines_of(folder: Path, group: int, rank: int) -> list[dict[str, Any]]:
     path = folder / f"{group}_{rank}.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.mark.parametrize(

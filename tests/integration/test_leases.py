@@ -277,10 +277,9 @@ def test_the_ranks_of_a_group_share_its_samples(run_of):
     status = run.status()
     (dataset,) = status["datasets"]
     assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 4000
-    sent = [
-        json.loads(line)["diloco/bytes_sent"]
-        for line in (Path(run.plan["run_dir"]) / "replica_0" / "metrics.jsonl").open()
-    ]
+    metrics = Path(run.plan["run_dir"]) / "replica_0" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    sent = [json.loads(line)["diloco/bytes_sent"] for line in lines]
     assert set(sent) == {4 * (7 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
     # The last batch before a pause has a sample twice where the ranks would else differ.
     assert twice.sum() <= 6, status
