@@ -169,6 +169,7 @@ def part_of(path):
 
 @pytest.mark.parametrize("save", range(1, 6))
 @pytest.mark.parametrize("batches", [4, 5])
+@pytest.mark.slow
 def test_ema_is_of_global_weights_and_leaves_training_alone_at_all_intervals(
     tmp_path, batches, save
 ):
