@@ -12,7 +12,7 @@ import pytest
 from composer_parts.algorithms import ALGORITHMS
 from composer_parts.fits import (
     IDENTITY,
-    NOT_TRIED,
+    NOT_TESTED,
     Part,
     check_equal,
     check_identity,
@@ -27,7 +27,7 @@ from composer_replication.simulation.simulation import SimulationError
 
 pytestmark = pytest.mark.slow
 
-TRIED = {name: part for name, part in ALGORITHMS.items() if part.status != NOT_TRIED}
+TRIED = {name: part for name, part in ALGORITHMS.items() if part.status != NOT_TESTED}
 
 
 @functools.cache

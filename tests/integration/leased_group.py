@@ -58,7 +58,7 @@ class Memory(ComposerModel):
 
 
 def train(plan, replica_id, environ):
-    """One life of a group. It ends when the epochs are over."""
+    """The process of a rank of a group. It ends when the epochs are over."""
     check_that_the_server_only_imports()
     os.environ.update(environ | {"REPLICA_GROUP_ID": str(replica_id)})
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
