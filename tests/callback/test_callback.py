@@ -17,11 +17,11 @@ import time
 import pytest
 import torch
 from composer import Callback
-from composer.callbacks import ExportForInferenceCallback
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from composer_jobs import (
     Each,
+    Exporting,
     callback_of,
     data,
     fit_alone,
@@ -364,7 +364,7 @@ def test_what_is_exported_at_the_end_is_the_final_model_wherever_its_callback_st
 
     def replica(sim):
         path = tmp_path / f"{sim.replica_id}.pt"
-        export = ExportForInferenceCallback("torchscript", str(path))
+        export = Exporting("torchscript", str(path))
         callback = callback_of(sim, sync_every=3)
         given = [export, callback] if is_first else [callback, export]
         logged = InMemoryLogger()

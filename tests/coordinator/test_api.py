@@ -566,6 +566,7 @@ def test_the_page_needs_no_internet(client):
     assert not any(word in page.text for word in ('src="http', 'href="http', "@import", "//cdn"))
 
 
+@pytest.mark.slow
 def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
     client, database = make(tmp_path, clock, token=None)
     # Something to hit: few of the names and keys that are drawn would be known else.

@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
+from integration.groups import free_port
 from integration.replicas import Group, run_groups
-from integration.test_composer_launchers import free_port
 from torch import nn
 from torchft.checkpointing.transport import CheckpointTransport
 
