@@ -9,15 +9,17 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from composer_replication import __version__
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
+from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.errors import INTERRUPTED, report_error
 from composer_replication.launch.lossy_output import lose_what_cannot_be_printed
@@ -135,49 +137,55 @@ def launch(
     raise typer.Exit(status)
 
 
-@app.command()
-def coordinator(
-    config: Config,
-    overrides: Overrides = None,
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """What the command ``coordinator`` takes."""
+
+    config: Config
+    overrides: Overrides = None
     bind: Annotated[
         str, typer.Option(help="Where to listen; the lighthouse: next port.", metavar="ADDR:PORT")
-    ] = "[::]:29512",
-    state_dir: Annotated[Path, typer.Option(help="Where the state is kept.")] = Path("coordinator"),
+    ] = "[::]:29512"
+    state_dir: Annotated[Path, typer.Option(help="Where the state is kept.")] = Path("coordinator")
     token_file: Annotated[
         Path | None,
         typer.Option(
             help="A file with the run's secret; two lines while it is replaced. Else: the "
             "environment's, else one is made in the state folder."
         ),
-    ] = None,
+    ] = None
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Make none: whoever reaches it can change the run.")
-    ] = False,
+    ] = False
     replicas: Annotated[
         int | None, typer.Option(help="Replica groups that a cold start waits for.", min=1)
-    ] = None,
+    ] = None
     hostname: Annotated[
         str | None, typer.Option(help="How groups reach this machine; else its host name.")
-    ] = None,
+    ] = None
     tls_dir: Annotated[
         str | None,
         typer.Option(help="The folder of its certificates, for TLS. Else: the environment's."),
-    ] = None,
+    ] = None
     heartbeat_timeout_s: Annotated[
         float, typer.Option(help="Seconds of silence after which a group is dead.", min=0.1)
-    ] = HEARTBEAT_TIMEOUT_S,
+    ] = HEARTBEAT_TIMEOUT_S
     ssl_certfile: Annotated[
         Path | None, typer.Option(help="A certificate (PEM): serve HTTPS.", show_default=False)
-    ] = None,
+    ] = None
     ssl_keyfile: Annotated[
         Path | None, typer.Option(help="Its private key.", show_default=False)
-    ] = None,
+    ] = None
     ssl_ca_certs: Annotated[
         Path | None,
         typer.Option(help="Refuse clients without a certificate of this CA.", show_default=False),
-    ] = None,
-) -> None:
-    """Say to all replica groups what the settings are, and bring the lighthouse."""
+    ] = None
+
+
+@app.command(help="Say to all replica groups what the settings are, and bring the lighthouse.")
+@takes(CoordinatorOptions)
+def coordinator(**options: Any) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
     from composer_replication.coordinator.http_service import TlsFiles
     from composer_replication.launch.coordinator_command import (
         choose_tokens,
@@ -185,18 +193,19 @@ def coordinator(
         tls_dir_of,
     )
 
-    checked = load_config(config, overrides or [])
+    given = CoordinatorOptions(**options)
+    checked = load_config(given.config, given.overrides or [])
     coordinate(
         checked,
-        config,
-        bind=bind,
-        state_dir=state_dir,
-        tokens=choose_tokens(token_file, no_token, bind, state_dir),
-        replicas=replicas,
-        hostname=hostname,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        tls=TlsFiles.of(ssl_certfile, ssl_keyfile, ssl_ca_certs)
-        or TlsFiles.of_folder(tls_dir or tls_dir_of(checked)),
+        given.config,
+        bind=given.bind,
+        state_dir=given.state_dir,
+        tokens=choose_tokens(given.token_file, given.no_token, given.bind, given.state_dir),
+        replicas=given.replicas,
+        hostname=given.hostname,
+        heartbeat_timeout_s=given.heartbeat_timeout_s,
+        tls=TlsFiles.of(given.ssl_certfile, given.ssl_keyfile, given.ssl_ca_certs)
+        or TlsFiles.of_folder(given.tls_dir or tls_dir_of(checked)),
     )
 
 

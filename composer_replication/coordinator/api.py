@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Annotated, Any
 
@@ -60,6 +60,22 @@ STATUS_OF = {
 """What each of our errors is in HTTP; the text is theirs."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What groups hear of a run beside its settings.
+
+    Args:
+        num_replicas: How many groups a cold start waits for.
+        min_replicas: Fewest groups in a quorum that may commit.
+        model_section: The config's ``model``, which groups compare with their own before they build
+            it; None if it has none.
+    """
+
+    num_replicas: int
+    min_replicas: int = 1
+    model_section: Mapping[str, Any] | None = None
+
+
 def create_app(
     settings: RunSettings,
     registry: Registry,
@@ -71,9 +87,7 @@ def create_app(
     tokens: Collection[str],
     hosts: Collection[str] | None = None,
     lighthouse_addr: str,
-    num_replicas: int,
-    min_replicas: int,
-    model_section: Mapping[str, Any] | None,
+    facts: RunFacts,
 ) -> FastAPI:
     """Build the application.
 
@@ -87,9 +101,7 @@ def create_app(
         tokens: One of them every request but those for the page has to bear; none for no check.
         hosts: Names in the ``Host`` header that are accepted; None for any.
         lighthouse_addr: ``http://host:port``, as groups reach it.
-        num_replicas: How many groups a cold start waits for.
-        min_replicas: Fewest groups in a quorum that may commit.
-        model_section: The config's ``model``, if it has one.
+        facts: Of the run.
     """
     refusals: dict[int | str, dict[str, Any]] = {
         code: {"model": Refusal} for code in (401, 409, 410, 413, 422, 507)
@@ -116,13 +128,13 @@ def create_app(
             settings=asdict(newest),
             settings_version=version,
             settings_source=source,
-            num_replicas=num_replicas,
-            min_replicas=min_replicas,
+            num_replicas=facts.num_replicas,
+            min_replicas=facts.min_replicas,
             lighthouse_addr=lighthouse_addr,
             heartbeat_timeout_s=registry.heartbeat_timeout_s,
             outer_step=streams.outer_step,
             model_fingerprint=registry.model_fingerprint(),
-            model_section=None if model_section is None else dict(model_section),
+            model_section=None if facts.model_section is None else dict(facts.model_section),
         )
 
     @v1.get("/settings/{version}")
