@@ -12,8 +12,12 @@ train: $(VENV)/.installed
 
 # Two workers a core: most tests wait for other processes.
 WORKERS ?= $(shell expr 2 \* $$(nproc))
+PYTEST := $(BIN)/python -m pytest
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 16 --dist worksteal
+	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone' --maxfail 20 || \
+		{ [ $$? -eq 1 ] && echo 'Once more, alone: what failed beside others' && \
+		$(PYTEST) --last-failed --last-failed-no-failures none -m 'not alone'; }
+	$(PYTEST) -m alone
 
 # On a machine with a GPU; PYTHON_GPU is one that has torch for it, ours by default.
 PYTHON_GPU ?= $(BIN)/python

@@ -24,6 +24,13 @@ from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.errors import INTERRUPTED, report_error
 from composer_replication.launch.lossy_output import lose_what_cannot_be_printed
 from composer_replication.launch.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
+from composer_replication.plan import (
+    HOST_S_PER_PARAM,
+    PlannedRun,
+    parse_link,
+    plan_as_json,
+    print_plan,
+)
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.training.config import ConfigError, load_config, save_config
 from composer_replication.training.preflight import check_reachable
@@ -293,63 +300,71 @@ def export(
         print("The checkpoint has no DiLoCo state, so these may be any weights.")
 
 
-@app.command()
-def plan(
-    params: Annotated[float, typer.Option(help="Trainable parameters, e.g. 7e9.")],
+@app.command("plan")
+@dataclass(kw_only=True)
+class PlanCommand:
+    """Compute what rounds of a run would take, send and hold, before anything is rented."""
+
+    params: Annotated[float, typer.Option(help="Trainable parameters, e.g. 7e9.")]
     link: Annotated[
         str,
-        typer.Option(help="What a group can send to the others, e.g. 1Gbit, 100Mbit or 250MB/s."),
-    ],
-    step_time: Annotated[float, typer.Option(help="Seconds of an inner step.")],
-    groups: Annotated[int, typer.Option(help="Replica groups.")],
-    sync_every: Annotated[
-        int, typer.Option(help="Inner steps in a round (H).")
-    ] = DiLoCoSettings.sync_every,
-    num_fragments: Annotated[
-        int, typer.Option(help="Fragments of the streaming run; 1 with no delay is vanilla.")
-    ] = 2,
-    fragment_sync_delay: Annotated[
-        int, typer.Option(help="Inner steps that overlap its syncs (tau).")
-    ] = 5,
+        typer.Option(
+            help="The rate at which a group can send to the others, e.g. 1Gbit, 100Mbit or 250MB/s."
+        ),
+    ]
+    step_time: Annotated[
+        float, typer.Option(help="Seconds of an inner step, measured in one group alone.")
+    ]
+    groups: Annotated[int, typer.Option(help="Number of replica groups.")]
     round_trip: Annotated[
         float, typer.Option(help="Seconds of a round trip between two groups.")
-    ] = 0.0,
+    ] = 0.0
+    host_s_per_param: Annotated[
+        float,
+        typer.Option(
+            help="Seconds a parameter that a sync takes on the host. Measure it with "
+            "benchmarks/sync.py; the default is from 2 CPU cores."
+        ),
+    ] = HOST_S_PER_PARAM
     ranks: Annotated[
-        int, typer.Option(help="Processes in each group, as under DDP: each sends a share.")
-    ] = 1,
-    utilisation: Annotated[
-        float, typer.Option(help="The share of the time to train: which H reaches it?")
-    ] = 0.95,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="A file from benchmarks/calibrate.py. Else: the one that is shipped."),
-    ] = None,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the numbers there.")
-    ] = None,
-) -> None:
-    """Say what rounds of a run would take, send and hold, before anything is rented."""
-    from composer_replication.plan import PlannedRun
-    from composer_replication.plan_calibration import Calibration, parse_link
-    from composer_replication.plan_table import Plan
-
-    if not math.isfinite(params):
-        raise ConfigError(f"params={params}: write how many there are, e.g. 7e9")
-    run = PlannedRun(
-        params=int(params),
-        link_bits_per_s=parse_link(link),
-        step_s=step_time,
-        groups=groups,
-        round_trip_s=round_trip,
-        sync_every=sync_every,
-        num_fragments=num_fragments,
-        fragment_sync_delay=fragment_sync_delay,
-        ranks=ranks,
+        int, typer.Option(help="Processes in each group that hold the same model, as under DDP.")
+    ] = 1
+    sync_every: Annotated[int, typer.Option(help="Inner steps in a round (H).")] = (
+        DiLoCoSettings.sync_every
     )
-    planned = Plan(run, Calibration.load(calibration), utilisation)
-    planned.print(Console())
-    if json_out is not None:
-        json_out.write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+    num_fragments: Annotated[
+        int, typer.Option(help="Fragments of the streaming run. 1 without a delay is vanilla.")
+    ] = 2
+    fragment_sync_delay: Annotated[
+        int, typer.Option(help="Inner steps that overlap a sync of the streaming run (tau).")
+    ] = 5
+    utilisation: Annotated[
+        float,
+        typer.Option(help="The share of the time to train. The table has the shortest round."),
+    ] = 0.95
+    json_out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the numbers to this file.")
+    ] = None
+
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        if not math.isfinite(self.params):
+            raise ConfigError(f"params={self.params}: write how many there are, e.g. 7e9")
+        run = PlannedRun(
+            params=int(self.params),
+            link_bits_per_s=parse_link(self.link),
+            step_s=self.step_time,
+            groups=self.groups,
+            round_trip_s=self.round_trip,
+            host_s_per_param=self.host_s_per_param,
+            ranks=self.ranks,
+            sync_every=self.sync_every,
+            num_fragments=self.num_fragments,
+            fragment_sync_delay=self.fragment_sync_delay,
+        )
+        print_plan(run, self.utilisation, Console())
+        if self.json_out is not None:
+            planned = plan_as_json(run, self.utilisation)
+            self.json_out.write_text(json.dumps(planned, indent=2) + "\n")
 
 
 @app.command()

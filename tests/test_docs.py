@@ -37,3 +37,15 @@ def test_there_are_such_commands():
 def test_every_variable_of_the_security_page_is_read():
     named = set(re.findall(r"COMPOSER_REPLICATION_\w+", SECURITY.read_text()))
     assert named <= set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_every_benchmark_of_the_documents_is_where_they_say():
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    paths = set(re.findall(r"\bbenchmarks/[\w/]+\.py", text))
+    modules = set(re.findall(r"python -m (benchmarks[\w.]*\w)", text))
+    paths |= {f"{module.replace('.', '/')}.py" for module in modules}
+    assert len(paths) > 8
+    assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []

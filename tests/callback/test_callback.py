@@ -451,7 +451,7 @@ def test_when_user_code_raises_the_peers_do_not_wait_for_this_group():
                 trainer.fit()
             trainer.close()
             assert not trainer.state.optimizers[0]._optimizer_step_post_hooks
-            is_done.wait(20)  # this process lives on, as after an exception in a notebook
+            is_done.wait(100)  # this process lives on, as after an exception in a notebook
             return callback.result
         trainer.fit()
         is_done.set()

@@ -359,7 +359,7 @@ def test_groups_that_have_waited_long_for_others_take_over_from_a_newer_checkpoi
         trainer = trainer_of(callback, replica_id=sim.replica_id, **arguments)
         if sim.replica_id == 2:
             sim.manager.shutdown()
-            assert have_waited.wait(20)
+            assert have_waited.wait(100)
             sim.manager._network.come_back(2)
         else:
             asked = sim.manager.start_quorum

@@ -1,6 +1,7 @@
 """Composer's callbacks, as rows of docs/composer.md."""
 
 import itertools
+import threading
 from pathlib import Path
 
 import torch
@@ -53,10 +54,19 @@ def saved(fit, alone):
 numbers = itertools.count()
 
 
+compiling = threading.Lock()  # torch's compiler is one for the groups' threads
+
+
+class Exporting(composer_callbacks.ExportForInferenceCallback):
+    def fit_end(self, state, logger):
+        with compiling:
+            super().fit_end(state, logger)
+
+
 def exporting():
     """Ends in the middle of a round; a file for each, as groups share a folder here."""
     path = f"model{next(numbers)}.pt"
-    one = composer_callbacks.ExportForInferenceCallback("torchscript", path)
+    one = Exporting("torchscript", path)
     return {"callbacks": [one], "max_duration": "10ba"}
 
 

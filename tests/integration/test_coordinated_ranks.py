@@ -13,7 +13,7 @@ from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.settings import DiLoCoSettings
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 RANK = """
 import sys, time
@@ -30,7 +30,7 @@ options = ReplicaOptions(replica_id="a", coordinator_addr=sys.argv[1], heartbeat
 run = CoordinatedRun(options, {})
 run.register([{"w": torch.zeros(1)}])
 print("registered", flush=True)
-for step in range(600):  # a minute
+for step in range(2400):  # four minutes
     time.sleep(0.1)
     try:
         run.offer_settings(Training())
@@ -68,7 +68,7 @@ def test_every_rank_hears_that_another_group_has_its_name(tmp_path):
     try:
         client = CoordinatorClient(coordinator.address, "secret")
         info = client.info()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not coordinator._registry.names():
             assert time.monotonic() < deadline and ranks[0].poll() is None
             time.sleep(0.1)
@@ -86,7 +86,7 @@ def test_every_rank_hears_that_another_group_has_its_name(tmp_path):
         )
         client.heartbeat("a", {"session": "another"})
         client.close()
-        said = [rank.communicate(timeout=50)[0] for rank in ranks]
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

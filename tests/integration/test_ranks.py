@@ -89,7 +89,6 @@ def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_non
             train_ranks_through_a_restart,
             num_replicas=3 * RANKS,
             killed=[4, 5],
-            timeout_s=120.0,
             address=lighthouse.address,
             folder=str(tmp_path),
         )

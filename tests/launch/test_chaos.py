@@ -166,7 +166,6 @@ main()
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("kind", ["one_way", "coordinator"])
 def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
     (tmp_path / "tiny.yaml").write_text(CONFIG)
@@ -176,7 +175,7 @@ def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
         + [f"run_dir={tmp_path / 'run'}"],
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=600,
     )
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     told = json.loads((tmp_path / "run" / "chaos.json").read_text())

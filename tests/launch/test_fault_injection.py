@@ -38,7 +38,7 @@ say("step")
 """
 
 
-def wait_until(condition, within_s=20.0):
+def wait_until(condition, within_s=90.0):
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
@@ -68,6 +68,7 @@ def test_an_order_of_its_last_life_is_not_for_a_process(tmp_path):
     assert not faults.begin() and faults.current("unreachable") is None
 
 
+@pytest.mark.alone
 def test_an_order_holds_from_the_next_sync_on_for_so_long(tmp_path):
     faults = Faults(tmp_path)
     faults.watch()
@@ -112,7 +113,7 @@ def test_a_group_cannot_be_reached_or_cannot_reach_another(tmp_path, monkeypatch
         wait_until(lambda: faults._order == order)
         began = time.monotonic()
         of_a, of_b = all_meet()
-        assert time.monotonic() - began < 20  # and not gloo's timeout
+        assert time.monotonic() - began < 50  # and not gloo's timeout
         blamed = "b" if kind == "unreachable" else "a"
         assert f"replica group {blamed} says it is at {NOWHERE}" in of_b
         assert of_a is not None  # it cannot reach b, or b does not come

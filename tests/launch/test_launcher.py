@@ -112,7 +112,7 @@ def start_launcher(folder, body, num_pids):
 
 
 def wait_for_pids(folder, count):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(found := list((folder / "run").glob("*.pid"))) < count:
         assert time.monotonic() < deadline, f"only {len(found)} of {count} processes started"
         time.sleep(0.05)
@@ -202,11 +202,12 @@ def test_a_group_that_ends_without_a_result_is_a_failed_run(tmp_path, capsys):
 
 
 @pytest.mark.integration
+@pytest.mark.alone
 def test_ctrl_c_leaves_no_process_within_ten_seconds(tmp_path):
     launcher, pids = start_launcher(tmp_path, CLINGS, num_pids=4)
     began = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    said, _ = launcher.communicate(timeout=20)
+    said, _ = launcher.communicate(timeout=60)
     assert time.monotonic() - began < 10
     assert launcher.returncode == 130
     assert alive(pids) == []
@@ -214,6 +215,7 @@ def test_ctrl_c_leaves_no_process_within_ten_seconds(tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.alone
 def test_a_second_ctrl_c_kills_at_once(tmp_path):
     def press_twice():
         wait_for_pids(tmp_path, 2)
@@ -237,8 +239,8 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
 def test_groups_end_when_the_launcher_is_killed(tmp_path):
     launcher, pids = start_launcher(tmp_path, WAITS, num_pids=2)
     launcher.kill()
-    launcher.communicate(timeout=20)
-    deadline = time.monotonic() + 5
+    launcher.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(pids) == []

@@ -21,7 +21,7 @@ from composer_replication.diloco.torchft_api import DiLoCoManager
 LEAST_MESSAGES = 4
 """In a sync. gloo does not receive while it sends an all-gather or all-to-all: over 100 Mbit/s a
 single one takes 1.5 or 1.8 times as long as an allreduce that sends as much, four at a time 1.1 or
-1.2 (``benchmarks/messages.py``)."""
+1.2 (``benchmarks/slow_links/messages.py``)."""
 
 
 def check_can_encode(manager: object, wire_format: str) -> None:
