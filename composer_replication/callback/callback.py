@@ -28,7 +28,6 @@ from composer_replication.callback.composer_job import (
     unwrapped,
     why_not_start,
 )
-from composer_replication.callback.coordinated_run import CoordinatedRun
 from composer_replication.callback.evaluation import Evaluation
 from composer_replication.callback.fit_watch import when_fit_is_over
 from composer_replication.callback.global_weights import GlobalWeights
@@ -39,7 +38,9 @@ from composer_replication.callback.resume import Resume
 from composer_replication.callback.run_folder import ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
 from composer_replication.callback.weight_averages import WeightAverages
-from composer_replication.data.share import DataShare
+from composer_replication.coordinator.client import RunInfo
+from composer_replication.coordinator.membership import Membership, ask_for_run
+from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.fragments import synced_tensors
@@ -124,10 +125,12 @@ class DiLoCoCallback(Callback):
         self._given_manager = given.get("manager")
         self._manager: Any = None
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
-        self._run: CoordinatedRun | None = None
-        """What connects this group with the coordinator, if there is one."""
-        self._data: DataShare | None = None
-        """This group's share of the data, if the loader is one of ours."""
+        self._run: RunInfo | None = None
+        """What the coordinator says about the run, if there is one."""
+        self._membership: Membership | None = None
+        """This group's registration with it, during a fit."""
+        self._data: GroupData | None = None
+        """The samples that this group trains on, if the loader is one of ours."""
         self._must_not_start: str | None = None
         self._resume = Resume(self.settings, self.options.on_bad_state)
         self._ended: dict[str, Any] | None = None
@@ -163,8 +166,9 @@ class DiLoCoCallback(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.options.coordinator_addr is not None:
-            self._run = CoordinatedRun(self.options, self._given)
-            self.settings, self.options = self._run.settings, self._run.options
+            self._run = ask_for_run(self.options)
+            self.settings = self._run.settings
+            self.options = self._run.adopt(self.options, self._given)
             kept = self._resume.state_dict()  # LoadCheckpoint may have loaded it at INIT
             self._resume = Resume(self.settings, self.options.on_bad_state)
             self._resume.keep(kept)
@@ -202,9 +206,9 @@ class DiLoCoCallback(Callback):
         known_step = self._run.outer_step if self._run is not None else 0
         self._must_not_start = why_not_start(self.options, state, known_step) if is_new else None
         if self._run is not None:
-            self._run.register(synced_tensors(unwrapped(state), self.settings, also_synced))
-        settings, session = (self.settings, self._run.session) if self._run else (None, None)
-        self._data = DataShare.of(state, self.options, settings, session)
+            synced = synced_tensors(unwrapped(state), self.settings, also_synced)
+            named = {name: tensor for fragment in synced for name, tensor in fragment.items()}
+            self._membership = Membership(self.options, self._run, named, dist.get_world_size())
         try:
             self._manager = self._given_manager or build_manager(self.options, state)
             self._handover = Handover(
@@ -220,14 +224,20 @@ class DiLoCoCallback(Callback):
                 self._must_not_start,
                 also_synced,
             )
+            self._data = group_data_of(
+                state,
+                self.options,
+                self.diloco,
+                self._membership,
+                functools.partial(self._sync_idle, state, logger),
+            )
             self._layout = self._resume.layout(state, also_synced)
             self._continue_from(resumed, state)
             self.diloco.counts_steps = False
             self._progress.tell_phase("joining", state, self.diloco)
-            stream = self.diloco.stream
             self.diloco.__enter__()
             if self._data is not None:
-                self._data.start(self.diloco, stream, lambda: self._stand_by(state, logger))
+                self._data.start()
             when_fit_is_over(functools.partial(self._leave_after_error, self._manager))
         except BaseException:
             self._leave()  # no heartbeat of ours may hold the others up
@@ -247,7 +257,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         if self._data is not None:
-            self.diloco.expect_position(self._data.place.position)
+            self.diloco.expect_position(self._data.position.samples)
         # Only steps inside a batch count: torch's get_optimizer_state_dict and
         # set_optimizer_state_dict make hidden ones, at a load and, for SGD, at every save.
         self.diloco.counts_steps = True
@@ -311,7 +321,7 @@ class DiLoCoCallback(Callback):
             "eval": {},
         }
         if self._data is not None:
-            self._data.end(self.diloco)
+            self._data.end()
         self._ended = self._diloco_state()  # no copies: there is no next inner step
         self._leave()
         self.diloco = self._data = None
@@ -333,23 +343,23 @@ class DiLoCoCallback(Callback):
         reports = self.diloco.pop_finished_syncs()
         if self._handover is not None:
             self._handover.level_ranks(logger)
-        if reports and self._run is not None:
-            self._run.offer_settings(self.diloco)
+        if reports and self._membership is not None:
+            self.diloco.offer_settings(self._membership.known_settings())
         self._progress.tell_syncs(reports, state, logger)
         told = self._progress.tell_phase(phase, state, self.diloco)
-        if self._run is not None:
-            self._run.report(told)
+        if self._membership is not None:
+            self._membership.report_progress(told)
         if reports and self._data is not None:
-            self._data.tell_sync(self.diloco)
+            self._data.after_sync()
         return bool(reports)
 
-    def _stand_by(self, state: State, logger: Logger) -> None:
-        """There are no samples to train on for now."""
+    def _sync_idle(self, state: State, logger: Logger) -> None:
+        """Take part in the others' next sync: there are no samples to train on at the moment."""
         assert self.diloco is not None and self._averages is not None, "it is asked while training"
         with self._averages.out_of_the_model():
             self.diloco.stand_by()
         if not self._tell("training", state, logger) and self._data is not None:
-            self._data.tell_sync(self.diloco)
+            self._data.after_sync()
 
     def _check_launcher(self) -> None:
         """A rank that outlives its launcher would go on voting beside the group started anew.
@@ -394,21 +404,21 @@ class DiLoCoCallback(Callback):
             diloco_state = carry_over(self._ended, fresh, replaced)
             self.diloco.load_state_dict(diloco_state)
         if diloco_state is not None and self._data is not None:
-            self._data.load_place(diloco_state["reading"])
+            self._data.load_state_dict(diloco_state["reading"])
         theta = self.diloco.global_parameters()
         self._weights = GlobalWeights(
             unwrapped(state), theta, lambda: self._saved_model() != "global"
         )
         self._averages.wrap(self._weights, self.diloco.make_local_global)
-        if self._run is not None:
-            self._run.offer_settings(self.diloco)
+        if self._membership is not None:
+            self.diloco.offer_settings(self._membership.known_settings())
 
     def _diloco_state(self) -> dict[str, Any]:
         """DiLoCo's state, with its own tensors: good until the next inner step."""
         assert self.diloco is not None, "while there is one"
         diloco_state = self.diloco.state_dict(copies=False)
         if self._data is not None:
-            diloco_state["reading"] |= self._data.place_state()
+            diloco_state["reading"] |= self._data.state_dict()
         return diloco_state
 
     def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
@@ -457,7 +467,7 @@ class DiLoCoCallback(Callback):
     def _leave(self) -> None:
         """Stop counting and stop the heartbeats, before the last evaluation: others would wait.
 
-        The DiLoCo and the share of the data stay: a later fit may continue from them.
+        The DiLoCo and the data stay: a later fit may continue from them.
         """
         if sys.is_finalizing():
             return  # there are no more threads, so no heartbeats, and no answer to a wait
@@ -471,5 +481,6 @@ class DiLoCoCallback(Callback):
                 self._manager = None
             if self._data is not None:
                 self._data.close()
-            if self._run is not None:
-                self._run.leave()
+            if self._membership is not None:
+                self._membership.leave()
+                self._membership = None

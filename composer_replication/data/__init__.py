@@ -1,6 +1,6 @@
 """Which samples of a shared dataset a replica group trains on.
 
-``ReplicaDataLoader`` reads them; read ``loader.py`` first, then ``share.py``. This package may
+``ReplicaDataLoader`` reads them; read ``loader.py`` first, then ``group_data.py``. This package may
 import the coordinator's client, ``replica`` and ``diloco``.
 """
 

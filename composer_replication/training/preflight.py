@@ -27,7 +27,7 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
 
         client = CoordinatorClient(coordinator_addr, env.token, tls_dir=tls_dir)
         info = client.info()
-        info.check_given(section, coordinator_addr)
+        info.check_settings(section, coordinator_addr)
         info.check_versions()
         info.check_model(config["model"])
         replica_id = section.get("replica_id", env.replica_id)

@@ -18,27 +18,23 @@ pytestmark = pytest.mark.integration
 RANK = """
 import sys, time
 import torch, torch.distributed as dist
-from composer_replication.callback.coordinated_run import CoordinatedRun
 from composer_replication.coordinator.client_http import RefusedByCoordinatorError
+from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.replica.options import ReplicaOptions
-
-class Training:  # what coordinated_run tells of new settings
-    def offer_settings(self, versions): pass
 
 dist.init_process_group("gloo")
 options = ReplicaOptions(replica_id="a", coordinator_addr=sys.argv[1], heartbeat_interval_s=0.1)
-run = CoordinatedRun(options, {})
-run.register([{"w": torch.zeros(1)}])
+membership = Membership(options, ask_for_run(options), {"w": torch.zeros(1)}, world_size=2)
 print("registered", flush=True)
 for step in range(2400):  # four minutes
     time.sleep(0.1)
     try:
-        run.offer_settings(Training())
+        membership.known_settings()
     except RefusedByCoordinatorError as error:
         print("refused:", error)
         break
-    run.report({"batch": step})
-run.leave()
+    membership.report_progress({"batch": step})
+membership.leave()
 """
 
 
