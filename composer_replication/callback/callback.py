@@ -21,14 +21,14 @@ from composer_replication.callback.composer_job import (
     check_parallelism,
     name_the_node,
     samples_in_batch,
+    start_refusal_of,
     unwrapped,
-    why_not_start,
 )
 from composer_replication.callback.evaluation import Evaluation
 from composer_replication.callback.fit_watch import when_fit_is_over
 from composer_replication.callback.group_state import GroupState
-from composer_replication.callback.heal_state import Handover
-from composer_replication.callback.progress import Progress, max_batches
+from composer_replication.callback.heal_state import HealState
+from composer_replication.callback.progress import SyncLog, max_batches
 from composer_replication.callback.resume import Resume
 from composer_replication.callback.run_folder import ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
@@ -51,8 +51,7 @@ class CallbackArguments(ReplicaOptions, DiLoCoSettings):
     """All arguments of :class:`DiLoCoCallback`.
 
     Args:
-        manager: Use this manager, for one fit, instead of building one: for simulations. Not for
-            YAML.
+        manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
     """
 
     manager: Any = None
@@ -67,7 +66,7 @@ class DiLoCoCallback(Callback):
     Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
     ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, equal in all groups, and of
     :class:`ReplicaOptions`, which may differ; both document them. ``replica_id``,
-    ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` come from the environment if not given.
+    ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` default to environment variables.
 
     Example:
         .. code-block:: yaml
@@ -89,18 +88,18 @@ class DiLoCoCallback(Callback):
     | ``diloco/num_participants``       | groups in the quorum                                |
     | ``diloco/contribution``           | this group's weight in the mean                     |
     | ``diloco/total_contribution``     | the sum of all weights                              |
-    | ``diloco/sync_seconds``           | how long training stood still for it                |
-    | ``diloco/wait_seconds``           | of that, the wait for the quorum                    |
-    | ``diloco/compute_fraction``       | of the time since the last sync, the part training  |
-    | ``diloco/bytes_sent``             | size of this rank's messages, as they travel        |
+    | ``diloco/sync_seconds``           | how long training was blocked by it                 |
+    | ``diloco/wait_seconds``           | the part of it spent waiting for the quorum         |
+    | ``diloco/compute_fraction``       | fraction of time since the last sync spent training |
+    | ``diloco/bytes_sent``             | size of this rank's messages in the wire format     |
     | ``diloco/bytes_float32``          | size that they would have in float32                |
     | ``diloco/pseudo_gradient_norm``   | L2 norm of this group's pseudo-gradient             |
     | ``diloco/outer_momentum_norm``    | L2 norm of the fragment's outer momentum            |
-    | ``diloco/steps_lost``             | inner steps thrown away, by a heal or not finite    |
+    | ``diloco/steps_lost``             | inner steps dropped by a heal, or as not finite     |
     | ``diloco/retries``                | attempts that did not commit                        |
     | ``diloco/healed``                 | 1 if the group took over the global state in it     |
-    | ``diloco/outer_lr``               | learning rate of the outer optimizer in it          |
-    | ``diloco/settings_version``       | of the settings in force in it; 0: no coordinator   |
+    | ``diloco/outer_lr``               | learning rate of the outer optimizer                |
+    | ``diloco/settings_version``       | version of the settings in it; 0: no coordinator    |
     | ``diloco/global_digest``          | SHA-256 of the global parameters (run folder only)  |
     +-----------------------------------+-----------------------------------------------------+
     """
@@ -112,7 +111,7 @@ class DiLoCoCallback(Callback):
         self.options = pick(ReplicaOptions, given).with_environment()
         name_the_node()
         if package_log.level == logging.NOTSET:
-            package_log.setLevel(logging.INFO)  # llm-foundry lets only its own packages speak
+            package_log.setLevel(logging.INFO)  # llm-foundry sets a level for its own packages only
         self.result: dict[str, Any] = {}
         self._given_manager = given.get("manager")
         self._manager: Any = None
@@ -123,10 +122,10 @@ class DiLoCoCallback(Callback):
         """This group's registration with it, during a fit."""
         self._group = GroupState(Resume(self.settings, self.options.on_bad_state))
         self._evaluation = Evaluation(self.options.eval_weights)
-        self._handover: Handover | None = None
+        self._heal_state: HealState | None = None
         self._parent = os.getppid()
         self._folder = ReplicaFolder(None, "")
-        self._progress = Progress(self._folder, self.settings.sync_every)
+        self._sync_log = SyncLog(self._folder, self.settings.sync_every)
 
     @property
     def diloco(self) -> DiLoCo | None:
@@ -141,10 +140,10 @@ class DiLoCoCallback(Callback):
         super().run_event(event, state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
-        # Whatever stands before this callback acts at fit_end on weights from before the final
-        # sync, and an export there is another model than the run's. While it acts, and while it
-        # closes, the other groups wait for this one. So all others come after it. Loggers are run
-        # apart; the engine goes through a copy of this list.
+        # Put this callback before all others. A callback before it would run at fit_end on the
+        # weights from before the final sync, and would export another model than the run's; the
+        # other groups would also wait for it, and for its close. Composer runs loggers separately,
+        # and iterates over a copy of this list.
         others = [each for each in state.callbacks if each is not self]
         loggers = [each for each in others if isinstance(each, LoggerDestination)]
         rest = [each for each in others if not isinstance(each, LoggerDestination)]
@@ -155,13 +154,13 @@ class DiLoCoCallback(Callback):
             self._run = ask_for_run(self.options)
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._given)
-            kept = self._group.resume.state_dict()  # LoadCheckpoint may have loaded it at INIT
+            kept = self._group.resume.state_dict()  # LoadCheckpoint may have loaded a state at INIT
             self._group.resume = Resume(self.settings, self.options.on_bad_state)
             self._group.resume.keep(kept)
         self._group.resume.before_load(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Composer loads checkpoints before fit_start: keep it until there is something to load.
+        # Composer loads checkpoints before fit_start, where DiLoCo is built that it is loaded into.
         self._group.resume.keep(state)
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -176,12 +175,12 @@ class DiLoCoCallback(Callback):
             diloco = self._build(state, logger)
             self._join(diloco, state)
         except BaseException:
-            self._leave()  # no heartbeat of ours may hold the others up
+            self._leave()  # the others would wait for this group while it sends heartbeats
             self._group.drop()
             raise
         if self._group.is_resumed:
-            self._progress.tell_resume(state, diloco)
-        self._tell("training", state, logger)
+            self._sync_log.log_resume(state, diloco)
+        self._report("training", state, logger)
         self._group.put_ema_back()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
@@ -193,8 +192,8 @@ class DiLoCoCallback(Callback):
             return
         if self._group.data is not None:
             self.diloco.expect_position(self._group.data.position.samples)
-        # Only steps inside a batch count: torch's get_optimizer_state_dict and
-        # set_optimizer_state_dict make hidden ones, at a load and, for SGD, at every save.
+        # Only optimizer steps inside a batch count: torch's get_optimizer_state_dict and
+        # set_optimizer_state_dict call step(), at a load and, for SGD, at every save.
         self.diloco.counts_steps = True
         if max_batches(state) == state.timestamp.batch.value + 1:
             self.diloco.expect_last_step()
@@ -208,15 +207,15 @@ class DiLoCoCallback(Callback):
         if self._group.data is not None:
             self._group.data.after_batch()
         self._check_launcher()
-        self._progress.count_batch(state)
-        if self._tell("training", state, logger) and broadcast(self._folder.asks_to_stop):
+        self._sync_log.count_batch(state)
+        if self._report("training", state, logger) and broadcast(self._folder.asks_to_stop):
             log.info(
-                "Ending after outer step %d: the run's folder says STOP", self.diloco.outer_step
+                "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step
             )
             state.stop_training()
 
-    # During a fit Composer evaluates between the first two of these, in Trainer.eval between the
-    # others; a fit inside a fit there is not.
+    # During a fit, evaluators run between the first two of these events; in Trainer.eval, between
+    # the other two.
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         if self._group.weights is not None:
@@ -233,7 +232,8 @@ class DiLoCoCallback(Callback):
         self.eval_after_all(state, logger)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._group.state_dict()  # a collective under FSDP, and every rank is asked
+        # A collective under FSDP. Composer calls it on every rank.
+        return self._group.state_dict()
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None:
@@ -242,13 +242,13 @@ class DiLoCoCallback(Callback):
             if self.options.final_sync:
                 self.diloco.final_sync()
             self._group.note_final_weights()
-        self._tell("evaluating", state, logger)
+        self._report("evaluating", state, logger)
         self.result = {
             "replica_id": replica_id_of(self.options),
             "inner_steps": self.diloco.inner_steps,
             "outer_steps": self.diloco.outer_step,
             "global_digest": self.diloco.global_digest(),
-            "final_loss": self._progress.final_loss,
+            "final_loss": self._sync_log.final_loss,
             "eval": {},
         }
         if self._group.data is not None:
@@ -256,30 +256,30 @@ class DiLoCoCallback(Callback):
         self._group.keep()
         self._leave()
         self._group.drop()
-        # Last, since it fails on a full disk: the others and the coordinator know all by then.
+        # This comes last, since it raises on a full disk: by now this group has left in order.
         self._folder.write_result(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
         error = sys.exc_info()[1]
-        if self.diloco is not None or error is not None:  # before fit_end, or in what follows it
-            end_if_stuck_in_close(error)  # Composer's barrier comes next; other ranks may not
+        if self.diloco is not None or error is not None:  # before fit_end, or after it
+            end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier
         self._leave()
         self._group.drop()
         if self._group.weights is not None:
             self._group.weights.remove()
 
-    def _tell(self, phase: str, state: State, logger: Logger) -> bool:
-        """Tell of what has happened. True if there was a sync."""
+    def _report(self, phase: str, state: State, logger: Logger) -> bool:
+        """Report syncs and the position in training. Returns whether there was a sync."""
         assert self.diloco is not None
         reports = self.diloco.pop_finished_syncs()
-        if self._handover is not None:
-            self._handover.level_ranks(logger)
+        if self._heal_state is not None:
+            self._heal_state.broadcast_from_rank_0(logger)
         if reports and self._membership is not None:
             self.diloco.offer_settings(self._membership.known_settings())
-        self._progress.tell_syncs(reports, state, logger)
-        told = self._progress.tell_phase(phase, state, self.diloco)
+        self._sync_log.log_syncs(reports, state, logger)
+        progress = self._sync_log.report_phase(phase, state, self.diloco)
         if self._membership is not None:
-            self._membership.report_progress(told)
+            self._membership.report_progress(progress)
         if reports and self._group.data is not None:
             self._group.data.after_sync()
         return bool(reports)
@@ -288,12 +288,14 @@ class DiLoCoCallback(Callback):
         """Take part in the others' next sync: there are no samples to train on at the moment."""
         assert self.diloco is not None, "it is asked while training"
         with self._group.without_averages():
-            self.diloco.stand_by()
-        if not self._tell("training", state, logger) and self._group.data is not None:
+            self.diloco.sync_idle()
+        if not self._report("training", state, logger) and self._group.data is not None:
             self._group.data.after_sync()
 
     def _check_launcher(self) -> None:
-        """A rank that outlives its launcher would go on voting beside the group started anew.
+        """Check that the launcher lives.
+
+        A rank that outlives its launcher would vote beside the group that is started again.
 
         Raises:
             RuntimeError: The launcher has died.
@@ -301,7 +303,7 @@ class DiLoCoCallback(Callback):
         if dist.get_world_size() > 1 and os.getppid() != self._parent:
             raise RuntimeError(
                 "the launcher of this group's ranks has died, so this rank ends. Start the group "
-                "again: it takes over what the others have"
+                "again: it takes over the other groups' state"
             )
 
     def _is_in_batch(self) -> bool:
@@ -313,8 +315,8 @@ class DiLoCoCallback(Callback):
         """Refuse what cannot be trained, before anything is changed."""
         if self._given_manager is not None and self._group.ended is not None:
             raise ValueError(
-                "manager= is good for one fit, after which it has left the other groups: give "
-                "the next fit a new DiLoCoCallback with a new manager"
+                "manager= can be used for one fit only, since it leaves the other groups after it: "
+                "give the next fit a new DiLoCoCallback with a new manager"
             )
         check_parallelism(state)
         check_loads(state)
@@ -323,22 +325,23 @@ class DiLoCoCallback(Callback):
         """Connect with the coordinator and the other groups, and build DiLoCo on that."""
         run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
         self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-        self._progress = Progress(self._folder, self.settings.sync_every)
+        self._sync_log = SyncLog(self._folder, self.settings.sync_every)
         also_synced, averages = self._group.also_synced, self._group.averages
         known_step = self._run.outer_step if self._run is not None else 0
         is_new = self._group.is_new
-        must_not_start = why_not_start(self.options, state, known_step) if is_new else None
+        refusal = start_refusal_of(self.options, state, known_step) if is_new else None
         if self._run is not None:
             synced = synced_tensors(unwrapped(state), self.settings, also_synced)
-            named = {name: tensor for fragment in synced for name, tensor in fragment.items()}
-            self._membership = Membership(self.options, self._run, named, dist.get_world_size())
+            self._membership = Membership(self.options, self._run, synced, dist.get_world_size())
         self._manager = self._given_manager or build_manager(self.options, state)
         assert averages is not None, "the state has been restored"
-        self._handover = Handover(state, self.options.heal_inner_state, self._is_in_batch, averages)
-        give, take = self._handover.give, self._handover.take
-        self._manager.register_state_dict_fn("composer", take, give)
+        self._heal_state = HealState(
+            state, self.options.heal_inner_state, self._is_in_batch, averages
+        )
+        save, load = self._heal_state.state_dict, self._heal_state.load_state_dict
+        self._manager.register_state_dict_fn("composer", load, save)
         diloco = build_diloco(
-            self.settings, self.options, self._manager, state, must_not_start, also_synced
+            self.settings, self.options, self._manager, state, refusal, also_synced
         )
         sync_idle = functools.partial(self._sync_idle, state, logger)
         data = group_data_of(state, self.options, diloco, self._membership, sync_idle)
@@ -350,7 +353,7 @@ class DiLoCoCallback(Callback):
     def _join(self, diloco: DiLoCo, state: State) -> None:
         """Join the other groups: this waits for them."""
         diloco.counts_steps = False
-        self._progress.tell_phase("joining", state, diloco)
+        self._sync_log.report_phase("joining", state, diloco)
         diloco.__enter__()
         if self._group.data is not None:
             self._group.data.start()
@@ -359,30 +362,30 @@ class DiLoCoCallback(Callback):
     # ---- leaving ----------------------------------------------------------------------------
 
     def _leave_after_error(self, manager: Any) -> None:
-        """The fit that this manager was made for is over; nothing to do if it ended well."""
+        """Leave when the fit of this manager is over. Does nothing if the fit has ended well."""
         with self._leaving:
             if self._manager is manager:
                 self._leave()
                 log.warning(
-                    "This replica group has left: its fit ended with an error. The others go on; "
-                    "it joins them again if fit is called again"
+                    "This replica group has left: its fit ended with an error. The others "
+                    "continue, and it joins them again if fit is called again"
                 )
 
     def _end_failed_fit(self) -> None:
-        """Keep what a fit that raised has left, for the one that now begins."""
-        assert self.diloco is not None, "it has left that"
+        """Keep the state of a fit that raised, for the fit that begins now."""
+        assert self.diloco is not None, "the caller has checked that"
         self._leave()
         self._group.keep(has_failed=True)
         self._group.drop()
-        log.info("Continuing from what the fit that failed has left")
+        log.info("Continuing from the state of the fit that failed")
 
     def _leave(self) -> None:
-        """Stop counting and stop the heartbeats, before the last evaluation: others would wait.
+        """Stop counting steps and sending heartbeats, else the others would wait for this group.
 
         The DiLoCo and the data stay: a later fit may continue from them.
         """
         if sys.is_finalizing():
-            return  # there are no more threads, so no heartbeats, and no answer to a wait
+            return  # the threads have ended: no heartbeats are sent, and a wait would not return
         with self._leaving:
             if self._group.averages is not None:
                 self._group.averages.unwrap()

@@ -72,7 +72,7 @@ class GroupState:
         before = self.ended["fragments"] if self.ended is not None else ()
         self.also_synced = {*self.resume.names, *(name for f in before for name in f["theta"])}
         self.averages = WeightAverages(state)
-        if self._loads_active_ema:  # an evaluation before fit may have taken it out
+        if self._loads_active_ema:  # an evaluation before fit may have swapped it out
             self.averages.put_in()
         self._loads_active_ema = False
         self._resumed = self.resume.read(state)
@@ -146,12 +146,12 @@ class GroupState:
 
     @property
     def evaluates_as_is(self) -> bool:
-        """Whether evaluators see what Composer shows them: EMA puts its weights there itself."""
+        """Whether evaluators see the model as it is, since EMA or SWA has put its weights there."""
         has_ema = self.averages is not None and self.averages.has_ema_started
         return has_ema or self._replaces_global
 
     def _diloco_state(self) -> dict[str, Any]:
-        """DiLoCo's state, with its own tensors: good until the next inner step."""
+        """Return DiLoCo's state with its own tensors, valid until the next inner step."""
         assert self.diloco is not None, "while there is one"
         diloco_state = self.diloco.state_dict(copies=False)
         if self.data is not None:
@@ -166,14 +166,14 @@ class GroupState:
 
     @property
     def _saved_model(self) -> str:
-        """What Composer calls the weights: EMA's or SWA's while the model holds these."""
+        """Which weights Composer saves as the model: ``global``, ``ema`` or ``local``."""
         if self.averages is not None and self.averages.is_ema_active:
             return "ema"
         return "local" if self._replaces_global else "global"
 
     @property
     def _replaces_global(self) -> bool:
-        """Whether SWA's average, in the model, is yet to become the global weights."""
+        """Whether SWA's average is in the model and not yet in the global weights."""
         if self.diloco is not None:
             return self.diloco.replaces_global
         return self.ended is not None and any(self.ended["replaces_global"])

@@ -91,19 +91,13 @@ class CoordinatorHttp:
         return self.retry(lambda: self.once(method, path, body, fields))
 
     def retry(
-        self,
-        call: Callable[[], Answer],
-        on: type[Exception] = CoordinatorAwayError,
-        retry_s: float | None = None,
+        self, call: Callable[[], Answer], on: type[Exception] = CoordinatorAwayError
     ) -> Answer:
-        """Repeat a call while it raises an error: every wait for the coordinator is in here.
+        """Repeat a call while it raises an error, up to ``retry_s``, with a back-off.
 
-        Args:
-            call: The call.
-            on: The error.
-            retry_s: How long, in seconds. None: as long as a request.
+        Every wait for the coordinator is in here.
         """
-        is_late = tenacity.stop_after_delay(self._retry_s if retry_s is None else retry_s)
+        is_late = tenacity.stop_after_delay(self._retry_s)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(on),
             stop=is_late | tenacity.stop_when_event_set(self._closed),

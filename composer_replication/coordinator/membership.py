@@ -9,12 +9,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
+from composer_replication import __version__
 from composer_replication.coordinator.client import CoordinatorClient, RunInfo
 from composer_replication.coordinator.client_http import (
     CoordinatorAwayError,
@@ -66,7 +67,8 @@ class Membership:
     Args:
         options: Of this group, with ``coordinator_addr``.
         info: What the coordinator says about the run.
-        synced: The synchronised tensors by name: names, shapes and dtypes are registered.
+        synced: The synchronised tensors by name, of each fragment. Their names, shapes and dtypes
+            are registered.
         world_size: Ranks of this group.
 
     Attributes:
@@ -83,7 +85,7 @@ class Membership:
         self,
         options: ReplicaOptions,
         info: RunInfo,
-        synced: Mapping[str, Tensor],
+        synced: Sequence[Mapping[str, Tensor]],
         world_size: int,
     ) -> None:
         self.client = client_of(options)
@@ -97,10 +99,10 @@ class Membership:
         self._settings: dict[int, DiLoCoSettings] = {}
         self._progress: Mapping[str, Any] = {}
         self._report: CommitReport | None = None
+        self._sent: CommitReport | None = None
         self._refusal: ValueError | None = None
         self._left = threading.Event()
         self._is_away = self._has_complained = False
-        self._sent: CommitReport | None = None
         self._thread: threading.Thread | None = None
         try:
             ask_on_rank_0(self._register)
@@ -108,9 +110,8 @@ class Membership:
             self.client.close()
             raise
 
-    def _describe(self, synced: Mapping[str, Tensor], world_size: int) -> dict[str, Any]:
-        from composer_replication import __version__
-
+    def _describe(self, synced: Sequence[Mapping[str, Tensor]], world_size: int) -> dict[str, Any]:
+        named = {name: t for fragment in synced for name, t in fragment.items()}
         return {
             "replica_id": self.replica_id,
             "session": self.session,
@@ -120,14 +121,14 @@ class Membership:
             "torchft": version("torchft-nightly"),
             "model": [
                 {"name": name, "shape": list(t.shape), "dtype": str(t.dtype)}
-                for name, t in sorted(synced.items())
+                for name, t in sorted(named.items())
             ],
         }
 
     def _register(self) -> None:
         # A group that was started again has to wait until its predecessor looks dead.
-        self._newest_version = self.client.retry(
-            lambda: self.client.register(self._registration), NameTakenError, self._timeout_s + 1.0
+        self._newest_version = self.client.with_limits(self._timeout_s + 1.0).retry(
+            lambda: self.client.register(self._registration), on=NameTakenError
         )
         self._fetch_settings(self.client)
         self._thread = threading.Thread(target=self._report_all, name="membership", daemon=True)
@@ -159,19 +160,23 @@ class Membership:
         }
 
     def report_commit(self, report: CommitReport) -> None:
-        """Send a report after the next heartbeat, in place of one that has not arrived yet."""
+        """Send a report after the next heartbeat, instead of one that has not arrived yet."""
         self._report = report
 
-    def send_commit(self, report: CommitReport, client: CoordinatorClient) -> None:
-        """Send a report now. Any thread may: reports may be repeated, and arrive in any order.
+    def send_report(self, client: CoordinatorClient) -> None:
+        """Send the newest commit report now, unless it has arrived.
+
+        Two threads may do so at the same time: reports may be repeated, and arrive in any order.
 
         Args:
-            report: What to send.
             client: With the limits of this request.
 
         Raises:
             CoordinatorAwayError: The coordinator does not answer.
         """
+        report = self._report
+        if report is None or report is self._sent:
+            return
         try:
             unknown = client.commit(report)
         except RefusedByCoordinatorError as error:
@@ -185,6 +190,7 @@ class Membership:
                 "wrong; start it on the right one",
                 ", ".join(map(str, unknown)),
             )
+        self._sent = report
 
     def leave(self) -> None:
         """End the registration. No report is sent after this."""
@@ -223,9 +229,7 @@ class Membership:
         # stands still these two must not delay the next heartbeat past the time limit.
         behind_database = self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3)
         self._fetch_settings(behind_database)
-        if (report := self._report) is not self._sent and report is not None:
-            self.send_commit(report, behind_database)
-            self._sent = report
+        self.send_report(behind_database)
 
     def _heartbeat(self, client: CoordinatorClient) -> None:
         try:

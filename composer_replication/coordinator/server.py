@@ -1,4 +1,4 @@
-"""The coordinator as a process, or inside the launcher's: a torchft lighthouse and the service."""
+"""Runs the coordinator and its lighthouse, in a process of their own or inside the launcher's."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
 STATE = "coordinator.sqlite"
-"""The database in the state folder."""
+"""Name of the database in the state folder."""
 
 LOCK = "coordinator.lock"
-"""Locked by the process that serves the state folder; it has its number."""
+"""Name of a file in the state folder. The process that serves the folder holds a lock on it."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,19 @@ class CoordinatorArguments(RunFacts):
     """All arguments of ``Coordinator``.
 
     Args:
-        settings: Of the run.
-        source: Where they come from, for people.
-        state_dir: Where the state is kept; it is made if it is not there.
-        bind: Where the service listens, ``address:port``, and on the next port the lighthouse; port
-            0 is a free one for each.
-        hostname: How groups reach this machine. None: its host name.
-        tokens: Every request has to bear one of them; none for no such check.
-        heartbeat_timeout_s: After how long a silent group is dead.
-        straggler_timeout_s: How long a quorum waits for a group that is alive and not there yet.
-        lighthouse_heartbeat_ms: After how long without a heartbeat the lighthouse drops a group.
-        all_start: Whether all groups start together with it, see ``RunSettings``.
-        tls: The certificate of the service; None for plain HTTP.
+        settings: DiLoCo settings of the run.
+        source: Where the settings come from, for people.
+        state_dir: Folder of the run's state, which is created if it does not exist.
+        bind: Address of the service, ``address:port``. The lighthouse uses the next port. With port
+            0 each uses a free one.
+        hostname: Name of this machine for the groups. None: its host name.
+        tokens: Accepted tokens. Empty: requests need none.
+        heartbeat_timeout_s: Seconds of silence after which a group is dead.
+        straggler_timeout_s: Seconds that a quorum waits for a group that is alive and has not
+            joined.
+        lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
+        all_start: Whether all groups start together with this service, see ``RunSettings``.
+        tls: Certificate of the service. None: plain HTTP.
     """
 
     settings: DiLoCoSettings
@@ -72,14 +73,14 @@ class CoordinatorArguments(RunFacts):
 
 
 class Coordinator:
-    """A running coordinator; close it with ``shutdown``.
+    """A running coordinator. Close it with ``shutdown``.
 
     Its arguments are those of :class:`CoordinatorArguments`.
 
     Raises:
-        ValueError: ``bind`` is no address, the certificate cannot be used, another process serves
-            the state folder, or the state is of a run with other settings.
-        OSError: Nothing can listen there.
+        ValueError: ``bind`` is not an address, the certificate cannot be used, another process
+            serves the state folder, or the folder belongs to a run with other settings.
+        OSError: The address cannot be listened at.
         StorageError: The state cannot be read or written.
     """
 
@@ -87,12 +88,13 @@ class Coordinator:
     def __init__(self, *run: Any, **options: Any) -> None:
         own = CoordinatorArguments(*run, **options)
         own.state_dir.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as opened:  # an error here closes what has been opened
-            # Two on one folder would each take the other's groups for dead and end their streams.
+        with ExitStack() as opened:  # an error below closes what is open by then
+            # Without the lock, a second coordinator on this folder would receive no heartbeats of
+            # the first one's groups, count them as dead and close their streams.
             opened.callback(os.close, open_lock(own.state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(own.state_dir / STATE)))
             journal = Journal(database)
-            settings = RunSettings(database, journal, own.settings, own.source, own.all_start)
+            run_settings = RunSettings(database, journal, own.settings, own.source, own.all_start)
             versions = Versions(__version__, version("torchft-nightly"))
             registry = Registry(database, journal, versions, own.heartbeat_timeout_s)
             self._http = opened.enter_context(closing(HttpService(own.bind, own.tls)))
@@ -107,7 +109,7 @@ class Coordinator:
             own_addr = f"http://{_own_address(own.bind)}:{port}"
             strangers = opened.enter_context(closing(Strangers(own_addr, registry, journal)))
             app = create_app(
-                settings,
+                run_settings,
                 registry,
                 Streams(database, registry, journal),
                 journal,
@@ -125,22 +127,22 @@ class Coordinator:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the service answers."""
+        """Whether the service is running."""
         return self._http.is_serving
 
     def group_has_ended(self, replica_id: int | str) -> None:
-        """A group's processes are gone: it may be started again without a wait."""
+        """Free the name of a group whose processes have ended, so that it can restart at once."""
         self._registry.end(str(replica_id))
 
     def shutdown(self) -> None:
-        """End the service and the lighthouse; all that was answered is on the disk."""
+        """Stop the service and the lighthouse. What the service has answered is on the disk."""
         self._open.close()
 
 
 def _start_lighthouse_beside(
     bind: str, straggler_timeout_s: float, heartbeat_timeout_ms: int
 ) -> LighthouseServer:
-    """On the next port, so that groups find it again after a restart of this process."""
+    """Start the lighthouse on the next port, where groups find it again after a restart."""
     address, _, port = bind.rpartition(":")
     try:
         return start_lighthouse(
@@ -151,12 +153,12 @@ def _start_lighthouse_beside(
         )
     except OSError as error:
         raise OSError(
-            f"--bind {bind}: {error}. The lighthouse takes the port after it: choose another"
+            f"--bind {bind}: {error}. The lighthouse uses the next port: choose another one"
         ) from error
 
 
 def _reachable_as(bind: str, hostname: str | None) -> str:
-    """How groups reach what listens there: every interface goes by the machine's name."""
+    """The host by which groups reach an address. For all interfaces that is the machine's name."""
     if hostname is not None:
         return bracketed(hostname)
     host = bind.rpartition(":")[0].strip("[]")
@@ -166,13 +168,13 @@ def _reachable_as(bind: str, hostname: str | None) -> str:
 
 
 def _own_address(bind: str) -> str:
-    """How this process reaches what listens there."""
+    """The host by which this process reaches an address."""
     host = bind.rpartition(":")[0].strip("[]")
     return "127.0.0.1" if host in ("::", "0.0.0.0") else bracketed(host)
 
 
 def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
-    """The names of a service that only this machine reaches; None if others do."""
+    """Host names of a service that only this machine reaches; None if other machines reach it."""
     return (
         ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
         if is_loopback(bind)
@@ -181,6 +183,6 @@ def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
 
 
 def is_loopback(bind: str) -> bool:
-    """Whether only this machine reaches what listens at ``address:port``."""
+    """Whether only this machine can reach ``address:port``."""
     host = bind.rpartition(":")[0].strip("[]")
     return host == "localhost" or host == "::1" or host.startswith("127.")

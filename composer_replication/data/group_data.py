@@ -14,7 +14,6 @@ from composer import State
 from composer.core import TimeUnit
 from composer.utils import dist
 
-from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.client_http import CoordinatorAwayError
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport
@@ -178,7 +177,6 @@ class LeasedData(GroupData):
         self._sync_idle = sync_idle
         self._stream = 0
         self._num_streams = 0
-        self._report: CommitReport | None = None
         self._epoch, self._is_last_epoch = 0, False
         ask_on_rank_0(lambda: membership.client.create_dataset(loader.spec))
 
@@ -241,17 +239,11 @@ class LeasedData(GroupData):
     def after_sync(self) -> None:
         """Report the sync. A group that has lost steps in it opens another stream."""
         diloco = self._diloco
-        self._report = CommitReport(
-            diloco.outer_step, diloco.ledger(), diloco.streams_in_last_sync()
+        self._membership.report_commit(
+            CommitReport(diloco.outer_step, diloco.ledger(), diloco.streams_in_last_sync())
         )
-        self._membership.report_commit(self._report)
         if not diloco.stream:
             self._open_stream()
-
-    def _send_report(self, client: CoordinatorClient) -> None:
-        """Send the last report now: what is asked next depends on it."""
-        if self._report is not None:
-            self._membership.send_commit(self._report, client)
 
     def _has_more(self) -> bool:
         """Whether this epoch has more samples for this group, which waits until that is known.
@@ -280,7 +272,7 @@ class LeasedData(GroupData):
             return Pause.WAIT  # the others have committed without this group: the sync heals it
         if not self._is_last_epoch:
             return Pause.END_OF_EPOCH
-        self._send_report(self._client)
+        self._membership.send_report(self._client)  # the answer to the next request depends on it
         epochs = self._client.progress(self._loader.spec.dataset_id)
         begun = [epoch for epoch in epochs if epoch["epoch"] <= self._epoch]
         if all(epoch["done"] == epoch["length"] for epoch in begun):
@@ -294,7 +286,7 @@ class LeasedData(GroupData):
             return
         client = self._client.with_limits(retry_s=self.END_RETRY_S)
         try:
-            self._send_report(client)
+            self._membership.send_report(client)
             client.release_stream(self._stream, self._diloco.ledger())
         except (CoordinatorAwayError, ValueError) as error:
             log.warning("The coordinator has not received the last syncs: %s", error)

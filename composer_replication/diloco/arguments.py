@@ -41,10 +41,7 @@ def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
     Raises:
         TypeError: From the function, if a keyword is none of the fields; it names the closest one.
     """
-    try:
-        constructor = inspect.signature(arguments, eval_str=True)  # typer reads the types from it
-    except NameError:  # a type that is imported for type checkers alone
-        constructor = inspect.signature(arguments)
+    constructor = inspect.signature(arguments)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__qualname__.removesuffix(".__init__")

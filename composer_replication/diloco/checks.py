@@ -1,4 +1,4 @@
-"""Checks of single values, each with an error that has the name, the value and the fix."""
+"""Checks of single values. Each error contains the name, the value and the fix."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Sequence
 
 
 def check_integer(name: str, value: object, *, at_least: int) -> None:
-    """Refuse what is no integer, or too small.
+    """Reject a value that is not an integer, or too small.
 
     Raises:
-        ValueError: It is.
+        ValueError: The value is not an integer of at least ``at_least``.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{name}={value!r}: use an integer of at least {at_least}")
 
 
 def check_number(name: str, value: object, low: float, high: float, *, below: bool = False) -> None:
-    """Refuse what is no finite number, or out of bounds.
+    """Reject a value that is not a finite number, or out of bounds.
 
     Args:
-        name: What the value is of.
-        value: The value.
-        low: The least that it may be.
-        high: The most that it may be.
-        below: Whether it has to be less than that.
+        name: The name of the argument.
+        value: Its value.
+        low: The smallest value allowed.
+        high: The largest value allowed.
+        below: Whether ``high`` itself is not allowed.
 
     Raises:
-        ValueError: It is.
+        ValueError: The value is not a finite number within the bounds.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (below and value == high):  # pyright: ignore
@@ -36,20 +36,20 @@ def check_number(name: str, value: object, low: float, high: float, *, below: bo
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse what is no time that passes.
+    """Reject a value that is not a duration in seconds.
 
     Raises:
-        ValueError: It is not finite, or not above 0.
+        ValueError: The value is not a finite number above 0.
     """
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
 
 
 def check_choice(name: str, value: str | None, choices: Sequence[str | None]) -> None:
-    """Refuse what is none of the choices.
+    """Reject a value that is none of the choices.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: The value is none of them.
     """
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use {' or '.join(filter(None, choices))}")

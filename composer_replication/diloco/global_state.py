@@ -1,4 +1,4 @@
-"""What is bitwise equal in all groups: global parameters, outer state, outer step, settings."""
+"""The state that is bitwise identical in all groups: parameters, outer optimizer, settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_replication.diloco.outer_optimizer import GlobalParameters, describe
-from composer_replication.diloco.sample_ledger import Claim, Ledger
+from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.settings import (
     DiLoCoSettings,
     adopt_changes,
@@ -23,14 +23,14 @@ from composer_replication.diloco.settings import (
 log = logging.getLogger(__name__)
 
 CHANGEABLE = ("outer_optimizer", "sync_every")
-"""Keys of the fingerprint that may change while a run goes on."""
+"""Keys of the fingerprint that may change during a run."""
 
 
 class GlobalState:
-    """The state a group hands to a joiner and writes into a checkpoint.
+    """The state that a group sends to a joiner and writes into a checkpoint.
 
-    Nothing local is in it: torchft picks a donor for each *rank*, so whatever differs between
-    donors would make the ranks of the healed group differ from each other for ever.
+    It contains nothing local: torchft picks a donor for each *rank*, so anything that differs
+    between donors would make the ranks of the healed group differ from each other.
 
     Args:
         fragments: The global parameters of each fragment.
@@ -44,10 +44,11 @@ class GlobalState:
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.settings_version = 0
-        """Of the settings in force, where a coordinator has versions of them."""
+        """Version of the settings in force; 0 without a coordinator."""
         self.ledger = Ledger(len(fragments))
-        self.was_given = self.was_taken = False
-        """Whether a peer has taken it over, or it is a peer's, since the last sync."""
+        self.compare_next = self.was_healed = False
+        """Whether the next sync compares digests, and whether a heal has replaced this state since
+        the last sync."""
 
     def parameters(self) -> dict[str, Tensor]:
         """The global parameters by name, fp32; the tensors themselves, not copies."""
@@ -98,26 +99,29 @@ class GlobalState:
             }
 
     def begin_outer_step(self) -> None:
-        """The outer optimizer is about to move global parameters."""
+        """Lock the state for an outer step.
+
+        Without the lock a joiner could be sent parameters of which only a part has moved.
+        """
         self._whole.acquire()
         self._is_in_outer_step = True
 
-    def end_outer_step(self, claims: Iterable[Claim]) -> None:
-        """It has, for what the groups of the sync have trained on."""
+    def end_outer_step(self, synced_samples: Iterable[SyncedSamples]) -> None:
+        """Count the outer step, record the samples of its groups, and unlock the state."""
         self.outer_step += 1
-        self.ledger.commit(claims)
+        self.ledger.commit(synced_samples)
         self._is_in_outer_step = False
         self._whole.release()
 
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
-        """Take over what ``state_dict`` gave in another group.
+        """Load what ``state_dict`` returned in another group.
 
         Raises:
             SettingsMismatch: That group has other settings, or another model.
         """
         theirs = dict(state_dict["settings"])
         if self.settings_version and state_dict["settings_version"]:
-            # Both have them from the coordinator, and the donor's are those in force.
+            # Both groups have the settings from the coordinator, and the donor's are in force.
             changed = {key: theirs.get(key) for key in CHANGEABLE if key in theirs}
             compare_fingerprints(self.fingerprint | changed, theirs, whose)
         else:
@@ -125,13 +129,13 @@ class GlobalState:
         self._load(state_dict, keeps_hyperparameters=False)
         self.fingerprint = theirs
         self.settings_version = state_dict["settings_version"]
-        self.was_taken = True
+        self.was_healed = True
 
     def resume(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` gave in this group, perhaps under new settings.
 
         Raises:
-            SettingsMismatch: They have changed in what the saved state does not allow.
+            SettingsMismatch: A setting has changed that the saved state does not allow to change.
         """
         changes = adopt_changes(self.fingerprint, state_dict["settings"])
         for change in changes:
@@ -141,10 +145,10 @@ class GlobalState:
         )
         self._load(state_dict, keeps_hyperparameters=has_other_outer)
         # Peers that resume as well may have another checkpoint of the same outer step: compare.
-        self.was_given = True
+        self.compare_next = True
 
     def adopt(self, version: int, settings: DiLoCoSettings) -> None:
-        """Go on under another version of the settings."""
+        """Adopt another version of the settings."""
         for fragment in self._fragments:
             fragment.set_hyperparameters(settings)
         self.fingerprint["outer_optimizer"] = describe(self._fragments[0].optimizer)

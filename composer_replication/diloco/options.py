@@ -1,4 +1,4 @@
-"""What DiLoCo takes beside the run's settings: what it trains, and a group's own options.
+"""The arguments of DiLoCo beside the run's settings: what it trains, and a group's own options.
 
 Importing this does not import torch.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from composer_replication.diloco.torchft_api import DiLoCoManager
 
 ON_START_TIMEOUT = ("error", "start")
-"""What a cold start does when too few replica groups have come in time."""
+"""What a cold start does if too few replica groups are connected after ``start_timeout_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class WaitLimit:
 
     Args:
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
-            that is an error, in seconds. None: for ever; what is missing is logged.
+            an error is raised, in seconds. None: without a limit. The log says what is missing.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -52,10 +52,10 @@ class StartPolicy:
     """How a cold start waits for the other replica groups.
 
     Args:
-        num_replicas: How many groups a cold start waits for. A group that finds others in training
-            joins these whatever their number. None: one, itself.
-        start_timeout_s: How long it waits for them, in seconds.
-        on_start_timeout: What it does then: ``error``, or ``start`` with those present.
+        num_replicas: How many groups a cold start waits for, this one included. A group that finds
+            others in training joins them, whatever their number. None: 1.
+        start_timeout_s: How long a cold start waits for them, in seconds.
+        on_start_timeout: What happens after that: ``error``, or ``start`` with those connected.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -77,7 +77,7 @@ class StartPolicy:
 
     @property
     def num_awaited(self) -> int:
-        """How many groups a cold start waits for, this one among them."""
+        """How many groups a cold start waits for, this one included."""
         return self.num_replicas or 1
 
 
@@ -86,14 +86,15 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
     """One replica group's own options of ``DiLoCo``.
 
     Args:
-        hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
-            group is taken for hung and ends, with a traceback of every thread in its log, in
-            seconds. A process that is busy all the while gets five times as long, and waiting for
-            other groups does not count. ``math.inf``, in YAML ``.inf``, for never. None: 1800.
-        backup_device: Where global parameters and outer state live. None: in host memory.
-        pin_memory: Whether they are pinned there, if there is an accelerator.
+        hang_timeout_s: How long this group may go without a completed step, sync, save or
+            evaluation batch, in seconds. After that its process counts as hung and ends, with a
+            traceback of every thread in its log. A process that is busy gets five times as long,
+            and waiting for other groups does not count. ``math.inf``, in YAML ``.inf``: no limit.
+            None: 1800.
+        backup_device: Where global parameters and outer state are stored. None: in host memory.
+        pin_memory: Whether they are in pinned memory, if there is an accelerator.
         digest_every: Every how many outer steps the groups compare digests of their global
-            parameters, and a report has the ``global_digest``; 0 for never.
+            parameters, and reports contain the ``global_digest``; 0: never.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -120,8 +121,8 @@ class Trained:
 
     Args:
         manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
-        model_fragments: The model, or a sequence of modules with one a fragment.
-        inner_optimizer: Trains the local parameters; each of its steps is counted.
+        model_fragments: The model, or a sequence of modules with one per fragment.
+        inner_optimizer: Trains the local parameters. Each of its steps is counted.
         outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
             ``torch.optim.Optimizer`` that moves them. None: SGD with ``outer_lr``,
             ``outer_momentum`` and ``outer_nesterov``.
@@ -138,22 +139,23 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
     """All arguments of ``DiLoCo``: these, the run's settings and the group's options.
 
     Args:
-        must_not_start: Why this group must not begin a run, for example since the run has made
-            outer steps already: it then waits for a group that has the run's state. None: it may.
+        start_refusal: The reason why this group must not begin the run, for example because the run
+            has made outer steps already. The group then waits for one that has the run's state.
+            None: it may begin the run.
         ranks: All ranks of this group. Under DDP all hold the same, and each sends a share of the
             pseudo-gradient. Under FSDP2 each sends the shard that it holds, and they decide
             together whether the group's pseudo-gradient is finite. None: this rank alone, or with
             FSDP2 all ranks of the default process group.
-        message_device: Where pseudo-gradients are formed and summed. None: where the model is, as
-            NCCL wants it. ``cpu`` for a model on an accelerator and groups that average over gloo:
-            then a sync needs no memory on the accelerator.
+        message_device: Where pseudo-gradients are computed and summed. None: where the model is,
+            as NCCL needs it. Use ``cpu`` for a model on an accelerator and groups that average over
+            gloo: a sync then needs no memory on the accelerator.
         also_synced: Names of parameters that are frozen now and belong to the global state, since
             they were trained when the run began.
     """
 
     sync_every: int = DiLoCoSettings.sync_every  # here again: the fifth by position, as in torchft
     _: KW_ONLY
-    must_not_start: str | None = None
+    start_refusal: str | None = None
     ranks: ProcessGroup | None = None
     message_device: torch.device | str | None = None
     also_synced: Collection[str] = ()

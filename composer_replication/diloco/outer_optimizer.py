@@ -161,7 +161,7 @@ class GlobalParameters:
         plain |= rules.plain
         for place in plain | rules.held:
             self.optimizer.state.pop(theta[place], None)
-        self.freezing.settle(rules)
+        self.freezing.record_frozen(rules)
         local = [local_tensor(parameter) for parameter in self.local.values()]
         if mean.device.type == theta[0].device.type == "cpu" and is_plain_sgd(self.optimizer):
             descent = ChunkedDescent(self.optimizer, theta, plain, rules.held, self.shards)
@@ -213,7 +213,7 @@ class GlobalParameters:
         state = {
             "theta": dict(self.theta),
             "optimizer": self.optimizer.state_dict(),
-            "frozen": sorted(self.freezing.settled),
+            "frozen": sorted(self.freezing.frozen_by_all),
         }
 
         def take(x: Any) -> Any:
@@ -246,8 +246,8 @@ class GlobalParameters:
                 )
         for name, theta in self.theta.items():
             theta.copy_(state_dict["theta"][name])
-        self.freezing.settled = frozenset(state_dict.get("frozen", ()))
-        self.freezing.freeze_settled()
+        self.freezing.frozen_by_all = frozenset(state_dict.get("frozen", ()))
+        self.freezing.freeze_like_global()
         self._momentum_norm = None
         groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
         # The optimizer keeps what it is given, and that may be a part of all that a peer has sent.

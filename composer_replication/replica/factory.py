@@ -1,4 +1,4 @@
-"""A replica group's connection to the others: store, process group, torchft Manager."""
+"""Makes the torchft Manager of a replica group, with its store, process group and heals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from composer_replication.replica.heal.prefetch import prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
-from composer_replication.replica.notice_board import NoticeBoard
 from composer_replication.replica.options import (
     NO_TOKEN,
     TOKEN,
@@ -54,12 +53,12 @@ class ManagerArguments(ManagerOptions):
 
     Args:
         rank: This process's rank in the group.
-        world_size: Processes in the group.
+        world_size: The number of ranks in the group.
         store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
-        store_port: Its port.
-        token: The run's secret, equal in all groups, without which no state is given or taken.
-            None: ``COMPOSER_REPLICATION_TOKEN``. It is needed unless the lighthouse is on a
-            loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
+        store_port: Port of the group's store.
+        token: The run's secret, equal in all groups. Groups exchange state and average only with
+            members that prove it. None: ``COMPOSER_REPLICATION_TOKEN``. A token is needed unless
+            the lighthouse is on a loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -86,19 +85,19 @@ class ManagerArguments(ManagerOptions):
 
 @takes(ManagerArguments)
 def make_manager(**arguments: Any) -> ReplicaManager:
-    """A torchft Manager that is ready for DiLoCo.
+    """Make a torchft Manager that is ready for DiLoCo.
 
-    Without a ``backend`` it averages over gloo.
+    A joiner fetches the global state in this call. The default ``backend`` is gloo.
 
     Returns:
-        The manager; call ``shutdown()`` at the end.
+        The manager. Call ``shutdown()`` at the end.
 
     Raises:
-        ValueError: An argument is missing or out of range, ``hostname`` leads nowhere, or the
-            token is missing.
+        ValueError: An argument is missing or out of range, peers could not reach this machine
+            under ``hostname``, or the token is missing.
         SettingsMismatch: The groups in training have another number of ranks.
-        ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
-            had (``HealError``). This group has not been seen by the others then.
+        ConnectionError: No lighthouse answers, or the state of the groups in training could not be
+            fetched (``HealError``). The other groups have not noticed this one then.
     """
     own = ManagerArguments(**arguments).with_environment()
     replica_id, lighthouse_addr = replica_id_of(own), lighthouse_of(own)
@@ -145,18 +144,19 @@ def make_manager(**arguments: Any) -> ReplicaManager:
             store_port=store.port if store else own.store_port,
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
-            hostname=bracketed(own_name),
+            hostname=own.hostname,
             checkpoint_transport=transport,
             init_sync=False,  # the cold start is DiLoCo's, ADR-006
             quorum_retries=own.quorum_retries,
+            tokens=tokens,
+            give_up_after_s=own.give_up_after_s,
+            store=store,
         )
-    manager.store = store
-    board = NoticeBoard(own.hostname, tokens)
-    return manager.take_over(replica_id, lighthouse_addr, own.give_up_after_s, tokens, board)
+    return manager
 
 
 def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:
-    """The run's accepted tokens; none if the run is to have none."""
+    """The run's accepted tokens; empty if the run may be without one."""
     env = ReplicaEnv.from_env()
     tokens = read_tokens(token, "token") if token else env.tokens
     if tokens:
@@ -178,18 +178,24 @@ _binding = threading.Lock()
 
 @contextmanager
 def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
-    """Have torchft's manager server listen on one address; None: on every interface.
+    """Have torchft's manager server listen on one address, and use a given uuid.
 
-    torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where whoever reaches it may
-    vote, or end this process; and it always makes a new uuid for the lighthouse (``new_uuid``).
-    Remove this when ``Manager`` takes both.
+    torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where anybody who reaches it can
+    vote, or end this process. It also always makes a new uuid for the lighthouse (``new_uuid``).
+    Remove this when ``Manager`` takes both as arguments.
+
+    Args:
+        address: The address. None: every interface.
+        own_uuid: The uuid of this group's name at the lighthouse.
     """
 
     def bound(*, bind: str, **arguments: Any) -> ManagerServer:
         port = bind.rpartition(":")[2]
         return ManagerServer(bind=f"{bracketed(address or '::')}:{port}", **arguments)
 
-    with _binding:  # two managers of one process may be built at the same time
+    # The names are replaced for the whole module. Without the lock a manager that another thread
+    # builds at the same time would get this one's address and uuid.
+    with _binding:
         torchft.manager.ManagerServer = bound  # pyright: ignore[reportAttributeAccessIssue]
         torchft.manager.uuid = SimpleNamespace(uuid4=lambda: own_uuid)  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -199,9 +205,11 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
 
 
 class _OneLine(logging.Filter):
-    """torchft logs an error that it swallows with its traceback, and again for every message that
-    was under way; one line says as much here. On a CPU it also warns at every new quorum that
-    there is no NCCL to trace."""
+    """Reduces torchft's log of an error to one line.
+
+    torchft logs an error that it swallows with its traceback, and again for every collective that
+    was under way. On a CPU it also warns at every new quorum that there is no NCCL to trace.
+    """
 
     def __init__(self) -> None:
         super().__init__()

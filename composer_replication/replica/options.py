@@ -1,4 +1,4 @@
-"""What may differ between replica groups, from arguments and environment.
+"""The options that may differ between replica groups, from arguments and the environment.
 
 Imports neither torch nor Composer.
 """
@@ -29,22 +29,22 @@ class ManagerOptions(WaitLimit):
         replica_id: Name of this replica group, different in each (``check_replica_id``). None:
             ``REPLICA_GROUP_ID``.
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
-            the coordinator knows.
+            that of the coordinator.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
-        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
-            which groups differ between two syncs.
+        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the difference
+            between the times that two groups need from one sync to the next.
         connect_timeout: Limit of connecting to the lighthouse, in seconds.
-        quorum_retries: How often a quorum is asked for again when the lighthouse is away, spread
+        quorum_retries: How often a quorum is asked for again while the lighthouse is away, spread
             over ``quorum_timeout``: by default once a second.
-        hostname: How peers reach this machine: its store, manager, process group and heal server,
-            which listen on that address if it is one of this machine's. None:
+        hostname: How peers reach this machine. Its store, manager, process group and heal server
+            listen on that address, if it is an address of this machine. None:
             ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
-        backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
-            ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
+        backend: How groups average, equal in all of them: ``nccl`` between accelerators, or
+            ``gloo`` through host memory. None: nccl if the model is on a GPU, else gloo.
         tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
-            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
-            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
+            go over TLS, in all groups or in none (docs/security.md). It needs gloo. None:
+            ``COMPOSER_REPLICATION_TLS_DIR``, else no TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -72,11 +72,11 @@ class ManagerOptions(WaitLimit):
         check_choice("backend", self.backend, (None, "gloo", "nccl"))
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Self:
-        """Fill what was not given from the environment; an argument beats a variable."""
+        """Fill the options that are None from the environment; an argument beats a variable."""
         env = ReplicaEnv.from_env(environ)
-        given = {name: value for name, value in vars(env).items() if name in vars(self)}
+        variables = {name: value for name, value in vars(env).items() if name in vars(self)}
         return replace(
-            self, **{name: v for name, v in given.items() if getattr(self, name) is None}
+            self, **{name: v for name, v in variables.items() if getattr(self, name) is None}
         )
 
 
@@ -84,22 +84,22 @@ class ManagerOptions(WaitLimit):
 class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     """All options of one replica group; those of ``DiLoCo`` and ``make_manager`` are among them.
 
-    What is None comes from the environment, if there is a variable of it: see ``ReplicaEnv``.
+    An option that is None comes from the environment if ``ReplicaEnv`` has a variable for it.
 
     Args:
         coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
-            None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
-        heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
-        final_sync: Whether training ends with a sync of what has been trained since the last one,
-            after which the model holds the global parameters.
-        heal_inner_state: The inner optimizer's state of a group that takes over the others' global
-            state: its ``own`` (a group that was started again has none, and begins fresh), or the
-            ``donor``'s, of one donor for all ranks; equal in all groups then. It adds the size of
-            that state to what travels while the others wait.
-        eval_weights: What evaluators see: the ``global`` parameters, which are what the run is
-            about, or this group's ``local`` ones.
-        on_bad_state: What to do with a checkpoint that cannot be continued from, for example since
-            it was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
+            None: ``COMPOSER_REPLICATION_COORDINATOR``, else the run has no coordinator.
+        heartbeat_interval_s: How often this group sends the coordinator a heartbeat, in seconds.
+        final_sync: Whether training ends with a sync of the steps since the last one. After it the
+            model holds the global parameters.
+        heal_inner_state: Which state the inner optimizer of a joiner has: its ``own`` (a group that
+            was started again begins with a fresh one), or the ``donor``'s, of one donor for all
+            ranks. Equal in all groups. ``donor`` adds the size of that state to what a joiner
+            fetches while the others wait.
+        eval_weights: Which parameters evaluators see: the ``global`` ones, or this group's
+            ``local`` ones.
+        on_bad_state: What to do with a checkpoint that cannot be resumed, for example because it
+            was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
 
     Raises:
@@ -130,7 +130,7 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
 
 @dataclass(frozen=True)
 class ReplicaEnv:
-    """What the environment says of this process. The only place that reads it.
+    """The environment variables of this process. No other class reads them.
 
     | variable | meaning |
     |---|---|
@@ -146,7 +146,7 @@ class ReplicaEnv:
       replaced two, with a comma between them: all are accepted, the first one signs |
     | ``COMPOSER_REPLICATION_NO_TOKEN`` | ``1`` allows a run without a token beyond this machine |
 
-    ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
+    ``tokens`` has all accepted tokens; ``token`` is the first one, with which this process signs.
     """
 
     replica_id: str | None
@@ -166,11 +166,14 @@ class ReplicaEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
-        """Read it.
+        """Read the variables.
+
+        Args:
+            environ: The environment. None: that of this process.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, a token is malformed, or
-                the time until a hang is no number.
+            ValueError: ``NUM_REPLICA_GROUPS`` is not a positive integer, a token is malformed, or
+                the time until a hang is not a number.
         """
         environ = os.environ if environ is None else environ
         count = environ.get("NUM_REPLICA_GROUPS")
@@ -203,10 +206,11 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
 def check_replica_id(replica_id: str | int) -> None:
     """Check the name of a replica group.
 
-    It becomes part of URLs, of a folder's name and of what torchft makes of it (``name:uuid``).
+    The name becomes part of URLs, of a folder's name, and of torchft's name for the group
+    (``name:uuid``).
 
     Raises:
-        ValueError: It has a character that would be misread there, or is too long.
+        ValueError: The name has a character that would be misread there, or is too long.
     """
     is_name = not isinstance(replica_id, bool) and _REPLICA_ID.fullmatch(str(replica_id))
     if not is_name:
@@ -245,11 +249,11 @@ def lighthouse_of(options: ManagerOptions) -> str:
 
 
 def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
-    """The run's accepted tokens; whoever signs uses the first.
+    """Split the text of a token variable or file into the run's accepted tokens.
 
-    There are two while a token is being replaced, for which every process is started again three
-    times: with ``old,new``, with ``new,old``, and with ``new``. Neighbours in this order
-    understand each other.
+    The first token signs; all are accepted. There are two while a token is being replaced. For that
+    every process is started again three times: with ``old,new``, with ``new,old``, and with
+    ``new``. At each stage all processes accept the token with which the others sign.
 
     Args:
         text: One token, or two with a comma or a line break between them. Surrounding whitespace
@@ -265,11 +269,11 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     """
     tokens = tuple(filter(None, (part.strip() for part in text.replace("\n", ",").split(","))))
     for token in tokens:
-        for place, character in enumerate(token, start=1):
+        for position, character in enumerate(token, start=1):
             if not " " <= character <= "~":
                 raise ValueError(
-                    f"{source}: character {place} of the token is U+{ord(character):04X}, which is "
-                    "not printable ASCII: make one with `openssl rand -hex 16`"
+                    f"{source}: character {position} of the token is U+{ord(character):04X}, which "
+                    "is not printable ASCII: make one with `openssl rand -hex 16`"
                 )
     if len(tokens) > 2:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from composer import callbacks as composer_callbacks
 from composer.loggers import LoggerDestination
 from composer.optim import DecoupledAdamW, LinearScheduler
-from composer_parts.fits import NOT_TRIED, WITH_NOTE, Part
+from composer_parts.fits import NOT_TESTED, WITH_NOTE, Part
 from composer_parts.models import SIZE, image_data, prompting_text, steady, text_data, unmeasured
 
 from composer_replication.callback.export import read_checkpoint
@@ -110,7 +110,7 @@ def evaluating():
     return {"eval_dataloader": image_data(99), "eval_interval": "2ba"}
 
 
-NEEDS_A_GPU = {"status": NOT_TRIED, "error": "only works on CUDA devices"}
+NEEDS_A_GPU = {"status": NOT_TESTED, "error": "only works on CUDA devices"}
 # An evaluation draws random numbers under Composer alone, and under DiLoCo puts them back.
 STOPS = {"status": WITH_NOTE, "trainer": evaluating, "model": steady}
 
@@ -162,7 +162,7 @@ CALLBACKS = dict(
             "LRMonitor", trainer=lambda: {"schedulers": LinearScheduler()}, did=same_values("lr-")
         ),
         callback("LoadCheckpoint", "ba5.pt", status=WITH_NOTE, model=steady),
-        callback("MLPerfCallback", ".", 0, status=NOT_TRIED, error="mlperf"),
+        callback("MLPerfCallback", ".", 0, status=NOT_TESTED, error="mlperf"),
         callback("MemoryMonitor", **NEEDS_A_GPU),
         callback("MemorySnapshot", **NEEDS_A_GPU),
         callback("NaNMonitor"),

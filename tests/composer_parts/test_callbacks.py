@@ -15,7 +15,7 @@ from composer.callbacks import LoadCheckpoint, NaNMonitor, ThresholdStopper
 from composer_parts.callbacks import CALLBACKS, evaluating
 from composer_parts.fits import (
     IDENTITY,
-    NOT_TRIED,
+    NOT_TESTED,
     Part,
     check_equal,
     check_identity,
@@ -30,7 +30,9 @@ from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import SimulationError, simulate
 
 ON_A_FILE = "LoadCheckpoint"  # which its own tests make
-TRIED = [name for name, part in CALLBACKS.items() if part.status != NOT_TRIED and name != ON_A_FILE]
+TRIED = [
+    name for name, part in CALLBACKS.items() if part.status != NOT_TESTED and name != ON_A_FILE
+]
 STREAMING = {
     "sync_every": 4,
     "num_fragments": 2,

@@ -127,7 +127,7 @@ def member_of(service):
         options = ReplicaOptions(
             replica_id="0", coordinator_addr=service.address, heartbeat_interval_s=0.01
         )
-        members.append(Membership(options, info_of(service), {"w": torch.zeros(1)}, world_size=1))
+        members.append(Membership(options, info_of(service), [{"w": torch.zeros(1)}], world_size=1))
         return members[-1]
 
     yield make
@@ -229,9 +229,13 @@ def test_training_does_not_wait_for_new_settings(service, member_of):
 
 def test_a_group_waits_until_its_predecessor_looks_dead(service, member_of):
     service.by_path["/v1/replicas"] = ALIVE
-    threading.Timer(0.5, service.by_path.pop, ["/v1/replicas"]).start()
+
+    def die():
+        wait_until(lambda: len(service.bodies("/v1/replicas")) >= 2)
+        del service.by_path["/v1/replicas"]
+
+    threading.Thread(target=die).start()
     assert member_of().known_settings().keys() == {1}
-    assert len(service.bodies("/v1/replicas")) >= 2
 
 
 def test_a_closed_connection_ends_the_wait_of_another_thread(service):

@@ -15,7 +15,7 @@ from composer_replication.replica.manager import ReplicaManager
 def typed(manager: ReplicaManager, model: Any, optimizer: Any) -> None:
     assert_type(make_manager(replica_id=0, lighthouse_addr="http://head:29510"), ReplicaManager)
     make_manager(replica=0)  # pyright: ignore[reportCallIssue]
-    DiLoCo(manager, model, optimizer, None, 100, num_fragments=2, must_not_start=None)
+    DiLoCo(manager, model, optimizer, None, 100, num_fragments=2, start_refusal=None)
     DiLoCo(manager, model, optimizer, sync_evry=100)  # pyright: ignore[reportCallIssue]
     DiLoCo(manager, model, optimizer, num_fragments="2")  # pyright: ignore[reportArgumentType]
     DiLoCoCallback(sync_every=100, replica_id="a", manager=manager)

@@ -24,7 +24,8 @@ from integration.test_faults import Scalar
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
 from composer_replication.replica.heal.client import HealError
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.quorum_watch import AtFaultError, QuorumWatch
+from composer_replication.replica.quorum_watch import AtFaultError
+from composer_replication.replica.sync_faults import SyncFaults
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +41,7 @@ def train(
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train for some seconds, with trouble after the first syncs; say how it went."""
-    QuorumWatch.LEAVES_AFTER_S = LEAVES_AFTER_S
+    SyncFaults.LEAVES_AFTER_S = LEAVES_AFTER_S
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     lost = syncs_after = retries = 0

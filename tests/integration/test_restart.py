@@ -146,7 +146,7 @@ def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_
 
 def test_a_foreign_file_and_a_folder_that_lacks_a_part_are_found(tmp_path):
     (tmp_path / "notes.pt").write_text("not a checkpoint")
-    assert "it is no torch file" in what_is_wrong(tmp_path / "notes.pt")
+    assert "it is not a torch file" in what_is_wrong(tmp_path / "notes.pt")
     assert what_is_wrong(tmp_path / "nothing.pt") == "there is no such file"
     (tmp_path / "folder").mkdir()
     assert ".metadata cannot be read" in what_is_wrong(tmp_path / "folder")

@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from composer_replication.launch.launcher import check_launch, launch
+from composer_replication.launch.launcher import check_launch, launch_groups
 from composer_replication.training.config import ConfigError
 
 HEAD = """
@@ -85,7 +85,7 @@ def launch_script(folder, body, *arguments, replicas=2):
     """Launch groups that run a script, in this process."""
     script = write_script(folder, body)
     config = {"run_dir": str(folder / "run"), "callbacks": {"diloco": {"sync_every": 10}}}
-    return launch(
+    return launch_groups(
         config,
         "tiny.yaml",
         replicas=replicas,
@@ -95,10 +95,10 @@ def launch_script(folder, body, *arguments, replicas=2):
 
 LAUNCHER = """
 import sys
-from composer_replication.launch import launcher as launch
+from composer_replication.launch import launcher
 script, run_dir = sys.argv[1:]
 command = lambda _: [sys.executable, script]
-sys.exit(launch.launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
+sys.exit(launcher.launch_groups({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
 """
 
 
@@ -250,10 +250,10 @@ def test_groups_end_when_the_launcher_is_killed(tmp_path):
     ("section", "message"),
     [
         ({"replica_id": 3}, "replica_id=3: leave it out, launch numbers the groups"),
-        ({"lighthouse_addr": "http://a:1"}, "launch brings its own lighthouse"),
+        ({"lighthouse_addr": "http://a:1"}, "launch starts its own lighthouse"),
         ({"run_dir": "x"}, "set run_dir at the top of the config"),
         ({"num_replicas": 3}, "num_replicas=3 but --replicas 2"),
-        ({"min_replica_size": 3}, "no sync could ever commit. Use at most 2"),
+        ({"min_replica_size": 3}, "no sync could commit: use at most 2"),
     ],
 )
 def test_settings_that_contradict_a_launch_are_refused(section, message):

@@ -21,7 +21,7 @@ import pytest
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal import server as heal_server
 from composer_replication.replica.heal.client import HealClient, HealError, Offer
-from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
 
 ANSWER = [memoryview(Offer(4).to_json())]
@@ -79,7 +79,7 @@ class Conversation:
         return reply.getheader(CHALLENGE)
 
     def send(self, question, mac):
-        headers = {NONCE: question.nonce, ASKER: question.asker, MAC: mac}
+        headers = {NONCE: question.nonce, CLIENT_NAME: question.client_name, MAC: mac}
         self.connection.request("GET", question.path, headers=headers)
         reply = self.connection.getresponse()
         reply.read()
@@ -101,7 +101,7 @@ def test_a_question_for_another_server_is_refused(server):
     assert talk.send(question, question.proof("secret")) == 403
 
 
-@pytest.mark.parametrize("changed", ["path", "asker", "nonce"])
+@pytest.mark.parametrize("changed", ["path", "client_name", "nonce"])
 def test_a_question_that_was_changed_on_the_way_is_refused(server, changed):
     talk = Conversation(server)
     question = question_for(server, talk.challenge())
@@ -173,23 +173,25 @@ def test_a_head_of_many_lines_is_not_kept(server):
     assert ask(server) == Offer(4)
 
 
-def test_refusals_are_one_line_a_minute_and_one_in_the_audit_log(server, caplog):
+def test_rejections_are_one_line_a_minute_and_one_in_the_audit_log(server, caplog):
     caplog.set_level(logging.INFO, "composer_replication.replica.audit")
     for _ in range(20):
         with pytest.raises(HealError, match="403 Forbidden .* does not accept this group's token"):
             ask(server, "guessed")
     lines = [record.getMessage() for record in caplog.records]
-    assert len([line for line in lines if "Refused the global state to 127.0.0.1" in line]) == 1
+    assert (
+        len([line for line in lines if "request for the global state from 127.0.0.1" in line]) == 1
+    )
     [refused] = [json.loads(line) for line in lines if '"outcome": "refused"' in line]
     assert (refused["what"], refused["who"], refused["from"]) == ("heal", "joiner", "127.0.0.1")
     assert "guessed" not in caplog.text
 
 
-def test_refusals_are_counted_until_they_are_said_again(monkeypatch):
-    seldom = heal_server.Seldom()
-    assert [seldom.count() for _ in range(4)] == [1, None, None, None]
+def test_rejections_are_counted_until_they_are_logged_again(monkeypatch):
+    rejections = heal_server.RateLimitedCount()
+    assert [rejections.count() for _ in range(4)] == [1, None, None, None]
     monkeypatch.setattr(heal_server, "SAY_EVERY_S", 0.0)
-    assert seldom.count() == 4
+    assert rejections.count() == 4
 
 
 def test_without_file_descriptors_the_server_waits_and_does_not_spin(server, monkeypatch, caplog):
