@@ -37,6 +37,7 @@ from composer_replication.diloco.outer_optimizer import (
 )
 from composer_replication.diloco.peer_table import DivergenceError, PeerTable
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
+from composer_replication.diloco.saved_state import load_saved_state, saved_state
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import count_shards
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
@@ -420,19 +421,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, the state has to be written before
                 the next inner step; that saves host memory of twice the model's size.
         """
-        in_flight = (fragment.in_flight_state() for fragment in self._fragments)
-        return self._state.state_dict(copies=copies) | {
+        return saved_state(self._state, self._fragments, copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
-            "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
-            "replaces_global": [fragment.replaces_global for fragment in self._fragments],
-            "reading": self._state.ledger.local_state(),
-            "in_flight": next(filter(None, in_flight), None),
-            "residual": {
-                name: tensor.clone() if copies else tensor
-                for fragment in self._fragments
-                for name, tensor in fragment.residual_state().items()
-            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -445,17 +436,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             SettingsMismatch: It was saved for another model, other fragments or another kind of
                 outer optimizer.
         """
-        self._state.resume(state_dict)
+        load_saved_state(state_dict, self._state, self._fragments)
         self._outer.set_torchft_step()
         self._outer.inner_steps = state_dict["inner_steps"]
-        for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
-            fragment.inner_steps, fragment.samples = counted
-            if state_dict["residual"]:
-                fragment.load_residual_state(state_dict["residual"])
-        replaces = state_dict.get("replaces_global", [False] * len(self._fragments))
-        for fragment, replaces_global in zip(self._fragments, replaces, strict=True):
-            fragment.replaces_global = replaces_global
-        self._state.ledger.load_local_state(state_dict["reading"])
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
         if in_flight and before_prepare < self._local_step < self._sync_every:

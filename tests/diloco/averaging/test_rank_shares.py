@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from forked import context
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+
+pytestmark = pytest.mark.integration
 
 RANKS = 3
 SIZES = [[5, 1, 70_000, 3], [2], [RANKS * 16], [200_000]]
@@ -63,4 +66,6 @@ def mean_of(ours, theirs, weights, ranks):
 
 
 def test_shares_make_up_the_whole(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=RANKS)
+    torch.multiprocessing.start_processes(
+        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
+    )
