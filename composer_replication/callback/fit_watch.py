@@ -20,7 +20,7 @@ from types import FrameType
 
 from composer import Trainer
 
-from composer_replication.callback.stuck_process import stack
+from composer_replication.callback.stuck_process import is_running, stack
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,7 @@ def when_fit_is_over(leave: Callable[[], None]) -> None:
     fit = _frame_of_fit()
     if fit is not None:
         _running.add(leave)
-        arguments = (threading.get_ident(), fit, leave)
-        threading.Thread(target=_watch, args=arguments, name="fit watch", daemon=True).start()
+        threading.Thread(target=_watch, args=(fit, leave), name="fit watch", daemon=True).start()
 
 
 def trainer_in_fit() -> Trainer | None:
@@ -58,9 +57,8 @@ def _frame_of_fit() -> FrameType | None:
     return next((f for f in stack(sys._getframe()) if f.f_code is Trainer.fit.__code__), None)
 
 
-def _watch(thread_id: int, fit: FrameType, leave: Callable[[], None]) -> None:
-    # The thread keeps no frame but this one while it sleeps: a frame keeps its tensors alive.
-    while any(frame is fit for frame in stack(sys._current_frames().get(thread_id))):
+def _watch(fit: FrameType, leave: Callable[[], None]) -> None:
+    while is_running(fit):
         time.sleep(POLL_S)
     try:
         leave()

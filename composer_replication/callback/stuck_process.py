@@ -45,16 +45,21 @@ def end_if_stuck_in_close(error: BaseException | None) -> None:
 
 
 def _watch(thread_id: int, closing: FrameType, status: int) -> None:
-    since = time.monotonic()
-    while closing in (frames := list(stack(sys._current_frames().get(thread_id)))):
-        in_barrier = any(
-            frame.f_code is dist.barrier.__code__ and frame.f_back is closing for frame in frames
-        )
-        if not in_barrier:
+    since, before = time.monotonic(), None
+    while is_running(closing):
+        top = sys._current_frames().get(thread_id)
+        now = None if top is None else (top, top.f_lasti)
+        # Only the frames of a thread that waits are walked, see ``is_running``.
+        if now is None or now != before or not _is_in_barrier(top, closing):
             since = time.monotonic()
         elif time.monotonic() - since > GRACE_S:
             _end(status)
+        before = now
         time.sleep(POLL_S)
+
+
+def _is_in_barrier(top: FrameType | None, closing: FrameType) -> bool:
+    return any(f.f_code is dist.barrier.__code__ and f.f_back is closing for f in stack(top))
 
 
 def _end(status: int) -> None:
@@ -68,6 +73,21 @@ def _end(status: int) -> None:
     sys.stderr.flush()
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     os._exit(status)
+
+
+def is_running(frame: FrameType) -> bool:
+    """Whether a function call has not returned yet, asked from any thread.
+
+    To look for its frame in ``sys._current_frames()`` would mean to walk the frames of a thread
+    that creates and drops them meanwhile, which has crashed the interpreter (Python 3.11).
+    ``clear`` is one call, under the interpreter's lock: it raises while the frame is in use. Then
+    it drops the frame's local variables, which only a debugger could still read.
+    """
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
