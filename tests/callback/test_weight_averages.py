@@ -381,13 +381,14 @@ COMPOSER_CANNOT_SAVE_SWALR = pytest.mark.skipif(
 )
 def test_what_a_joiner_gets_of_them_travels(monkeypatch, schedule_swa_lr):
     arrived = []
-    give = WeightAverages.give
+    state_dict = WeightAverages.state_dict
 
     def travel(own):
-        arrived.append(heal_format.load(memoryview(bytearray().join(heal_format.dump(give(own))))))
+        sent = bytearray().join(heal_format.dump(state_dict(own)))
+        arrived.append(heal_format.load(memoryview(sent)))
         return arrived[-1]
 
-    monkeypatch.setattr(WeightAverages, "give", travel)
+    monkeypatch.setattr(WeightAverages, "state_dict", travel)
     swa = {"swa_start": "0.1dur", "swa_end": "0.9dur", "update_interval": "1ba"}
 
     def replica(sim):

@@ -118,7 +118,7 @@ def test_a_scheduler_still_reaches_the_wrapped_optimizer_after_a_load():
     assert optimizer.base_optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.005
 
 
-def test_the_state_of_another_kind_of_optimizer_is_refused_with_both():
+def test_the_state_of_another_kind_of_optimizer_is_rejected_with_both():
     plain = adamw([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match=r"of 1 inner .* 2 \(Wrapper around AdamW\)"):
+    with pytest.raises(ValueError, match=r"of 1 nested inner .* 2 \(Wrapper around AdamW\)"):
         load_state(wrapped(), save_state(plain))
