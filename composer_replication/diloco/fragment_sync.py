@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import EncodedMean
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout, WeightedMean, cut
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout, WeightedMean
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
 from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_state import GlobalState
@@ -113,13 +113,11 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._theta = [theta.detach() for theta in global_parameters.theta.values()]
         model_device = local_tensor(self._local[0]).device
         self.device = message_device or model_device
-        scattered = [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
         self._sizes = [theta.numel() for theta in self._theta]
         self._layout = MeanLayout(
             self._sizes,
             settings.bucket_cap_mb,
             self.device,
-            scattered,
             ranks,
             model_device,
             global_parameters.shards,
@@ -293,7 +291,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self._formed = Formed(self.inner_steps, self.samples, position, replaces, kept)
         self.frozen = self.globals.freezing.own()
         local = self._formed.local or self._local_now()
-        self.mean.form(self._pseudo_gradient, (self._theta, local), self._own_contribution())
+        sources = self.mean.share.own(self._theta), self.mean.share.own(local)
+        self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
         if not self.is_joining:
             self._unsent = None  # should this attempt fail, the next one forms what is there then
 
@@ -315,7 +314,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return [local_tensor(tensor) for tensor in self._local]
 
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
-        local = local.reshape(-1)
         if local.device != into.device:
             local = self._landing(local, into).copy_(local)
         # To a CPU a copy that does not block would be read before it is there.
@@ -339,8 +337,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             ValueError: All groups are to start from these parameters, and they are not finite.
         """
         mean = WeightedMean(*self._layout)
-        local = (self._local_now(),)
-        mean.form(lambda t, into: into.copy_(t.reshape(-1)), local, contribution, asks_ranks=False)
+        local = (mean.share.own(self._local_now()),)
+        mean.form(lambda t, into: into.copy_(t), local, contribution, asks_ranks=False)
         if contribution and not mean.is_finite:
             raise ValueError(
                 "the initial parameters of this replica group, from which all groups start, are "
@@ -351,8 +349,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def adopt_mean(self, mean: WeightedMean) -> None:
         """Take the mean of ``mean_of_local`` as global and local parameters."""
         if mean.receive():
-            for theta, value in zip(cut(self._theta, mean.pieces), mean.take(), strict=True):
-                theta.copy_(value)
+            for theta, value in zip(self._theta, mean.take(), strict=True):
+                theta.copy_(value.view(theta.shape))
         self.take_global()
 
     def _average_grads(self) -> None:

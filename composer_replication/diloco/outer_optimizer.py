@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from composer_replication.diloco.averaging.weighted_mean import WeightedMean, cut
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.freezing import Freezing, StepRules
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
@@ -119,13 +120,17 @@ class GlobalParameters:
         self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
         self.shards = Shards(self.local.values(), ranks)
         pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
-        self.theta: dict[str, nn.Parameter] = {}
-        for name, parameter in self.local.items():
-            shard = local_tensor(parameter)
-            theta = torch.empty(
-                shard.shape, dtype=torch.float32, device=backup_device, pin_memory=pin
-            )
-            self.theta[name] = nn.Parameter(theta.copy_(shard))
+        shards = {name: local_tensor(tensor) for name, tensor in self.local.items()}
+        self._sizes = [shard.numel() for shard in shards.values()]
+        self.flat = torch.empty(
+            sum(self._sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
+        )
+        """All of them, one after the other. ``theta`` has the views."""
+        self._momentum: Tensor | None = None
+        self.theta = {
+            name: nn.Parameter(view.copy_(shard))
+            for (name, shard), view in zip(shards.items(), self._views(self.flat), strict=True)
+        }
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
@@ -162,30 +167,47 @@ class GlobalParameters:
         for place in plain | rules.held:
             self.optimizer.state.pop(theta[place], None)
         self.freezing.settle(rules)
-        local = [local_tensor(parameter) for parameter in self.local.values()]
-        if mean.device.type == theta[0].device.type == "cpu" and is_plain_sgd(self.optimizer):
-            descent = ChunkedDescent(self.optimizer, theta, plain, rules.held, self.shards)
-            moved = zip(mean.pieces, descent.steps(mean), cut(local, mean.pieces), strict=True)
-            for piece, theta_piece, local_piece in moved:
-                shaped = theta_piece.view(local_piece.shape)
-                _mix(local_piece, shaped, rules.alpha_of(piece.tensor))
-            self._momentum_norm = descent.momentum_norm
+        if mean.device.type == self.flat.device.type == "cpu" and is_plain_sgd(self.optimizer):
+            self._descend(mean, plain, rules)
             return
-        for place, parameter in enumerate(theta):
-            if place not in plain | rules.held:
-                parameter.grad = torch.empty_like(parameter)
-        targets = [parameter if parameter.grad is None else parameter.grad for parameter in theta]
-        for piece, target, delta in zip(
-            mean.pieces, cut(targets, mean.pieces), mean.take(), strict=True
-        ):
-            if piece.tensor in plain:
-                target.sub_(delta.to(target.device))
-            elif piece.tensor not in rules.held:
-                target.copy_(delta)
+        for place, (parameter, delta) in enumerate(zip(theta, mean.take(), strict=True)):
+            if place in plain:
+                parameter.sub_(delta.view(parameter.shape).to(parameter.device))
+            elif place not in rules.held:
+                parameter.grad = torch.empty_like(parameter).copy_(delta.view(parameter.shape))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
         self._write_back(rules)
+
+    def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+        """Torch's outer step, and the way back, while a chunk is in cache."""
+        momentum = self._views(self._own_momentum())
+        descent = ChunkedDescent(self.optimizer, momentum, mean.divisor)
+        squares = [torch.zeros(())]
+        for place, (theta, parameter, sums) in enumerate(
+            zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
+        ):
+            local = local_tensor(parameter)
+            # A tensor whose elements do not lie one after the other is written back at once.
+            chunk = CHUNK if local.is_contiguous() else max(1, local.numel())
+            parts = local.view(-1).split(chunk) if local.is_contiguous() else [local]
+            if place in plain or place in rules.held:
+                if place in plain:
+                    theta.view(-1).sub_(sums.div_(mean.divisor))
+                moved = ((each, each[:0]) for each in theta.detach().view(-1).split(chunk))
+            else:
+                moved = descent.steps(theta, place, sums, chunk)
+            for part, (global_part, momentum) in zip(parts, moved, strict=True):
+                squares.append(self.shards.own_part(torch.dot(momentum, momentum), place))
+                _mix(part, global_part.view(part.shape), rules.alpha_of(place))
+        self._momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor's part of a flat buffer, in its shape."""
+        parts = flat.split(self._sizes)
+        shapes = [local_tensor(tensor).shape for tensor in self.local.values()]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
@@ -250,11 +272,25 @@ class GlobalParameters:
         self.freezing.freeze_settled()
         self._momentum_norm = None
         groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
-        # The optimizer keeps what it is given, and that may be a part of all that a peer has sent.
-        state = tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) else x, state_dict["optimizer"]["state"]
-        )
+        state = state_dict["optimizer"]["state"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups["param_groups"]})
+        self._keep_own_state()
+
+    def _keep_own_state(self) -> None:
+        """Copy the outer optimizer's state: what it was given may be a part of all a peer sent."""
+        states = [self.optimizer.state.get(theta, {}) for theta in self.theta.values()]
+        has_momentum = any(state.get("momentum_buffer") is not None for state in states)
+        views = self._views(self._own_momentum()) if has_momentum else states
+        for view, state in zip(views, states, strict=True):
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    is_momentum = key == "momentum_buffer"
+                    state[key] = view.copy_(value) if is_momentum else value.clone()
+
+    def _own_momentum(self) -> Tensor:
+        if self._momentum is None:
+            self._momentum = torch.empty_like(self.flat, pin_memory=False)
+        return self._momentum
 
     def set_hyperparameters(self, settings: DiLoCoSettings) -> None:
         """Go on with other numbers, and the same momentum buffers.

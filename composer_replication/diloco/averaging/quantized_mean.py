@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from composer_replication.diloco.averaging.exchange import Exchange
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.averaging.quantized_buckets import ScatteredBucket, SharedBucket
-from composer_replication.diloco.averaging.weighted_mean import Piece, WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
 from composer_replication.diloco.shards import Shards
@@ -63,7 +63,6 @@ class EncodedMean(WeightedMean):
         sizes: Sequence[int],
         bucket_cap_mb: float,
         device: torch.device,
-        whole: Collection[int],
         ranks: ProcessGroup | None,
         model_device: torch.device | None,
         shards: Shards | None = None,
@@ -71,21 +70,19 @@ class EncodedMean(WeightedMean):
         wire_format: str,
         error_feedback: bool,
     ) -> None:
-        super().__init__(sizes, bucket_cap_mb, device, whole, ranks, model_device, shards)
+        super().__init__(sizes, bucket_cap_mb, device, ranks, model_device, shards)
         self._format = make_wire_format(wire_format)
-        self._num_elements = sum(sizes)
         self._exchange: Exchange | None = None
         self._messages: FlatMemory | None = None
         self._taken: Tensor | None = None
         self.residual: Tensor | None = None
         """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
         if error_feedback:
-            self.residual = torch.zeros(self._share.stop - self._share.start, device=device)
+            self.residual = torch.zeros(self.share.stop - self.share.start, device=device)
 
-    def _prepare(self, piece: Piece, values: Tensor, contribution: float) -> None:
+    def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         del contribution  # it goes along with each part
         if self.residual is not None:
-            start = piece.offset - self._share.start
             values += self.residual[start : start + values.numel()]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
@@ -121,7 +118,7 @@ class EncodedMean(WeightedMean):
             start = stop
         if self.total:
             assert self._sums is not None, "it has been formed"
-            self._share.gather(self._sums)
+            self.share.gather(self._sums)
         return self.total
 
     def clear(self) -> None:
@@ -134,16 +131,16 @@ class EncodedMean(WeightedMean):
     def gather_residual(self) -> Tensor | None:
         if self.residual is None:
             return None
-        whole = self.residual.new_zeros(self._share.padded)
-        whole[self._share.start : self._share.stop] = self.residual
-        self._share.gather(whole)
-        return whole[: self._num_elements]
+        whole = self.residual.new_zeros(self.share.padded)
+        whole[self.share.start : self.share.stop] = self.residual
+        self.share.gather(whole)
+        return whole[: sum(self._sizes)]
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         if self.residual is None:
             return
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
-        own = whole[self._share.start : self._share.stop]
+        own = whole[self.share.start : self.share.stop]
         self.residual.zero_()[: own.numel()] = own
 
     def forget_residual(self) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
 class RankShare:
-    """This rank's part of a flat pseudo-gradient: it sends that part alone to the other groups.
+    """This rank's part of a flat buffer over tensors: it sends that part alone to the other groups.
 
     Under DDP all ranks of a group hold the same. Each averages its share with the same rank of the
     other groups; then the ranks gather the whole mean, on the line between them, which is fast. So
     the traffic between groups does not grow with their ranks.
 
     Args:
-        num_elements: Of the whole.
+        sizes: Elements of each tensor; they lie one after the other.
         ranks: Of the group, who hold the same; None for a rank by itself.
         device: Where the ranks talk to each other; the whole may be elsewhere.
         bucket: Largest number of elements that a rank sends the others at a time.
@@ -24,16 +27,27 @@ class RankShare:
     ALIGNMENT = 16
 
     def __init__(
-        self, num_elements: int, ranks: ProcessGroup | None, device: torch.device, bucket: int
+        self, sizes: Sequence[int], ranks: ProcessGroup | None, device: torch.device, bucket: int
     ) -> None:
         self._ranks, self._device, self._bucket = ranks, device, bucket
         rank, size = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
-        share = -(-num_elements // size)
+        share = -(-sum(sizes) // size)
         if size > 1:
             share = -(-share // self.ALIGNMENT) * self.ALIGNMENT
         self.padded = share * size
         """Elements of memory for the whole: all shares are equally large."""
         self.start, self.stop = rank * share, (rank + 1) * share
+        self._parts = [
+            slice(max(0, self.start - first), max(0, self.stop - first))
+            for first in itertools.accumulate(sizes[:-1], initial=0)
+        ][: len(sizes)]
+        self.sizes = [len(range(size)[part]) for size, part in zip(sizes, self._parts, strict=True)]
+        """Elements of each tensor that are in this rank's share."""
+
+    def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
+        for tensor, part in zip(tensors, self._parts, strict=True):
+            yield tensor.reshape(-1)[part]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group, the same on all of them."""

@@ -65,7 +65,7 @@ def average(sim, mean, step):
 
 
 def make_mean(wire_format, error_feedback=True, bucket_cap_mb=2**-9):
-    layout = MeanLayout(SIZES, bucket_cap_mb, torch.device("cpu"), (), None, None)
+    layout = MeanLayout(SIZES, bucket_cap_mb, torch.device("cpu"), None, None)
     return EncodedMean(*layout, wire_format=wire_format, error_feedback=error_feedback)
 
 
