@@ -127,10 +127,11 @@ class GlobalParameters:
         )
         """All of them, one after the other. ``theta`` has the views."""
         self._momentum: Tensor | None = None
-        self.theta = {
-            name: nn.Parameter(view.copy_(shard))
-            for (name, shard), view in zip(shards.items(), self._views(self.flat), strict=True)
-        }
+        with torch.no_grad():
+            self.theta = {
+                name: nn.Parameter(view.copy_(shard))
+                for (name, shard), view in zip(shards.items(), self._views(self.flat), strict=True)
+            }
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
