@@ -1,19 +1,28 @@
 # make train: install, then train two replica groups on this machine. make test: install, then test.
+# make test-torch-new: the same tests with Composer on a torch past its pin.
 # make gpu-check: the tests and benchmarks that need a GPU.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLMFOUNDRY := .venv-llmfoundry
+TORCH_NEW := .venv-torch-new
 
-.PHONY: train test gpu-check lint test-llmfoundry clean
+.PHONY: train test gpu-check lint test-torch-new test-llmfoundry clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
 
 # Two workers a core: most tests wait for other processes.
 WORKERS ?= $(shell expr 2 \* $$(nproc))
+PYTEST := $(BIN)/python -m pytest
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 16 --dist worksteal
+test-torch-new: $(TORCH_NEW)/.installed
+test-torch-new: PYTEST := $(TORCH_NEW)/bin/python -m pytest -rs
+test test-torch-new:
+	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone' --maxfail 20 || \
+		{ [ $$? -eq 1 ] && echo 'Once more, alone: what failed beside others' && \
+		$(PYTEST) --last-failed --last-failed-no-failures none -m 'not alone'; }
+	$(PYTEST) -m alone
 
 # On a machine with a GPU; PYTHON_GPU is one that has torch for it, ours by default.
 PYTHON_GPU ?= $(BIN)/python
@@ -29,16 +38,25 @@ lint: $(VENV)/.installed-dev
 $(VENV)/.installed: pyproject.toml
 	@echo "Installing Composer, torch and torchft into $(VENV): about 5 GB, some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
+# Composer past its pin of torch: docs/newer-torch.md.
+$(TORCH_NEW)/.installed: tests/torch_new/requirements.txt pyproject.toml
+	@echo "Installing torch 2.13 and Composer into $(TORCH_NEW): about 5 GB, some minutes."
+	$(PYTHON) -m venv $(TORCH_NEW)
+	$(TORCH_NEW)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r tests/torch_new/requirements.txt --editable '.[composer-side,coordinator,launch,test]'
+	$(TORCH_NEW)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps mosaicml==0.32.1
+	touch $@
+
 # llm-foundry pins much of its own: an environment of its own, minutes to install.
 test-llmfoundry: $(LLMFOUNDRY)/.installed
-	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all]'
 	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry tests/composer_parts -m llmfoundry
 
 $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
@@ -48,4 +66,4 @@ $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LLMFOUNDRY) dist build
+	rm -rf $(VENV) $(TORCH_NEW) $(LLMFOUNDRY) dist build

@@ -10,8 +10,8 @@
   until it may train: first it fetches the state, then it asks for a quorum, which forms at the
   other's next sync. ``--round-s`` is the time from one to the next; 0: it syncs without pause.
 
-The two groups are on loopback, or with ``--link`` in network namespaces with a line between them,
-which needs what ``bandwidth.py`` does.
+The two groups are on loopback, or with ``--link`` in network namespaces with a link between them,
+which needs what ``slow_links/bandwidth.py`` does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 import torch.distributed
 from groups import run_groups
-from links import Link, LinkError, Network
 from results import command_line, count, report
 from rich.progress import track
+from slow_links.links import Link, LinkError, Network
 from still import Still, build_model
 
 from composer_replication.diloco.algorithm import DiLoCo
@@ -157,7 +157,7 @@ def measure_joins(
 
 
 def run_over(link: Link | None, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """The two groups over a line, or on loopback."""
+    """The two groups over a link, or on loopback."""
     arguments.hosts, arguments.namespaces, arguments.devices = ["127.0.0.1"] * 2, [], []
     with nullcontext() if link is None else Network() as network:
         if network is not None and link is not None:
@@ -185,7 +185,7 @@ def main() -> None:
     try:
         taken = run_over(arguments.link, arguments)
     except LinkError as error:
-        sys.exit(f"no shaped lines here: {error}")
+        sys.exit(f"no shaped links here: {error}")
     before, send = taken["before"], taken["send"]
     join = [a + b for a, b in zip(before, taken["from"], strict=True)]
     rows = {

@@ -15,6 +15,8 @@ repetition counting:
   way back into the model), and the rest (quorum, vote);
 * torchft: its own DiLoCo under a manager like ours.
 
+``composer-replication plan`` takes "ours, ns a parameter" as ``--host-s-per-param``, in seconds.
+
 On ``--device cuda`` the model is there and all else, messages too, in host memory. With
 ``--backend nccl`` each group has a device of its own, and the messages are there.
 """
@@ -185,7 +187,10 @@ def ratios(arguments: argparse.Namespace) -> dict[str, list[float]]:
         "torchft / ours": (taken["torchft"], ours),
     }
     rows = {name: [a / b for a, b in zip(*pair, strict=True)] for name, pair in against.items()}
-    return rows | {"raw, ms": [1000 * seconds for seconds in raw]}
+    return rows | {
+        "raw, ms": [1000 * seconds for seconds in raw],
+        "ours, ns a parameter": [1e9 * seconds / arguments.params for seconds in ours],
+    }
 
 
 def main() -> None:

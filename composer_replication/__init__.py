@@ -1,6 +1,7 @@
 """DiLoCo for MosaicML Composer: several replica groups train one model, over torchft."""
 
 import os
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,75 @@ if TYPE_CHECKING:
 __all__ = ["DiLoCo", "DiLoCoCallback", "DiLoCoSettings", "ReplicaDataLoader", "simulate"]
 __version__ = "0.1.0"
 
-_HOME = {
-    "DiLoCo": "composer_replication.diloco.algorithm",
-    "DiLoCoCallback": "composer_replication.callback.callback",
-    "DiLoCoSettings": "composer_replication.diloco.settings",
-    "ReplicaDataLoader": "composer_replication.data.loader",
-    "simulate": "composer_replication.simulation.simulation",
+EXTRA_OF = {
+    "composer": "composer",
+    "httpx": "composer",
+    "safetensors": "composer",
+    "tenacity": "composer",
+    "torchmetrics": "composer",
+    "fastapi": "coordinator",
+    "h11": "coordinator",
+    "pydantic": "coordinator",
+    "starlette": "coordinator",
+    "uvicorn": "coordinator",
+    "cryptography": "launch",
+    "matplotlib": "launch",
+    "omegaconf": "launch",
+    "rich": "launch",
+    "typer": "launch",
+    "yaml": "launch",
 }
+"""The modules that this package can do without, and which extra of it brings each."""
 
 
-def __getattr__(name: str) -> Any:
-    # Composer takes seconds to import: the command must be able to refuse a config before that.
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class MissingExtraError(ModuleNotFoundError):
+    """A module is missing that an extra of this package brings; the message has the line to run."""
+
+
+def named_extra(who: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error that names the extra, if one brings the missing module; else the error as it is.
+
+    Args:
+        who: What needs the module.
+        error: Python's.
+    """
+    module = (error.name or "").partition(".")[0]
+    if module not in EXTRA_OF:
+        return error
+    needed = "Composer" if module == "composer" else module
+    line = f"pip install 'composer-replication[{EXTRA_OF[module]}]'"
+    return MissingExtraError(f"{who} needs {needed}: {line}", name=module)
+
+
+def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package: a public name is imported when it is asked for.
+
+    torch takes a second to import and Composer several, and the command refuses a bad config before
+    that. Without an extra, the names that do not need it are there.
+
+    Args:
+        package: Its ``__name__``.
+        modules: The module of each public name.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(import_module(modules[name]), name)
+        except ModuleNotFoundError as error:
+            raise named_extra(name, error) from None
+
+    return __getattr__
+
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "DiLoCo": "composer_replication.diloco.algorithm",
+        "DiLoCoCallback": "composer_replication.callback.callback",
+        "DiLoCoSettings": "composer_replication.diloco.settings",
+        "ReplicaDataLoader": "composer_replication.data.loader",
+        "simulate": "composer_replication.simulation.simulation",
+    },
+)

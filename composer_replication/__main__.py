@@ -1,6 +1,21 @@
-"""``python -m composer_replication``: the command, as launchers start it."""
+"""The command ``composer-replication``, also as ``python -m composer_replication``."""
 
-from composer_replication.cli import main
+import sys
+
+from composer_replication import MissingExtraError, named_extra
+
+
+def main() -> None:
+    """Run the command, or say which extra it needs."""
+    try:
+        from composer_replication.cli import main as run
+    except ModuleNotFoundError as error:
+        named = named_extra("The command composer-replication", error)
+        if not isinstance(named, MissingExtraError):
+            raise
+        sys.exit(f"Error: {named}")
+    run()
+
 
 if __name__ == "__main__":
     main()

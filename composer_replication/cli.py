@@ -1,4 +1,4 @@
-"""The command ``composer-replication``. What is heavy is imported once the input is known good."""
+"""The command ``composer-replication``. It imports heavy packages after checking the input."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -16,12 +17,19 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from composer_replication import __version__
+from composer_replication import __version__, named_extra
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.errors import INTERRUPTED, report_error
-from composer_replication.launch.lossy_output import lose_what_cannot_be_printed
+from composer_replication.launch.lossy_output import ignore_output_errors
 from composer_replication.launch.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
+from composer_replication.plan import (
+    HOST_S_PER_PARAM,
+    PlannedRun,
+    parse_link,
+    plan_as_json,
+    print_plan,
+)
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.training.config import ConfigError, load_config, save_config
 from composer_replication.training.preflight import check_reachable
@@ -36,7 +44,7 @@ app = typer.Typer(
 
 
 class Weights(StrEnum):
-    """What an export may choose."""
+    """Which weights ``export`` writes."""
 
     GLOBAL = "global"
     EMA = "ema"
@@ -47,28 +55,30 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="key=value",
-        help="Replace values of it, e.g. max_duration=100ba callbacks.diloco.sync_every=50.",
+        help="Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.",
         show_default=False,
     ),
 ]
-Replicas = Annotated[int, typer.Option(help="Replica groups.", min=1)]
-Nproc = Annotated[int, typer.Option(help="Processes in each group.", min=1)]
+Replicas = Annotated[int, typer.Option(help="Number of replica groups.", min=1)]
+Nproc = Annotated[int, typer.Option(help="Number of processes in each group.", min=1)]
 MaxRestarts = Annotated[
     int,
-    typer.Option(help="How often in a row a group that dies is started again.", min=0),
+    typer.Option(help="Most restarts in a row of a group that dies.", min=0),
 ]
 StragglerTimeout = Annotated[
     float,
-    typer.Option(help="Seconds that a sync waits for a group that is alive.", min=0.1),
+    typer.Option(
+        help="Longest wait of a sync for a group that is alive and late, in seconds.", min=0.1
+    ),
 ]
 HangTimeout = Annotated[
     float,
-    typer.Option(help="Seconds without any progress after which a group ends itself.", min=1.0),
+    typer.Option(help="A group ends itself after this time without progress, in seconds.", min=1.0),
 ]
 
 
 def main() -> NoReturn:
-    """Run the command; errors of which we know the cause are one paragraph, not a traceback."""
+    """Run the command, and print errors with a known cause as one paragraph without a traceback."""
     quiet_others()
     status = 0
     try:
@@ -77,20 +87,23 @@ def main() -> NoReturn:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except ModuleNotFoundError as error:
+        command = " ".join(["composer-replication", *sys.argv[1:2]])
+        status = report_error(named_extra(command, error))
     except Exception as error:
         status = report_error(error)
     if status == 0:
         sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: Python would wait for torchft's threads, and those for a quorum, for up to an
-    # hour. A Trainer has closed itself by now; its atexit handlers have nothing left to do.
+    # Not sys.exit: Python would join torchft's threads, which may wait for a quorum for an hour.
+    # The Trainer has been closed by now, so that its atexit handlers have nothing left to do.
     os._exit(status)
 
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         print(f"composer-replication {__version__}")
@@ -99,11 +112,11 @@ def root(
 
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Train one replica group; also under `composer -n N` or torchrun."""
-    lose_what_cannot_be_printed()
+    """Train one replica group. `composer -n N` and torchrun can start it with several processes."""
+    ignore_output_errors()
     checked = load_config(config, overrides or [])
     check_reachable(checked)
-    # Here: importing Composer takes seconds, and what is wrong should be said before.
+    # Imported here: it takes seconds, and errors in the input should be printed before.
     from composer_replication.training.trainer import train as run
 
     run(checked)
@@ -119,8 +132,8 @@ def launch(
     straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S,
     hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
-    """Train in several replica groups on this machine, with a lighthouse of its own."""
-    from composer_replication.launch.launcher import launch as run
+    """Train in several replica groups on this machine, with a coordinator and a lighthouse."""
+    from composer_replication.launch.launcher import launch_groups as run
 
     checked = load_config(config, overrides or [])
     status = run(
@@ -140,44 +153,54 @@ def coordinator(
     config: Config,
     overrides: Overrides = None,
     bind: Annotated[
-        str, typer.Option(help="Where to listen; the lighthouse: next port.", metavar="ADDR:PORT")
+        str,
+        typer.Option(
+            help="Address of the service. The lighthouse uses the next port.", metavar="ADDR:PORT"
+        ),
     ] = "[::]:29512",
-    state_dir: Annotated[Path, typer.Option(help="Where the state is kept.")] = Path("coordinator"),
+    state_dir: Annotated[Path, typer.Option(help="Folder of the run's state.")] = Path(
+        "coordinator"
+    ),
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="A file with the run's secret; two lines while it is replaced. Else: the "
-            "environment's, else one is made in the state folder."
+            help="File with the run's secret, or with two while it is being replaced. Default: "
+            "the environment's secret, else one is generated in the state folder."
         ),
     ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Make none: whoever reaches it can change the run.")
+        bool,
+        typer.Option(
+            "--no-token", help="Use no token: everybody who reaches the service can change the run."
+        ),
     ] = False,
     replicas: Annotated[
-        int | None, typer.Option(help="Replica groups that a cold start waits for.", min=1)
+        int | None, typer.Option(help="Number of groups that a cold start waits for.", min=1)
     ] = None,
     hostname: Annotated[
-        str | None, typer.Option(help="How groups reach this machine; else its host name.")
+        str | None,
+        typer.Option(help="Name of this machine for the groups. Default: its host name."),
     ] = None,
     tls_dir: Annotated[
         str | None,
-        typer.Option(help="The folder of its certificates, for TLS. Else: the environment's."),
+        typer.Option(help="Folder of certificates for TLS. Default: the environment's."),
     ] = None,
     heartbeat_timeout_s: Annotated[
-        float, typer.Option(help="Seconds of silence after which a group is dead.", min=0.1)
+        float, typer.Option(help="A group counts as dead after this silence, in seconds.", min=0.1)
     ] = HEARTBEAT_TIMEOUT_S,
     ssl_certfile: Annotated[
-        Path | None, typer.Option(help="A certificate (PEM): serve HTTPS.", show_default=False)
+        Path | None,
+        typer.Option(help="Certificate (PEM) with which to serve HTTPS.", show_default=False),
     ] = None,
     ssl_keyfile: Annotated[
-        Path | None, typer.Option(help="Its private key.", show_default=False)
+        Path | None, typer.Option(help="Private key of the certificate.", show_default=False)
     ] = None,
     ssl_ca_certs: Annotated[
         Path | None,
-        typer.Option(help="Refuse clients without a certificate of this CA.", show_default=False),
+        typer.Option(help="Reject clients without a certificate of this CA.", show_default=False),
     ] = None,
 ) -> None:
-    """Say to all replica groups what the settings are, and bring the lighthouse."""
+    """Serve the run's settings to all replica groups, and host the lighthouse."""
     from composer_replication.coordinator.http_service import TlsFiles
     from composer_replication.launch.coordinator_command import (
         choose_tokens,
@@ -206,16 +229,20 @@ def chaos(
     overrides: Overrides = None,
     replicas: Replicas = 3,
     nproc: Nproc = 1,
-    faults_per_minute: Annotated[float, typer.Option(help="How often.", min=0.1)] = 2.0,
-    duration: Annotated[float, typer.Option(help="Seconds of training.", min=10.0)] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of what strikes whom, and when.")] = 0,
+    faults_per_minute: Annotated[
+        float, typer.Option(help="Mean number of faults in a minute.", min=0.1)
+    ] = 2.0,
+    duration: Annotated[
+        float, typer.Option(help="Length of the training, in seconds.", min=10.0)
+    ] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of kinds, victims and times of the faults.")] = 0,
     kinds: Annotated[
         str | None,
-        typer.Option(help="Which faults, e.g. kill,hang; docs/chaos.md lists them. None: all."),
+        typer.Option(help="Kinds of faults, such as kill,hang (docs/chaos.md). Default: all."),
     ] = None,
 ) -> None:
-    """Train as launch does under faults of all kinds, check it meanwhile, and tell the cost."""
-    from composer_replication.launch.chaos import chaos as run
+    """Train as `launch` does while injecting faults, check the run, and report what they cost."""
+    from composer_replication.launch.chaos import run_chaos as run
 
     checked = load_config(config, overrides or [])
     status = run(
@@ -233,7 +260,7 @@ def chaos(
 
 @app.command()
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
-    """Train the same groups in one process, to try DiLoCo before renting anything."""
+    """Train the same replica groups in one process, to try DiLoCo without a network."""
     from composer_replication.callback.run_folder import CONFIG, make_run_folder
     from composer_replication.launch.display import Display
     from composer_replication.launch.launcher import finish
@@ -245,7 +272,7 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
     began = time.monotonic()
     from composer_replication.training.trainer import simulate_replicas
 
-    # One table for all of them, instead of every group's line for every sync.
+    # The display shows one table for all groups. Their log lines would be drawn over it.
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
     with Display(Console(), run_dir, replicas).follow():
         simulate_replicas(checked, replicas)
@@ -255,110 +282,125 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's file or folder.")
+        Path, typer.Argument(metavar="CHECKPOINT", help="File or folder of a checkpoint.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="Where to write it.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File to write.")],
     weights: Annotated[
         Weights | None,
-        typer.Option(help="Whose: of a run with EMA either. Without it: the checkpoint's model."),
+        typer.Option(
+            help="Weights to write, if the run has EMA. Default: those of the checkpoint's model."
+        ),
     ] = None,
 ) -> None:
-    """Write the weights of a checkpoint alone, as safetensors: the global ones, or EMA's."""
+    """Write the weights of a checkpoint as safetensors: the global ones, or those of EMA."""
     from composer_replication.callback.export import export as run
 
-    told = run(checkpoint, out, weights)
-    when = f" after outer step {told['outer_step']}" if told["outer_step"] is not None else ""
-    whose = {
+    exported = run(checkpoint, out, weights)
+    step = exported["outer_step"]
+    when = f" after outer step {step}" if step is not None else ""
+    name = {
         "global": "the global weights",
         "ema": "EMA's weights",
         "local": "this group's own weights",
         "unknown": "the weights",
-    }[told["weights"]]
+    }[exported["weights"]]
     print(
-        f"{out}: {whose}{when}, {told['num_tensors']} tensors, "
-        f"{told['num_parameters']:,} parameters"
+        f"{out}: {name}{when}, {exported['num_tensors']} tensors, "
+        f"{exported['num_parameters']:,} parameters"
     )
-    if told["weights"] == "local":
-        print("They are to become the global ones at the next sync, as SWA's average.")
-    if told["weights"] == "unknown":
-        print("The checkpoint has no DiLoCo state, so these may be any weights.")
+    if exported["weights"] == "local":
+        print("They are SWA's average, which becomes the global weights at the next sync.")
+    if exported["weights"] == "unknown":
+        print("The checkpoint has no DiLoCo state, so these may be local or global weights.")
 
 
-@app.command()
-def plan(
-    params: Annotated[float, typer.Option(help="Trainable parameters, e.g. 7e9.")],
+@app.command("plan")
+@dataclass(kw_only=True)
+class PlanCommand:
+    """Compute what rounds of a run would take, send and hold, before anything is rented."""
+
+    params: Annotated[float, typer.Option(help="Trainable parameters, e.g. 7e9.")]
     link: Annotated[
         str,
-        typer.Option(help="What a group can send to the others, e.g. 1Gbit, 100Mbit or 250MB/s."),
-    ],
-    step_time: Annotated[float, typer.Option(help="Seconds of an inner step.")],
-    groups: Annotated[int, typer.Option(help="Replica groups.")],
-    sync_every: Annotated[
-        int, typer.Option(help="Inner steps in a round (H).")
-    ] = DiLoCoSettings.sync_every,
-    num_fragments: Annotated[
-        int, typer.Option(help="Fragments of the streaming run; 1 with no delay is vanilla.")
-    ] = 2,
-    fragment_sync_delay: Annotated[
-        int, typer.Option(help="Inner steps that overlap its syncs (tau).")
-    ] = 5,
+        typer.Option(
+            help="The rate at which a group can send to the others, e.g. 1Gbit, 100Mbit or 250MB/s."
+        ),
+    ]
+    step_time: Annotated[
+        float, typer.Option(help="Seconds of an inner step, measured in one group alone.")
+    ]
+    groups: Annotated[int, typer.Option(help="Number of replica groups.")]
     round_trip: Annotated[
         float, typer.Option(help="Seconds of a round trip between two groups.")
-    ] = 0.0,
+    ] = 0.0
+    host_s_per_param: Annotated[
+        float,
+        typer.Option(
+            help="Seconds a parameter that a sync takes on the host. Measure it with "
+            "benchmarks/sync.py; the default is from 2 CPU cores."
+        ),
+    ] = HOST_S_PER_PARAM
     ranks: Annotated[
-        int, typer.Option(help="Processes in each group, as under DDP: each sends a share.")
-    ] = 1,
-    utilisation: Annotated[
-        float, typer.Option(help="The share of the time to train: which H reaches it?")
-    ] = 0.95,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="A file from benchmarks/calibrate.py. Else: the one that is shipped."),
-    ] = None,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the numbers there.")
-    ] = None,
-) -> None:
-    """Say what rounds of a run would take, send and hold, before anything is rented."""
-    from composer_replication.plan import PlannedRun
-    from composer_replication.plan_calibration import Calibration, parse_link
-    from composer_replication.plan_table import Plan
-
-    if not math.isfinite(params):
-        raise ConfigError(f"params={params}: write how many there are, e.g. 7e9")
-    run = PlannedRun(
-        params=int(params),
-        link_bits_per_s=parse_link(link),
-        step_s=step_time,
-        groups=groups,
-        round_trip_s=round_trip,
-        sync_every=sync_every,
-        num_fragments=num_fragments,
-        fragment_sync_delay=fragment_sync_delay,
-        ranks=ranks,
+        int, typer.Option(help="Processes in each group that hold the same model, as under DDP.")
+    ] = 1
+    sync_every: Annotated[int, typer.Option(help="Inner steps in a round (H).")] = (
+        DiLoCoSettings.sync_every
     )
-    planned = Plan(run, Calibration.load(calibration), utilisation)
-    planned.print(Console())
-    if json_out is not None:
-        json_out.write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+    num_fragments: Annotated[
+        int, typer.Option(help="Fragments of the streaming run. 1 without a delay is vanilla.")
+    ] = 2
+    fragment_sync_delay: Annotated[
+        int, typer.Option(help="Inner steps that overlap a sync of the streaming run (tau).")
+    ] = 5
+    utilisation: Annotated[
+        float,
+        typer.Option(help="The share of the time to train. The table has the shortest round."),
+    ] = 0.95
+    json_out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the numbers to this file.")
+    ] = None
+
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        if not math.isfinite(self.params):
+            raise ConfigError(f"params={self.params}: write how many there are, e.g. 7e9")
+        run = PlannedRun(
+            params=int(self.params),
+            link_bits_per_s=parse_link(self.link),
+            step_s=self.step_time,
+            groups=self.groups,
+            round_trip_s=self.round_trip,
+            host_s_per_param=self.host_s_per_param,
+            ranks=self.ranks,
+            sync_every=self.sync_every,
+            num_fragments=self.num_fragments,
+            fragment_sync_delay=self.fragment_sync_delay,
+        )
+        print_plan(run, self.utilisation, Console())
+        if self.json_out is not None:
+            planned = plan_as_json(run, self.utilisation)
+            self.json_out.write_text(json.dumps(planned, indent=2) + "\n")
 
 
 @app.command()
 def certificates(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to write them: a group's tls_dir.")
+        Path, typer.Argument(metavar="DIR", help="Folder to write, which becomes a tls_dir.")
     ],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="A name or address for which a browser accepts it; several times."),
+        typer.Option(
+            help="Name or address for which browsers accept the certificate; can be repeated."
+        ),
     ] = None,
     authority: Annotated[
         Path | None,
-        typer.Option(help="The run's authority, made if it is not there. Else: DIR-authority."),
+        typer.Option(
+            help="Folder of the run's authority, created if missing. Default: DIR-authority."
+        ),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1)] = 365,
+    days: Annotated[int, typer.Option(help="Validity of the certificate in days.", min=1)] = 365,
 ) -> None:
-    """Make a certificate for TLS within a run, and the run's authority if there is none."""
+    """Create a certificate for TLS within a run, and the run's authority if there is none."""
     from composer_replication.replica.certificates import CA_KEY, make_certificates
 
     folder = folder.absolute()
@@ -367,16 +409,16 @@ def certificates(
     print(f"{folder}: certificate valid until {until:%Y-%m-%d}")
     print(f"Set COMPOSER_REPLICATION_TLS_DIR={folder} for a group, launch and the coordinator.")
     print(
-        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: it makes members of this "
-        "run, so keep it on one machine."
+        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: whoever has this key can "
+        "join the run, so keep it on one machine."
     )
 
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
 ) -> None:
-    """Draw loss.png from what a run wrote, and say what came out."""
+    """Draw loss.png from what a run wrote, and print its result."""
     from composer_replication.launch.report import write_report
     from composer_replication.launch.run_record import describe, read_run
 
@@ -386,7 +428,7 @@ def report(
 
 
 def quiet_others() -> None:
-    """Our log lines from INFO on, everybody else's from WARNING on; no warnings but ours."""
+    """Log from INFO on in this package and from WARNING on elsewhere; show only our warnings."""
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         level=logging.WARNING,

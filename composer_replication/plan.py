@@ -1,70 +1,56 @@
-"""How long a round of a planned run takes, what it sends and what memory it needs.
+"""What rounds of a planned run take, send and hold: the command ``plan``.
 
-A model of seconds, fitted to measured rounds by ``benchmarks/calibrate.py``. Of n parameters in P
-fragments, k replica groups, inner steps of s seconds, a round trip of r and wire format w, a sync
-has
+The run has n parameters in P fragments of equal size, k replica groups, H inner steps a round, and
+a delay of tau inner steps before a sync is applied. Between groups there is a link and a round trip
+of r seconds. Two numbers are measured: s, the seconds of an inner step, and h, the seconds a
+parameter that a sync takes on the host. In a wire format of b bytes a parameter,
 
-    bytes(w) = 2 (k - 1) / k * n / P * b(w)                          leaving each group
-    send(w)  = c1 + (c2 + c3 m) r + c4 bytes(w) / link + c5(w) n / P
-    host(w)  = c6(w) n / P
+    bytes = 2 (k - 1) / k * b n / P                        each group sends in a sync
+    send  = bytes / link + r (2 + max(MiB / 2, k - 1))     seconds; MiB = bytes / 2**20
+    round = H s + h n + P max(0, send - tau s)             seconds
 
-where m is the bytes in MiB, c1 the seconds of quorum and vote, c2 and c3 round trips, c4 one over
-the share of the link that is used, c5 the seconds of coding and summing a parameter, and c6 those
-of forming, outer step and way back. Round trips count by the MiB too: TCP has a window, and gloo's
-allreduce sends segments of that size, two of which are under way at a time (``kMaxSegmentSize`` in
-its ``allreduce.h``). ``host`` stands on the training's path always, ``send`` as far as it is longer
-than the tau inner steps that overlap it, and of what these overlap a share o, since sending takes
-processors and memory from them:
+A ring allreduce sends these bytes, in 2 (k - 1) hops (Patarasuk and Yuan 2009). gloo cuts them into
+segments of 1 MiB and has two of them on the way (``kMaxSegmentSize`` in its ``allreduce.h``). Two
+more round trips are the quorum's and that of the table in which groups report to each other. The
+delay hides what is sent (arXiv 2501.18512, algorithm 2). It hides nothing of the host's work: to
+form the pseudo-gradient, to encode and sum it, to take the outer step and to write the result back.
 
-    round = H s + P (host + max(0, send - tau s) + o min(send, tau s))
+DDP sends n gradients in float32 in each step, beside the backward pass (arXiv 2006.15704):
 
-The bytes are a ring's: each group sends a k-th part 2 (k - 1) times, one after the other (Patarasuk
-and Yuan 2009, what gloo does), so m is at least that. Vanilla DiLoCo, P = 1 and tau = 0, is
-arXiv 2311.08105; P and tau are those of arXiv 2501.18512, algorithm 2. DDP allreduces n fp32
-gradients in every step, of which a share f of the step hides what it can (arXiv 2006.15704):
-
-    step = s + max(0, d1 m r + d2 bytes(float32) / link + d3 n - f s)
-
-Every group has the same link and step time, and all its ranks share that link.
+    step = max(s, bytes / link + r max(MiB / 2, k - 1)) + h n
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from fractions import Fraction
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
 
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.diloco.settings import DiLoCoSettings
 
-SEGMENT_BYTES = 2**20
-"""What gloo sends at a time."""
+HOST_S_PER_PARAM = 6e-9
+"""One sync of 100 M fp32 parameters over loopback on 2 CPU cores: 2.03 times 293 ms
+(docs/performance.md, ``benchmarks/sync.py``)."""
 
-OVERLAP_COST = "overlap_cost"
-"""o above: by what share of the sending that they overlap inner steps take longer."""
+_RATE = re.compile(r"(\d*\.?\d+(?:e\d+)?)\s*([kMGT]?)(bit|b|B)(?:/s|ps)?")
+_PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
-DDP_OVERLAP = "ddp_overlap"
-"""f above: the share of a step that hides what DDP sends."""
-
-CONSTANTS = (
-    "link_time",
-    *(f"host_s_per_param.{name}" for name in BYTES_PER_PARAMETER),
-    *(f"send_s_per_param.{name}" for name in BYTES_PER_PARAMETER),
-    "round_trips_per_mib",
-    "round_trips_per_sync",
-    "sync_s",
-    OVERLAP_COST,
-    "ddp_link_time",
-    "ddp_s_per_param",
-    "ddp_round_trips_per_mib",
-    DDP_OVERLAP,
+NOTES = (
+    "Time: by a formula with two measured numbers, the step time and the host's seconds a "
+    "parameter. It met 36 measured rounds of a small model to 8 % in the median and 20 % at most; "
+    "overlapped rounds took longer than it says (docs/plan.md). Groups and fragments are equally "
+    "large, and the ranks of a group share its link. What a longer round, a delay or a wire format "
+    "costs in loss is not in the tables.",
+    "Memory: by the code, of each rank under DDP. The host's has been measured for float32 on "
+    "CPUs, the device's never. Groups that average over gloo need none on the device.",
 )
-"""All that are fitted. What rounds cannot tell apart counts as the first: as what grows with the
-model and nothing hides, so that for a larger model a plan is rather too long than too short."""
-
-Terms = dict[str, float]
-"""What each constant is multiplied by. The fit and the plan read the same ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +62,11 @@ class PlannedRun:
         link_bits_per_s: What a replica group can send to the others, in bits per second.
         step_s: Seconds of an inner step (s).
         groups: Replica groups (k).
-        round_trip_s: Between two groups, in seconds (r).
+        round_trip_s: Seconds of a round trip between two groups (r).
+        host_s_per_param: Seconds a parameter that a sync takes on the host (h).
+        ranks: Processes of a group that hold the same parameters, as under DDP.
         sync_every: See ``DiLoCoSettings`` (H), like the next two (P and tau).
         wire_format: See ``DiLoCoSettings``.
-        ranks: Processes in a group that hold the same parameters, as under DDP.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -90,162 +77,222 @@ class PlannedRun:
     step_s: float
     groups: int
     round_trip_s: float = 0.0
+    host_s_per_param: float = HOST_S_PER_PARAM
+    ranks: int = 1
     sync_every: int = DiLoCoSettings.sync_every
     num_fragments: int = DiLoCoSettings.num_fragments
     fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay
     wire_format: str = "float32"
-    ranks: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("params", 1), ("groups", 2), ("ranks", 1)):
             if getattr(self, name) < least:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: use an integer of at least {least}"
-                )
-        # A link of infinitely many bits per second is one that nobody has limited.
-        if not self.link_bits_per_s > 0:
-            raise ValueError(f"link_bits_per_s={self.link_bits_per_s}: use a number above 0")
-        if not 0 < self.step_s < math.inf:
-            raise ValueError(f"step_s={self.step_s}: use seconds above 0, e.g. 2.0")
-        if not 0 <= self.round_trip_s < math.inf:
-            raise ValueError(f"round_trip_s={self.round_trip_s}: use seconds of 0 or more")
-        if self.wire_format not in BYTES_PER_PARAMETER:
-            known = ", ".join(BYTES_PER_PARAMETER)
-            raise ValueError(f"wire_format={self.wire_format!r}: use one of {known}")
+                value = getattr(self, name)
+                raise ValueError(f"{name}={value}: use an integer of at least {least}")
+        for name in ("link_bits_per_s", "step_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: use a number above 0")
+        for name in ("round_trip_s", "host_s_per_param"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: use seconds of 0 or more")
         DiLoCoSettings(
             sync_every=self.sync_every,
             num_fragments=self.num_fragments,
             fragment_sync_delay=self.fragment_sync_delay,
+            wire_format=self.wire_format,
         )
 
     @property
     def is_vanilla(self) -> bool:
-        """Whether it is neither in fragments nor overlapped."""
+        """Whether the model is one fragment and nothing is overlapped."""
         return self.num_fragments == 1 and self.fragment_sync_delay == 0
 
     @property
-    def fragment_params(self) -> float:
-        """Parameters in a fragment, all fragments being equally large."""
-        return self.params / self.num_fragments
-
-    @property
     def bytes_per_sync(self) -> float:
-        """What leaves a group in one sync, in bytes."""
-        return _ring(self.groups) * self.fragment_params * BYTES_PER_PARAMETER[self.wire_format]
+        """Bytes that each group sends in one sync."""
+        sent = self.params * BYTES_PER_PARAMETER[self.wire_format] / self.num_fragments
+        return 2 * (self.groups - 1) / self.groups * sent
 
     @property
-    def ddp_bytes_per_step(self) -> float:
-        """What would leave a group in every step of DDP over all groups, in bytes."""
-        return _ring(self.groups) * self.params * BYTES_PER_PARAMETER["float32"]
+    def blocked_s(self) -> float:
+        """Seconds of a round beyond those of its inner steps."""
+        send_s = self._allreduce_s + 2 * self.round_trip_s
+        late_s = max(0.0, send_s - self.fragment_sync_delay * self.step_s)
+        return self.host_s_per_param * self.params + self.num_fragments * late_s
 
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round."""
+        return self.sync_every * self.step_s + self.blocked_s
 
-def send_terms(run: PlannedRun) -> Terms:
-    """Of the seconds of a sync that inner steps can overlap."""
-    return {
-        "sync_s": 1.0,
-        "round_trips_per_sync": run.round_trip_s,
-        "round_trips_per_mib": _segments(run.bytes_per_sync, run.groups) * run.round_trip_s,
-        "link_time": 8 * run.bytes_per_sync / run.link_bits_per_s,
-        f"send_s_per_param.{run.wire_format}": run.fragment_params,
-    }
+    @property
+    def ddp_step_s(self) -> float:
+        """Seconds of a step of DDP over all groups, if it sends what this run sends in a sync."""
+        return max(self.step_s, self._allreduce_s) + self.host_s_per_param * self.params
 
+    @property
+    def _allreduce_s(self) -> float:
+        round_trips = max(self.bytes_per_sync / 2**21, self.groups - 1)
+        return 8 * self.bytes_per_sync / self.link_bits_per_s + self.round_trip_s * round_trips
 
-def host_terms(run: PlannedRun) -> Terms:
-    """Of the seconds of a sync that always stand on the training's path."""
-    return {f"host_s_per_param.{run.wire_format}": run.fragment_params}
+    def shortest_round(self, utilisation: float) -> int:
+        """The least ``sync_every`` with which this share of the time is inner steps.
 
+        It is a multiple of ``num_fragments``, and long enough for the delay.
+        """
+        steps = self.blocked_s * utilisation / (1 - utilisation) / self.step_s
+        # Rounded first: in floats 76 * 1.25 may be a little above 95, and is not 96.
+        turns = math.ceil(round(steps / self.num_fragments, 6))
+        return self.num_fragments * max(turns, self.fragment_sync_delay + 1)
 
-def ddp_terms(run: PlannedRun) -> Terms:
-    """Of the seconds of a DDP step's allreduce."""
-    segments = _segments(run.ddp_bytes_per_step, run.groups)
-    return {
-        "ddp_round_trips_per_mib": segments * run.round_trip_s,
-        "ddp_link_time": 8 * run.ddp_bytes_per_step / run.link_bits_per_s,
-        "ddp_s_per_param": float(run.params),
-    }
+    @property
+    def memory(self) -> Memory:
+        """What the process of each rank holds for DiLoCo, beside the model.
 
-
-def seconds(terms: Terms, constants: Mapping[str, float]) -> float:
-    """Add the terms up. A constant that the calibration could not tell from others is 0."""
-    return sum(constants.get(name, 0.0) * value for name, value in terms.items())
-
-
-def blocked_seconds(run: PlannedRun, constants: Mapping[str, float]) -> float:
-    """Seconds of a round beyond those of its inner steps alone."""
-    send = seconds(send_terms(run), constants)
-    overlapped = min(send, run.fragment_sync_delay * run.step_s)
-    costs = constants.get(OVERLAP_COST, 0.0) * overlapped
-    return run.num_fragments * (seconds(host_terms(run), constants) + send - overlapped + costs)
-
-
-def round_seconds(run: PlannedRun, constants: Mapping[str, float]) -> float:
-    """Seconds of a round."""
-    return run.sync_every * run.step_s + blocked_seconds(run, constants)
-
-
-def ddp_step_seconds(run: PlannedRun, constants: Mapping[str, float]) -> float:
-    """Seconds of a step of DDP over all groups."""
-    hidden = constants.get(DDP_OVERLAP, 0.0) * run.step_s
-    return run.step_s + max(0.0, seconds(ddp_terms(run), constants) - hidden)
-
-
-def smallest_sync_every(
-    run: PlannedRun, constants: Mapping[str, float], utilisation: float
-) -> int | None:
-    """The shortest round, in inner steps, that trains for this share of its time.
-
-    What a round is blocked for does not depend on its length, so the answer is one division, made
-    in fractions: it is the first of the lengths that P divides and that are above P tau.
-
-    Returns:
-        None if there is none: all of the time cannot be reached by a run that waits at all.
-    """
-    check_utilisation(utilisation)
-    fragments, delay = run.num_fragments, run.fragment_sync_delay
-    blocked = Fraction(str(blocked_seconds(run, constants)))
-    wanted = Fraction(str(utilisation))
-    if blocked and wanted == 1:
-        return None
-    steps = blocked * wanted / (1 - wanted) / Fraction(str(run.step_s)) if blocked else Fraction(0)
-    return fragments * max(math.ceil(steps / fragments), delay + 1)
-
-
-def check_utilisation(utilisation: float) -> None:
-    """Raise ``ValueError`` unless it is a share of the time, above 0 and at most 1."""
-    if not 0 < utilisation <= 1:
-        raise ValueError(f"utilisation={utilisation}: use a share above 0 and up to 1, e.g. 0.95")
+        Each rank keeps its share of global parameters, outer momentum and, below float32, the
+        error feedback. In a sync it also has the whole fragment in fp32, which the ranks gather;
+        the messages of its share three times (to send, to receive, to gather); and, while the sync
+        is overlapped, a copy of the local parameters.
+        """
+        is_encoded = self.wire_format != "float32"
+        fragment = 4 * self.params / self.num_fragments
+        resting = (12 if is_encoded else 8) * self.params / self.ranks
+        encoded = fragment / 4 * BYTES_PER_PARAMETER[self.wire_format] / self.ranks
+        copies = 2 if self.fragment_sync_delay else 1
+        return Memory(resting, resting + copies * fragment + 3 * encoded * is_encoded, fragment)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes beyond the model, of each process: resting, at the peak of a sync, and on an
-    accelerator if its groups average over NCCL (over gloo nothing)."""
+    """Bytes of one process beyond the model: in host memory between syncs, at the peak of a sync,
+    and on an accelerator if its groups average over NCCL."""
 
-    host_resting: float
+    host_resident: float
     host_peak: float
     device: float
 
 
-def memory(run: PlannedRun) -> Memory:
-    """What a sync holds, by the code; measured on CPUs for float32 alone (benchmarks/memory.py).
+@dataclass(frozen=True)
+class PlanRow:
+    """One method in one wire format, in a round of ``sync_every`` inner steps.
 
-    In host memory global parameters, momentum and, below float32, the error feedback; at the peak a
-    fragment's pseudo-gradient, its messages three times (what is sent, what comes, what is
-    gathered) and, while it is overlapped, a copy of the local parameters. Over NCCL the accelerator
-    has the fragment's flat pseudo-gradient.
+    Attributes:
+        method: ``DDP``, ``vanilla`` or ``streaming``.
+        wire_format: What it sends.
+        round_s: Seconds of the round.
+        utilisation: The share of it that is inner steps.
+        bytes_per_round: What each group sends, in bytes; under DDP its ranks send equal parts.
+        shortest_round: The fewest inner steps of a round with the wanted utilisation; None for DDP,
+            which has no rounds.
+        memory: None for DDP, which needs no more than its gradients.
     """
-    fragment = 4 * run.fragment_params
-    is_coded = run.wire_format != "float32"
-    resting = (8 + 4 * is_coded) * run.params
-    share = run.fragment_params / run.ranks
-    messages = 3 * share * BYTES_PER_PARAMETER[run.wire_format] * is_coded
-    copy = fragment * (run.fragment_sync_delay > 0)
-    return Memory(resting, resting + fragment + messages + copy, fragment)
+
+    method: str
+    wire_format: str
+    round_s: float
+    utilisation: float
+    bytes_per_round: float
+    shortest_round: int | None = None
+    memory: Memory | None = None
 
 
-def _ring(groups: int) -> float:
-    return 2 * (groups - 1) / groups
+def plan_rows(run: PlannedRun, utilisation: float) -> Iterator[PlanRow]:
+    """Compare DDP, vanilla DiLoCo and the run itself, in every wire format.
+
+    Args:
+        run: Its own wire format does not matter.
+        utilisation: The share of the time that should be inner steps.
+
+    Raises:
+        ValueError: The utilisation is not between 0 and 1.
+    """
+    if not 0 < utilisation < 1:
+        raise ValueError(f"utilisation={utilisation}: use a share between 0 and 1, e.g. 0.95")
+    steps, train_s = run.sync_every, run.sync_every * run.step_s
+    vanilla = replace(run, num_fragments=1, fragment_sync_delay=0, wire_format="float32")
+    ddp_s = steps * vanilla.ddp_step_s
+    yield PlanRow("DDP", "float32", ddp_s, train_s / ddp_s, steps * vanilla.bytes_per_sync)
+    for schedule in (vanilla,) if run.is_vanilla else (vanilla, run):
+        for wire_format in BYTES_PER_PARAMETER:
+            each = replace(schedule, wire_format=wire_format)
+            yield PlanRow(
+                method="vanilla" if each.is_vanilla else "streaming",
+                wire_format=wire_format,
+                round_s=each.round_s,
+                utilisation=train_s / each.round_s,
+                bytes_per_round=each.num_fragments * each.bytes_per_sync,
+                shortest_round=each.shortest_round(utilisation),
+                memory=each.memory,
+            )
 
 
-def _segments(num_bytes: float, groups: int) -> float:
-    return max(num_bytes / SEGMENT_BYTES, 2 * (groups - 1))
+def print_plan(run: PlannedRun, utilisation: float, console: Console) -> None:
+    """Print the run, a table of times and bytes, a table of memory, and notes."""
+    times = _table(
+        f"A round of {run.sync_every} inner steps (H)",
+        *("round, s", "training", "sent by a group", f"H for {100 * utilisation:.4g} %"),
+    )
+    memory = _table(
+        "Memory of a process, beyond the model",
+        *("host, resident", "host, peak in a sync", "device, over NCCL"),
+    )
+    for row in plan_rows(run, utilisation):
+        times.add_row(
+            row.method,
+            row.wire_format,
+            f"{row.round_s:,.1f}",
+            f"{row.utilisation:.1%}",
+            decimal(round(row.bytes_per_round)),
+            "-" if row.shortest_round is None else f"{row.shortest_round:,}",
+        )
+        if row.memory:
+            sizes = (decimal(round(value)) for value in asdict(row.memory).values())
+            memory.add_row(row.method, row.wire_format, *sizes)
+    ranks = f" of {run.ranks} ranks" if run.ranks > 1 else ""
+    streaming = (
+        f" Streaming: {run.num_fragments} fragments, each overlapped with "
+        f"{run.fragment_sync_delay} inner steps."
+    )
+    given = (
+        f"{run.params:,} parameters in {run.groups} replica groups{ranks}. {run.step_s:g} s an "
+        f"inner step, {run.host_s_per_param:g} s a parameter on the host. Between groups "
+        f"{run.link_bits_per_s / 1e9:,g} Gbit/s and {run.round_trip_s:g} s of round trip."
+        f"{'' if run.is_vanilla else streaming}"
+    )
+    for part in (given, times, memory, *NOTES):
+        console.print(part, markup=False, highlight=False)
+
+
+def plan_as_json(run: PlannedRun, utilisation: float) -> dict[str, Any]:
+    """The run and all rows, in seconds, bytes and bits per second."""
+    given = asdict(run)
+    del given["wire_format"]  # there are rows of all of them
+    rows = [asdict(row) for row in plan_rows(run, utilisation)]
+    return {"run": given, "utilisation": utilisation, "rows": rows}
+
+
+def parse_link(text: str) -> float:
+    """Read a rate such as ``10Gbit``, ``100Mbit``, ``1Gb/s`` or ``250MB/s`` (bytes).
+
+    Returns:
+        Bits per second; the prefixes are powers of 1000, as networks have them.
+
+    Raises:
+        ValueError: It is no rate.
+    """
+    match = _RATE.fullmatch(text.strip())
+    value = float(match[1]) * _PREFIX[match[2]] * (8 if match[3] == "B" else 1) if match else 0
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"link={text!r}: write a rate such as 1Gbit, 100Mbit or 1Gb/s, or in bytes 250MB/s"
+        )
+    return value
+
+
+def _table(title: str, *numbers: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("method", "wire format"):
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table

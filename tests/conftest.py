@@ -2,8 +2,35 @@
 
 import os
 
+import pytest
+
 # A lighthouse says that it is at the machine's own name, on many machines no loopback address.
 os.environ.setdefault("COMPOSER_REPLICATION_NO_TOKEN", "1")
 # torch looks up the name of every peer it connects to (SocketImpl, for its messages). Where the
 # name server does not answer, that is 20 s a connection. No test needs one: glibc asks it 0 times.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+# Models here are tiny: more threads in each of many processes only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(trylast=True)  # after -m has left some out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests into the order in which xdist's workers end at about the same time.
+
+    ``--dist worksteal`` cuts the list into one share for each worker. Each begins with its part of
+    the slow tests, since one that is begun late is waited for. Then half of the workers go on with
+    tests that start processes, which wait much, while the others compute.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    rest = [item for item in items if item not in set(slow)]
+    waiting = [item for item in rest if item.get_closest_marker("integration")]
+    computing = [item for item in rest if item not in set(waiting)]
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        end = (worker + 1) * len(items) // workers
+        own, processes = slow[worker::workers], waiting[worker::workers]
+        number = max(0, end - len(ordered) - len(own) - len(processes))
+        computes, computing = computing[:number], computing[number:]
+        ordered += own + (computes + processes if worker % 2 else processes + computes)
+    items[:] = ordered + computing

@@ -11,29 +11,64 @@ from composer_replication.cli import app
 from composer_replication.replica.options import ReplicaEnv
 
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SECURITY = ROOT / "docs" / "security.md"
+PROGRAM = "composer-replication "
 
 
 def commands(path):
-    """The lines of code blocks that call our command, without comments."""
-    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
-    lines = [line.strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("composer-replication ")]
+    """The calls of our command in a document, in blocks and inside of sentences."""
+    text = path.read_text()
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
+    inline = re.findall(r"`(composer-replication [^`]*)`", text)
+    # A number may stand as a letter, and an optional part in brackets.
+    found = [re.sub(r"\b[NM]\b", "2", line.strip()) for line in [*lines, *inline]]
+    return [re.sub(r"\[\w.*\]$", "", line) for line in found if line.startswith(PROGRAM)]
 
 
-@pytest.mark.parametrize("line", commands(SECURITY))
-def test_every_command_of_the_security_page_is_one_with_these_options(line):
+@pytest.mark.parametrize(
+    ("page", "line"), [(page.name, line) for page in PAGES for line in commands(page)]
+)
+def test_every_command_of_a_page_is_one_with_these_options(page, line):
     _, name, *arguments = shlex.split(line, comments=True)
     command = get_command(app).commands[name]
-    context = command.make_context(name, arguments)  # parses; an unknown option is an error
-    assert context.params
+    if arguments:  # else the sentence is about the command as such
+        context = command.make_context(name, arguments)  # parses; an unknown option is an error
+        assert context.params, page
 
 
 def test_there_are_such_commands():
-    found = {line.split()[1] for line in commands(SECURITY)}
-    assert found == {"certificates", "coordinator"}
+    assert {line.split()[1] for line in commands(SECURITY)} == {"certificates", "coordinator"}
+    assert {line.split()[1] for line in commands(PAGES[0])} >= get_command(app).commands.keys()
 
 
-def test_every_variable_of_the_security_page_is_read():
-    named = set(re.findall(r"COMPOSER_REPLICATION_\w+", SECURITY.read_text()))
+def test_every_variable_of_a_page_is_read():
+    named = {
+        name for page in PAGES for name in re.findall(r"COMPOSER_REPLICATION_\w+", page.read_text())
+    }
     assert named <= set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
+
+
+def anchors(path):
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if "://" not in target:
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+def test_every_benchmark_of_the_documents_is_where_they_say():
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(path.read_text() for path in documents)
+    paths = set(re.findall(r"\bbenchmarks/[\w/]+\.py", text))
+    modules = set(re.findall(r"python -m (benchmarks[\w.]*\w)", text))
+    paths |= {f"{module.replace('.', '/')}.py" for module in modules}
+    assert len(paths) > 8
+    assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []

@@ -48,9 +48,21 @@ def modules_of(package):
     return sorted((PACKAGE / package).rglob("*.py"))
 
 
-def test_every_package_has_a_row_and_the_top_level_has_the_command_alone():
+def test_every_package_has_a_row():
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert packages == MAY_IMPORT.keys()
+
+
+def test_beside_the_packages_are_the_command_and_the_plan_alone():
+    modules = {path.name for path in PACKAGE.glob("*.py")}
+    assert modules == {"__init__.py", "__main__.py", "cli.py", "plan.py"}
+
+
+def test_the_plan_imports_nothing_of_ours_but_the_algorithms_settings_and_sizes():
+    assert own_imports(PACKAGE / "plan.py") == {
+        "composer_replication.diloco.averaging.wire_sizes",
+        "composer_replication.diloco.settings",
+    }
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -81,7 +93,7 @@ def test_the_client_of_the_coordinator_knows_nothing_of_the_service():
         assert own <= CLIENT, path
 
 
-@pytest.mark.parametrize("package", ["diloco", "simulation", "coordinator"])
+@pytest.mark.parametrize("package", ["diloco", "replica", "simulation", "coordinator"])
 def test_composer_is_unknown_to(package):
     for path in modules_of(package):
         assert not {n for n in imports_of(path) if n.split(".")[0] in ("composer", "omegaconf")}
@@ -104,7 +116,7 @@ def test_omegaconf_is_known_in_one_place():
 @pytest.mark.parametrize(
     "module",
     "training.config training.components replica.options replica.lighthouse callback.run_folder "
-    "training.text_files plan plan_table cli".split(),
+    "training.text_files plan cli".split(),
 )
 def test_what_answers_at_once_imports_nothing_heavy(module):
     program = (

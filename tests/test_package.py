@@ -27,7 +27,7 @@ def test_the_wheel_has_the_package_its_types_and_its_entry_points(wheel):
         assert not [name for name in names if name.startswith(("tests/", "spikes/"))]
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
         text = archive.read(entry_points).decode()
-    assert "composer-replication = composer_replication.cli:main" in text
+    assert "composer-replication = composer_replication.__main__:main" in text
     assert "[llmfoundry_callbacks]\ndiloco = composer_replication.callback:DiLoCoCallback" in text
 
 

@@ -1,85 +1,105 @@
-"""The model behind the plan: seconds, bytes and memory by hand. Run: pytest tests/test_plan.py."""
+"""The planner: seconds, bytes and memory by hand, and beside the rounds that were measured.
+
+Run: pytest tests/test_plan.py.
+"""
 
 import math
+import re
+import statistics
+from pathlib import Path
 
 import pytest
-from made_up_plan import CONSTANTS, planned
 
-from composer_replication.plan import (
-    blocked_seconds,
-    ddp_step_seconds,
-    memory,
-    round_seconds,
-    smallest_sync_every,
-)
-from composer_replication.plan_calibration import parse_link
+from composer_replication.plan import HOST_S_PER_PARAM, PlannedRun, parse_link, plan_rows
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def planned(**changed):
+    """1 billion parameters in 2 groups; 4 GB take 32 s on the link, and a sync 1 s on the host."""
+    given = {
+        "params": 10**9,
+        "link_bits_per_s": 1e9,
+        "step_s": 1.0,
+        "groups": 2,
+        "host_s_per_param": 1e-9,
+    }
+    return PlannedRun(**(given | changed))
+
 
 # ---- seconds, bytes and memory by hand ----------------------------------------------------------
 
 
-def test_a_vanilla_round_by_hand():
-    # 4 GB at 1 Gbit/s are 32 s, 40 s at 80 % of it; 0.5 s; 2 s of summing; 1 s of the host.
-    assert round_seconds(planned(), CONSTANTS) == pytest.approx(100 + 40 + 0.5 + 2 + 1)
-
-
-def test_a_delay_hides_seven_eighths_of_what_is_sent_and_nothing_of_what_the_host_does():
-    halves = {"num_fragments": 2, "sync_every": 100}
-    late = planned(**halves, fragment_sync_delay=5)  # each: 0.5 + 20 + 1 s, 5 s of them overlapped
-    assert round_seconds(late, CONSTANTS) == pytest.approx(100 + 2 * (0.5 + 16.5 + 5 / 8))
-    hidden = planned(**halves, fragment_sync_delay=22)
-    assert round_seconds(hidden, CONSTANTS) == pytest.approx(100 + 2 * (0.5 + 21.5 / 8))
-
-
-def test_round_trips_count_by_the_sync_and_by_the_mib():
-    # Among 3 groups each sends 4/3 of the 4 GB, instead of 1.
-    near = blocked_seconds(planned(), CONSTANTS)
-    two = blocked_seconds(planned(round_trip_s=0.1), CONSTANTS)
-    assert two - near == pytest.approx(0.1 * (3 + 0.5 * 4e9 / 2**20))
-    three = blocked_seconds(planned(round_trip_s=0.1, groups=3), CONSTANTS)
-    assert three - two == pytest.approx(0.1 * 0.5 * 4e9 / 2**20 / 3 + 40 / 3)
-
-
-def test_a_small_model_goes_round_in_as_many_hops_as_a_ring_has():
-    near, far = (planned(params=1000, groups=8, round_trip_s=r) for r in (0.0, 0.1))
-    waits = blocked_seconds(far, CONSTANTS) - blocked_seconds(near, CONSTANTS)
-    assert waits == pytest.approx(0.1 * (3 + 0.5 * 14))
+def test_a_vanilla_round_is_its_steps_and_one_sync():
+    assert planned().round_s == pytest.approx(100 + 32 + 1)
+    assert planned(step_s=2.0, sync_every=50).round_s == pytest.approx(50 * 2 + 32 + 1)
 
 
 @pytest.mark.parametrize(
-    ("wire_format", "num_bytes", "send_s", "host_s"),
+    ("fragments", "delay", "round_s"),
     [
-        ("float32", 4e9, 2, 1),
-        ("bfloat16", 2e9, 3, 2),
-        ("int8", 1.015625e9, 5, 2.5),
-        ("fp4", 0.53125e9, 8, 3),
+        (2, 0, 100 + 1 + 2 * 16),
+        (2, 5, 100 + 1 + 2 * (16 - 5)),
+        (4, 5, 100 + 1 + 4 * (8 - 5)),
+        (2, 16, 100 + 1),
+        (2, 40, 100 + 1),
     ],
 )
-def test_a_wire_format_sends_less_and_computes_more(wire_format, num_bytes, send_s, host_s):
+def test_a_delay_hides_what_is_sent_and_nothing_of_the_host(fragments, delay, round_s):
+    run = planned(num_fragments=fragments, fragment_sync_delay=delay)
+    assert run.round_s == pytest.approx(round_s)
+
+
+def test_a_sync_waits_a_round_trip_for_every_2_mib_and_two_more():
+    waits = (
+        planned(params=5 * 2**20, round_trip_s=0.1).blocked_s - planned(params=5 * 2**20).blocked_s
+    )
+    assert waits == pytest.approx(0.1 * (2 + 20 / 2))  # 5 Mi parameters are 20 MiB
+
+
+def test_a_small_model_waits_for_each_hop_of_the_ring():
+    near, far = (planned(params=1000, groups=8, round_trip_s=r) for r in (0.0, 0.1))
+    assert far.blocked_s - near.blocked_s == pytest.approx(0.1 * (2 + 7))  # 14 hops, one way
+
+
+@pytest.mark.parametrize(
+    ("wire_format", "num_bytes"),
+    [("float32", 4e9), ("bfloat16", 2e9), ("int8", 1.015625e9), ("fp4", 0.53125e9)],
+)
+def test_a_wire_format_sends_fewer_bytes(wire_format, num_bytes):
     run = planned(wire_format=wire_format)
     assert run.bytes_per_sync == num_bytes
-    on_the_line = 1.25 * 8 * num_bytes / 1e9
-    assert blocked_seconds(run, CONSTANTS) == pytest.approx(0.5 + on_the_line + send_s + host_s)
+    assert run.blocked_s == pytest.approx(8 * num_bytes / 1e9 + 1)
 
 
-def test_eight_groups_send_seven_quarters_in_as_many_fragments_as_they_like():
+def test_eight_groups_send_seven_quarters_in_any_number_of_fragments():
     run = planned(groups=8, num_fragments=4)
     assert 4 * run.bytes_per_sync == planned(groups=8).bytes_per_sync == 7e9
 
 
-def test_a_step_of_ddp_by_hand():
-    assert ddp_step_seconds(planned(), CONSTANTS) == pytest.approx(1 + 40 + 1 - 0.5)
-    assert ddp_step_seconds(planned(step_s=100.0), CONSTANTS) == 100.0  # all of it is hidden
-    trips = ddp_step_seconds(planned(round_trip_s=0.1), CONSTANTS)
-    assert trips == pytest.approx(41.5 + 0.1 * 0.25 * 4e9 / 2**20)
+def test_a_step_of_ddp_hides_the_link_and_not_the_host():
+    assert planned().ddp_step_s == pytest.approx(32 + 1)
+    assert planned(step_s=100.0).ddp_step_s == pytest.approx(100 + 1)
+    trips = planned(round_trip_s=0.1).ddp_step_s - planned().ddp_step_s
+    assert trips == pytest.approx(0.1 * 4e9 / 2**21)
 
 
-def test_memory_by_hand():
-    vanilla = memory(planned())
-    assert (vanilla.host_resting, vanilla.host_peak, vanilla.device) == (8e9, 12e9, 4e9)
-    halves = memory(planned(num_fragments=2, fragment_sync_delay=5))  # a pseudo-gradient and a copy
-    assert (halves.host_resting, halves.host_peak, halves.device) == (8e9, 12e9, 2e9)
-    coded = memory(planned(wire_format="bfloat16", ranks=4))  # 3 messages by quarters
-    assert (coded.host_resting, coded.host_peak, coded.device) == (12e9, 17.5e9, 4e9)
+@pytest.mark.parametrize(
+    ("changed", "resident", "peak", "device"),
+    [
+        ({}, 8e9, 12e9, 4e9),
+        # A copy of the local parameters beside the pseudo-gradient, of a half each.
+        ({"num_fragments": 2, "fragment_sync_delay": 5}, 8e9, 12e9, 2e9),
+        # The error feedback, and the messages three times.
+        ({"wire_format": "bfloat16"}, 12e9, 12e9 + 4e9 + 6e9, 4e9),
+        # A quarter of theta and momentum on each rank, which gathers the whole in a sync.
+        ({"ranks": 4}, 2e9, 2e9 + 4e9, 4e9),
+        ({"ranks": 4, "wire_format": "bfloat16"}, 3e9, 3e9 + 4e9 + 1.5e9, 4e9),
+    ],
+)
+def test_memory_by_hand(changed, resident, peak, device):
+    memory = planned(**changed).memory
+    assert (memory.host_resident, memory.host_peak, memory.device) == (resident, peak, device)
 
 
 # ---- the shortest round -------------------------------------------------------------------------
@@ -88,18 +108,14 @@ def test_memory_by_hand():
 @pytest.mark.parametrize(
     ("changed", "sync_every"),
     [
-        ({}, 827),  # 19 * 43.5 = 826.5
-        ({"num_fragments": 2, "fragment_sync_delay": 5}, 670),  # 19 * 35.25 = 669.75
-        ({"num_fragments": 4, "fragment_sync_delay": 0}, 856),  # 19 * 45 = 855, divided by 4
-        ({"num_fragments": 2, "fragment_sync_delay": 22}, 122),  # 19 * 6.375 = 121.125
-        (
-            {"num_fragments": 2, "fragment_sync_delay": 80, "sync_every": 200},
-            162,
-        ),  # the same, but above 2 * 80
+        ({}, 627),  # 19 * 33
+        ({"num_fragments": 2, "fragment_sync_delay": 5}, 438),  # 19 * 23 = 437
+        ({"num_fragments": 4}, 628),  # a multiple of 4
+        ({"num_fragments": 2, "fragment_sync_delay": 16}, 34),  # 19 * 1, and above 2 * 16
     ],
 )
 def test_the_shortest_round_by_hand(changed, sync_every):
-    assert smallest_sync_every(planned(**changed), CONSTANTS, 0.95) == sync_every
+    assert planned(**changed).shortest_round(0.95) == sync_every
 
 
 @pytest.mark.parametrize("utilisation", [0.3, 0.5, 0.95, 0.999])
@@ -114,27 +130,80 @@ def test_no_shorter_round_that_is_allowed_would_do(fragments, delay, utilisation
             fragment_sync_delay=delay,
         )
 
-    found = smallest_sync_every(of_length(100 * fragments), CONSTANTS, utilisation)
+    found = of_length(100 * fragments).shortest_round(utilisation)
     enough = []
     for sync_every in range(1, found + 1):
         try:
             run = of_length(sync_every)
         except ValueError:
             continue  # the schedule does not allow it
-        if 0.1 * sync_every / round_seconds(run, CONSTANTS) >= utilisation:
+        if 0.1 * sync_every / run.round_s >= utilisation:
             enough.append(sync_every)
     assert enough == [found]
 
 
-def test_all_of_the_time_is_reached_only_by_a_sync_that_takes_none():
-    assert smallest_sync_every(planned(), CONSTANTS, 1.0) is None
-    overlapped = planned(num_fragments=2, fragment_sync_delay=40)
-    free = CONSTANTS | {"host_s_per_param.float32": 0.0, "overlap_cost": 0.0}
-    assert smallest_sync_every(overlapped, free, 1.0) == 82
-    assert smallest_sync_every(overlapped, free | {"overlap_cost": 0.01}, 1.0) is None
+# ---- rounds that were measured ------------------------------------------------------------------
+
+HEADERS = 0.956
+"""The part of a link's rate that is not headers of TCP, IP and Ethernet."""
 
 
-# ---- input --------------------------------------------------------------------------------------
+def measured_rounds(host_s_per_param):
+    """Method, and the plan's seconds over the measured ones, of the table of slow links."""
+    table = (DOCS / "performance.md").read_text()
+    links = [(1e10, 0.0), (1e9, 0.0), (1e8, 0.0), (1e8, 0.1)]
+    for method, wire_format, cells in re.findall(
+        r"^\| (DDP|vanilla|streaming) (\w+) \| [\d.]+ MB (.*) \|$", table, re.MULTILINE
+    ):
+        times = re.findall(r"([\d.]+) s, ([\d.]+)", cells)
+        for (rate, round_trip_s), (seconds, training) in zip(links, times, strict=True):
+            run = PlannedRun(
+                params=10_008_336,
+                link_bits_per_s=HEADERS * rate,
+                step_s=float(seconds) * float(training) / 12,
+                groups=2,
+                round_trip_s=round_trip_s,
+                host_s_per_param=host_s_per_param,
+                sync_every=12,
+                num_fragments=2 if method == "streaming" else 1,
+                fragment_sync_delay=4 if method == "streaming" else 0,
+                wire_format=wire_format,
+            )
+            planned_s = 12 * run.ddp_step_s if method == "DDP" else run.round_s
+            yield method, planned_s / float(seconds)
+
+
+def test_the_page_tells_how_far_the_plan_is_from_the_rounds_that_were_measured():
+    page = (DOCS / "plan.md").read_text()
+    for host_s_per_param in (HOST_S_PER_PARAM, 1.3e-8):
+        found = list(measured_rounds(host_s_per_param))
+        assert len(found) == 36
+        cells = [f"{host_s_per_param:g}"]
+        for methods in (("vanilla",), ("streaming",), ("DDP",), ("vanilla", "streaming", "DDP")):
+            errors = [abs(ratio - 1) for method, ratio in found if method in methods]
+            cells.append(f"{100 * statistics.median(errors):.1f} %, {100 * max(errors):.1f} %")
+        assert f"| {' | '.join(cells)} |" in page
+
+
+# ---- rows and input -----------------------------------------------------------------------------
+
+
+def test_the_rows_compare_ddp_vanilla_and_the_run_in_every_wire_format():
+    rows = list(plan_rows(planned(num_fragments=2, fragment_sync_delay=5), 0.95))
+    formats = ["float32", "bfloat16", "int8", "fp4"]
+    kinds = [(row.method, row.wire_format) for row in rows]
+    schedules = [(method, each) for method in ("vanilla", "streaming") for each in formats]
+    assert kinds == [("DDP", "float32"), *schedules]
+    ddp, vanilla, *_ = rows
+    assert ddp.round_s == pytest.approx(3300) and ddp.bytes_per_round == 400e9
+    assert ddp.memory is ddp.shortest_round is None
+    assert vanilla.utilisation == pytest.approx(100 / 133) and vanilla.bytes_per_round == 4e9
+    assert rows[5].round_s == pytest.approx(123) and rows[5].bytes_per_round == 4e9
+    assert rows[5].shortest_round == 438
+
+
+def test_a_vanilla_run_is_in_the_rows_once():
+    assert [row.method for row in plan_rows(planned(), 0.95)] == ["DDP", *["vanilla"] * 4]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +214,7 @@ def test_all_of_the_time_is_reached_only_by_a_sync_that_takes_none():
         ("1Gb/s", 1e9),
         ("250MB/s", 2e9),
         ("1.5 Gbit/s", 1.5e9),
+        (".5Gbit", 5e8),
         ("56kbps", 56e3),
         ("1e9bit", 1e9),
     ],
@@ -165,9 +235,10 @@ def test_a_link_that_is_none_is_refused(text):
         ({"params": 0}, "params=0: use an integer of at least 1"),
         ({"groups": 1}, "groups=1: use an integer of at least 2"),
         ({"ranks": 0}, "ranks=0: use an integer of at least 1"),
-        ({"step_s": 0.0}, "step_s=0.0: use seconds above 0"),
-        ({"step_s": math.nan}, "step_s=nan: use seconds above 0"),
+        ({"step_s": 0.0}, "step_s=0.0: use a number above 0"),
+        ({"step_s": math.nan}, "step_s=nan: use a number above 0"),
         ({"round_trip_s": -1.0}, "round_trip_s=-1.0: use seconds of 0 or more"),
+        ({"host_s_per_param": math.inf}, "host_s_per_param=inf: use seconds of 0 or more"),
         ({"link_bits_per_s": 0.0}, "link_bits_per_s=0.0: use a number above 0"),
         ({"wire_format": "fp8"}, "wire_format='fp8': use one of float32, bfloat16, int8, fp4"),
         ({"sync_every": 99, "num_fragments": 2}, "sync_every=99 is not divisible by num_fragments"),

@@ -47,14 +47,12 @@ def environ(tmp_path_factory):
     return os.environ | {"PYTHONPATH": str(TESTS), stand_in_device.LIBRARY: str(library)}
 
 
-@pytest.mark.timeout(400)
 def test_it_does_not_mix_with_the_host_and_copies_late(environ):
     command = [sys.executable, "-c", STRICT]
     answer = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.timeout(400)
 def test_what_holds_on_a_gpu_holds_on_it(environ):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "stand_in_device", "-rs"]
     answer = subprocess.run(

@@ -5,21 +5,18 @@ Composer's events in their order. This package may import ``data``, the coordina
 ``replica`` and ``diloco``.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer_replication import lazily
 
 if TYPE_CHECKING:
     from composer_replication.callback.callback import DiLoCoCallback
 
 __all__ = ["DiLoCoCallback"]
 
-_HOME = {
-    "DiLoCoCallback": "composer_replication.callback.callback",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Composer takes seconds to import, and run_folder and progress are read without it.
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "DiLoCoCallback": "composer_replication.callback.callback",
+    },
+)

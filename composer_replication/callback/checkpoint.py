@@ -1,19 +1,19 @@
-"""DiLoCo's part of a Composer checkpoint: what it looks like, there and back.
+"""DiLoCo's part of a Composer checkpoint, packed and unpacked.
 
-Beside the model, which is saved with the global weights, the inner optimizer and the timestamp,
-all of which Composer saves, it has
+Composer saves the model (with the global weights), the inner optimizer and the timestamp. DiLoCo's
+part consists of
 
 * ``progress``: outer step, position in the round, contribution counters, settings, outer
   hyperparameters and checksums of the saved model's tensors, as JSON;
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
-* ``residual``: what the wire format has kept back, by name, fp32, if there is error feedback;
-* ``theta``: the global parameters by name, fp32: of those that are not fp32 in the model, or of all
-  if the job has an EMA or SWA, whose weights may be in the model in their place;
+* ``residual``: the residual of error feedback by name, fp32, if there is any;
+* ``theta``: the global parameters by name, fp32: those that are not fp32 in the model, or all if
+  the job has an EMA or SWA, because the saved model may then hold their weights;
 * ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
-In a sharded checkpoint the keys depend on model and settings alone: it is loaded into a template,
-and one whose keys came and went would not load (docs/adrs/ADR-013).
+In a sharded checkpoint the keys depend only on the model and the settings. It is loaded into a
+template with fixed keys, so optional keys would make the load fail (docs/adrs/ADR-013).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class BadStateError(ValueError):
 
 
 class CheckpointLayout:
-    """How what the ranks of a group hold lies in its checkpoint.
+    """How the tensors of a group's ranks are stored in its checkpoint.
 
     Args:
         fragments: The model's parameters and buffers in each fragment, by name.
-        is_sharded: Whether each rank writes its shards (DCP), or rank 0 all of it.
-        has_averages: Whether the saved model may be another than the global one.
-        tied: The further names of parameters that have several, and the one in ``fragments``.
+        is_sharded: Whether each rank writes its shards (DCP), or rank 0 writes whole tensors.
+        has_averages: Whether the saved model may hold other weights than the global ones.
+        tied: The name in ``fragments`` of a tied parameter, by each of its other names.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class CheckpointLayout:
         """The global parameters that are saved beside the model."""
 
     def save(self, name: str, shard: Tensor) -> Tensor:
-        """What goes into the checkpoint. A collective, if the tensor is sharded and it is not."""
+        """Return what the checkpoint stores of a tensor. A collective if it has to be gathered."""
         like = self.live[name]
         if not isinstance(like, DTensor):
             return shard.detach()
         return as_dtensor(shard.detach(), like) if self.is_sharded else self.save_whole(name, shard)
 
     def load(self, name: str, saved: object) -> Tensor:
-        """This rank's part of what ``save`` gave, on whatever number of ranks that was.
+        """Return this rank's part of what ``save`` returned, on any number of ranks.
 
         Raises:
-            BadStateError: It is another tensor's.
+            BadStateError: It is missing, or has another shape than in the model.
         """
         like = self.live[name]
         if not isinstance(saved, Tensor) or saved.shape != like.shape:
@@ -101,7 +101,7 @@ class CheckpointLayout:
         return distribute_tensor(on_device, mesh, placements, src_data_rank=None).to_local()
 
     def save_whole(self, name: str, shard: Tensor) -> Tensor:
-        """All of a tensor, in rank 0's host memory, which alone is written. A collective too."""
+        """Return the whole tensor in rank 0's host memory, empty elsewhere. A collective."""
         like = self.live[name]
         if not isinstance(like, DTensor):
             return shard.detach()
@@ -119,11 +119,11 @@ def pack(
     """Turn ``DiLoCo.state_dict()`` into DiLoCo's part of a checkpoint.
 
     Args:
-        state: What it gave.
+        state: What ``DiLoCo.state_dict()`` returned.
         local: The local parameters by name.
-        in_model: Gives what the checkpoint's model has under a name.
-        layout: Where what lies.
-        whose: Whose weights the checkpoint's model has: ``global``, ``ema`` or ``local``.
+        in_model: Returns the tensor of a name in the checkpoint's model.
+        layout: How tensors are stored.
+        whose: Which weights the checkpoint's model has: ``global``, ``ema`` or ``local``.
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
@@ -150,7 +150,7 @@ def pack(
 
 
 def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, Any]:
-    """Something of the shape of what ``pack`` gives, for a sharded checkpoint to be loaded into."""
+    """Return empty tensors in the structure of ``pack``, to load a sharded checkpoint into."""
 
     def empty(name: str, dtype: torch.dtype) -> Tensor:
         shard = torch.empty_like(local_tensor(layout.live[name]), dtype=dtype)
@@ -173,17 +173,17 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
 def unpack(
     saved: Mapping[str, Any], settings: DiLoCoSettings, layout: CheckpointLayout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Turn DiLoCo's part of a checkpoint back; the model holds the weights of the same one.
+    """Turn DiLoCo's part of a checkpoint back into the state of ``DiLoCo``.
 
-    A tensor of the model that is not the checkpoint's was left out of the load on purpose
-    (``load_ignore_keys``), or has been replaced since: it stays as it is, and is global and local.
+    The model has to hold the weights of the same checkpoint. A tensor of the model that differs
+    from the checkpoint was left out of the load on purpose (``load_ignore_keys``), or has been
+    replaced since. Its value in the model then becomes the global and the local parameter.
 
     Returns:
-        What ``DiLoCo.load_state_dict`` takes, and the local parameters by name, of those that were
-        loaded.
+        The input of ``DiLoCo.load_state_dict``, and the local parameters that were loaded, by name.
 
     Raises:
-        BadStateError: It is another model's, or damaged.
+        BadStateError: The checkpoint is one of another model, or damaged.
         SettingsMismatch: It was saved with other fragments.
     """
     progress = _read_progress(saved)
@@ -196,8 +196,8 @@ def unpack(
     names = saved["local"].keys()
     if names != layout.live.keys():
         odd = sorted(names ^ layout.live.keys())[0]
-        where = "in the model and not in it" if odd in layout.live else "in it and not in the model"
-        raise BadStateError(f"{odd} is {where}: it is another model's")
+        where = "only in the model" if odd in layout.live else "not in the model"
+        raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
     for name, tensor in saved["local"].items():
         if tensor.dtype != layout.live[name].dtype:
             raise BadStateError(
@@ -243,16 +243,16 @@ def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The momentum of every trained parameter; zeros, as good as none, before the first step."""
+    """Return the momentum of every trained parameter; zeros before the first outer step."""
     momentum = {}
     for fragment in fragments:
         names, optimizer = list(fragment["theta"]), fragment["optimizer"]
         for group in optimizer["param_groups"]:
             for index in group["params"] if group["momentum"] else ():
                 name = names[index]
-                found = optimizer["state"].get(index, {}).get("momentum_buffer")
+                buffer = optimizer["state"].get(index, {}).get("momentum_buffer")
                 momentum[name] = (
-                    torch.zeros_like(fragment["theta"][name]) if found is None else found
+                    torch.zeros_like(fragment["theta"][name]) if buffer is None else buffer
                 )
     return momentum
 
@@ -263,24 +263,24 @@ def _fragments(
     layout: CheckpointLayout,
     kept: Collection[str],
 ) -> list[dict[str, Any]]:
-    """The global parameters and outer optimizers, as ``GlobalParameters.load_state_dict`` does."""
+    """Return the fragments' states, as ``GlobalParameters.load_state_dict`` takes them."""
     momentum = {
         name: layout.load(name, tensor)
         for name, tensor in saved.get("momentum", {}).items()
         if name not in kept
     }
-    given = {name: t for name, t in saved.get("theta", {}).items() if name not in kept}
+    saved_theta = {name: t for name, t in saved.get("theta", {}).items() if name not in kept}
     fragments = []
     for index, names in enumerate(layout.fragments):
         theta = {
-            name: layout.load(name, given[name])
-            if name in given
+            name: layout.load(name, saved_theta[name])
+            if name in saved_theta
             else local_tensor(layout.live[name]).to(torch.float32, copy=True)
             for name in names
         }
         state = {
-            place: {"momentum_buffer": momentum[name]}
-            for place, name in enumerate(names)
+            position: {"momentum_buffer": momentum[name]}
+            for position, name in enumerate(names)
             if name in momentum and progress["has_momentum"][index]
         }
         groups = progress["outer_optimizers"][index]

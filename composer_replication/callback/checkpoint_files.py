@@ -1,4 +1,4 @@
-"""Which checkpoint a config asks for, and whether it is whole: before anything is built of it."""
+"""Finds the checkpoint that a config names, and checks that it is complete before it is loaded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def usable_checkpoint(
 
     Args:
         config: From ``load_config``.
-        save_folder: Of this group.
-        on_bad_state: What to do with a damaged one: ``error``, or start ``fresh``, without it.
+        save_folder: This group's ``save_folder``.
+        on_bad_state: What to do if the checkpoint is damaged: ``error``, or ``fresh``: start
+            without it.
 
     Returns:
-        The config, without that checkpoint if it is damaged and may be left out.
+        The config, without that checkpoint if it is damaged and ``on_bad_state`` is ``fresh``.
 
     Raises:
-        ValueError: It is missing or damaged; nobody has heard of this group yet.
+        ValueError: The checkpoint is missing or damaged. No other group waits for this one yet.
     """
     path = asked_for(config, save_folder)
     if path is None:
@@ -44,12 +45,12 @@ def usable_checkpoint(
     raise ValueError(
         f"cannot continue from {path}: {problem}. Choose: load {fix} with autoresume=false, or let "
         "this group start without it (callbacks.diloco.on_bad_state=fresh): it then takes over "
-        "what the others hold"
+        "the other groups' state"
     )
 
 
 def asked_for(config: Mapping[str, Any], save_folder: str | None) -> Path | None:
-    """The local checkpoint that Composer will load, by its rule: the newest of ours first."""
+    """Return the local checkpoint that Composer will load: with autoresume, the newest one."""
     if config.get("autoresume") and save_folder is not None and "://" not in save_folder:
         latest = Path(save_folder) / LATEST
         if latest.is_symlink() or latest.exists():
@@ -61,7 +62,7 @@ def asked_for(config: Mapping[str, Any], save_folder: str | None) -> Path | None
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder that looks whole. Nothing that is in one is run."""
+    """Return the newest checkpoint in a folder that looks complete. No code in it is run."""
     files = [p for p in folder.glob("*") if not p.is_symlink()]
     files = [p for p in files if p.suffix == ".pt" or (p / ".metadata").exists()]
     newest_first = sorted(files, key=lambda path: -path.stat().st_mtime)
@@ -69,7 +70,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def what_is_wrong(path: Path) -> str | None:
-    """Why a checkpoint cannot be read; None if it looks whole. Reads no tensor."""
+    """Return why a checkpoint cannot be read; None if it looks complete. Reads no tensor."""
     if not path.exists():
         return "there is no such file"
     if path.is_dir():
@@ -77,10 +78,10 @@ def what_is_wrong(path: Path) -> str | None:
     if path.stat().st_size == 0:
         return "it is empty"
     if path.suffix != ".pt" and path.suffixes[-2:-1] == [".pt"]:
-        return None  # compressed: Composer looks into it
+        return None  # it is compressed, and Composer checks it
     if not zipfile.is_zipfile(path):
         size = path.stat().st_size
-        return f"its end is missing ({size:,} bytes are there), or it is no torch file"
+        return f"its end is missing (the file has {size:,} bytes), or it is not a torch file"
     return None
 
 
@@ -89,14 +90,14 @@ def _wrong_with_folder(path: Path) -> str | None:
 
     try:
         metadata = read_metadata(path)
-    except Exception as error:  # of many kinds: whatever unpickling half a file may give
+    except Exception as error:  # unpickling half a file raises many kinds
         return f"its .metadata cannot be read ({type(error).__name__}: {error})"
     needed: dict[str, int] = {}
     for entry in (metadata.storage_data or {}).values():
         end = entry.offset + entry.length
         needed[entry.relative_path] = max(end, needed.get(entry.relative_path, 0))
     for name, size in needed.items():
-        found = (path / name).stat().st_size if (path / name).exists() else 0
-        if found < size:
-            return f"{name} has {found:,} of {size:,} bytes"
+        actual = (path / name).stat().st_size if (path / name).exists() else 0
+        if actual < size:
+            return f"{name} has {actual:,} of {size:,} bytes"
     return None

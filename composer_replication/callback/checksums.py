@@ -1,4 +1,4 @@
-"""Which tensors of a model are still those of the checkpoint that it was loaded from."""
+"""Checksums that show which tensors of a model are those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ log = logging.getLogger(__name__)
 CHUNK = 1 << 17
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _SHIFT = (1 << 31) + 1
-"""A number and its negative have other squares with it."""
+"""Added to every number, so that a number and its negative have different squares."""
 
 
 def checksums(
     live: Mapping[str, Tensor], held: Callable[[str], Tensor] | None = None
 ) -> dict[str, int]:
-    """A checksum of each tensor, the same on all ranks and for any number of them.
+    """Return a checksum of each tensor, the same on all ranks and for any number of ranks.
 
-    It is a sum over the numbers of a tensor, so that the ranks' sums of their shards add up to it:
-    of squares, since sums of the numbers themselves may well be equal by chance. It tells a tensor
-    from another one, and is no proof against somebody who makes two with the same.
+    It is a sum over the numbers of a tensor, so the ranks can add the sums over their shards. The
+    numbers are squared, since two sums of plain numbers may be equal by chance. The checksum tells
+    different tensors apart, but does not resist somebody who constructs two with the same checksum.
 
-    With sharded tensors a collective of all ranks.
+    With sharded tensors it is a collective of all ranks.
 
     Args:
-        live: The model's tensors by name, which say how each lies on the ranks.
-        held: Gives this rank's part of what is to be summed, by name. None: of the tensor itself.
+        live: The model's tensors by name. They define how each tensor is divided among the ranks.
+        held: Returns this rank's shard of the tensor to sum, by name. None: sum the tensors of
+            ``live`` themselves.
     """
     meshes = [tensor.device_mesh for tensor in live.values() if isinstance(tensor, DTensor)]
     sums = []
@@ -47,21 +48,21 @@ def checksums(
 
 
 def not_loaded(saved: Mapping[str, int] | None, live: Mapping[str, Tensor]) -> frozenset[str]:
-    """The tensors that are not those of the checkpoint; a warning names them.
+    """Return the names of tensors that differ from the checkpoint, and log a warning.
 
     Args:
-        saved: The checksums that are in it. None: it is of a version that wrote none.
+        saved: The checksums in the checkpoint. None: the version that wrote it had none.
         live: The model's tensors by name.
     """
     if saved is None:
         return frozenset()
-    kept = [name for name, found in checksums(live).items() if found != saved.get(name)]
+    kept = [name for name, checksum in checksums(live).items() if checksum != saved.get(name)]
     if kept:
         log.warning(
             "%d of %d tensors of the model are not the checkpoint's: left out of the load "
-            "(load_ignore_keys), or replaced since. They stay as they are, are this group's part "
-            "of the global model too, and their outer momentum begins anew. What of them was in "
-            "flight is dropped. All replica groups must have them equal: %s%s",
+            "(load_ignore_keys), or replaced since. Their values are kept and become global "
+            "parameters, and their outer momentum is reset. A sync in flight that contains them "
+            "is dropped. All replica groups must have the same values: %s%s",
             len(kept),
             len(live),
             ", ".join(kept[:6]),
@@ -73,19 +74,19 @@ def not_loaded(saved: Mapping[str, int] | None, live: Mapping[str, Tensor]) -> f
 def _checksum(tensor: Tensor) -> int:
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(CHUNK):  # so that no copy is larger than a chunk
+    for chunk in words.split(CHUNK):  # limits the memory of the copies
         shifted = chunk.to(torch.int64, copy=True).add_(_SHIFT)
         total += shifted.mul_(shifted).sum()  # modulo 2^64
     return int(total)
 
 
 def _adds_its_part(tensor: Tensor) -> bool:
-    """Of several ranks that hold the same part of a tensor, one adds it."""
+    """Whether this rank adds its shard: of the ranks that hold the same shard, only one does."""
     if not isinstance(tensor, DTensor):
         return torch.distributed.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank of the group is in the mesh of its model"
     return not any(
-        placement.is_replicate() and place
-        for placement, place in zip(tensor.placements, coordinate, strict=True)
+        placement.is_replicate() and rank
+        for placement, rank in zip(tensor.placements, coordinate, strict=True)
     )

@@ -1,4 +1,4 @@
-"""What a replica group takes from the Composer job that it is: ranks, model, folders."""
+"""Builds the manager and DiLoCo from a Composer job, and checks that the job can use them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torchft.manager import Manager
 from composer_replication.callback.checkpoint_files import newest_whole
 from composer_replication.callback.run_folder import last_outer_step
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S
-from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.options import DiLoCoOptions
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.replica.factory import backend_for, make_manager
 from composer_replication.replica.lighthouse import read_status
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.options import ReplicaOptions, replica_id_of
+from composer_replication.replica.options import ManagerOptions, ReplicaOptions, lighthouse_of
 from composer_replication.replica.process_group import host_store
 from composer_replication.replica.ranks import broadcast
 
@@ -34,24 +34,24 @@ log = logging.getLogger(__name__)
 
 
 def unwrapped(state: State) -> nn.Module:
-    """The model without DDP around it."""
+    """Return the model without its DDP wrapper."""
     return cast(nn.Module, state.model.module if state.is_model_ddp else state.model)
 
 
 def name_the_node() -> None:
-    """Let Composer load a checkpoint under torchrun.
+    """Set NODE_RANK, so that Composer can load a checkpoint under torchrun.
 
-    It asks for NODE_RANK, which Composer's own launcher sets; torchrun's name for it is GROUP_RANK.
+    Composer's own launcher sets NODE_RANK; torchrun sets the same number as GROUP_RANK.
     """
     if "GROUP_RANK" in os.environ:
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
 
 
 def check_parallelism(state: State) -> None:
-    """Refuse what no test of ours covers.
+    """Reject kinds of parallelism that are not supported.
 
     Raises:
-        ValueError: FSDP1, whose parameters are views of flat ones.
+        ValueError: The job uses FSDP1, whose parameters are views of flat ones.
     """
     if state.fsdp_config_version == 1:
         raise ValueError(
@@ -62,14 +62,14 @@ def check_parallelism(state: State) -> None:
 
 
 def check_loads(state: State) -> None:
-    """Refuse checkpoints that callbacks load too late.
+    """Reject callbacks that load a checkpoint too late.
 
-    The global parameters are what the model holds when a fit starts. Weights that come later would
-    count as what this group has learnt since; and whether a checkpoint has a DiLoCo state is asked
-    at AFTER_LOAD.
+    The global parameters are those that the model holds when a fit starts. Weights that are loaded
+    later would count as this group's training, and whether a checkpoint has a DiLoCo state is
+    checked at AFTER_LOAD.
 
     Raises:
-        ValueError: There is such a callback.
+        ValueError: A ``LoadCheckpoint`` loads at a later event.
     """
     for callback in state.callbacks:
         if not isinstance(callback, LoadCheckpoint):
@@ -90,32 +90,20 @@ def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
     """Connect this rank to the other groups; every rank of the group calls it.
 
     Raises:
-        ValueError: No lighthouse is named.
+        ValueError: No lighthouse is named, or the backend does not fit the model's device.
         ConnectionError: See ``make_manager``.
     """
-    if options.lighthouse_addr is None:
-        raise ValueError(
-            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
-            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
-        )
+    # Checked on every rank before the broadcast: if one rank alone raised, the others would wait.
+    lighthouse_of(options)
     store = host_store(options.hostname) if dist.get_global_rank() == 0 else None
     host, port = broadcast((store.host, store.port) if store else None)
+    own = pick(ManagerOptions, vars(options) | {"backend": _backend(options, state)})
     manager = make_manager(
-        replica_id=replica_id_of(options),
-        lighthouse_addr=options.lighthouse_addr,
-        min_replica_size=options.min_replica_size,
-        timeout=options.timeout,
-        quorum_timeout=options.quorum_timeout,
-        connect_timeout=options.connect_timeout,
-        quorum_retries=options.quorum_retries,
-        give_up_after_s=options.give_up_after_s,
+        **vars(own),
         rank=dist.get_global_rank(),
         world_size=dist.get_world_size(),
         store_addr=host,
         store_port=port,
-        hostname=options.hostname,
-        backend=_backend(options, state),
-        tls_dir=options.tls_dir,
     )
     manager.store = store
     return manager
@@ -126,13 +114,21 @@ def build_diloco(
     options: ReplicaOptions,
     manager: DiLoCoManager | Manager,
     state: State,
-    must_not_start: str | None,
+    start_refusal: str | None,
     also_synced: Collection[str] = (),
 ) -> DiLoCo:
-    """Build DiLoCo around the job's model and optimizer; for the last arguments see there.
+    """Build DiLoCo around the job's model and optimizer.
+
+    Args:
+        settings: The run's settings.
+        options: This group's options.
+        manager: What ``build_manager`` returned, or a simulated manager.
+        state: Composer's state.
+        start_refusal: See ``DiLoCo``.
+        also_synced: See ``DiLoCo``.
 
     Raises:
-        ValueError: There is not exactly one optimizer, or see ``DiLoCo``.
+        ValueError: There is not exactly one optimizer, or ``DiLoCo`` rejects an argument.
     """
     if len(state.optimizers) != 1:
         raise ValueError(f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one")
@@ -140,59 +136,41 @@ def build_diloco(
         manager,
         unwrapped(state),
         state.optimizers[0],
-        nesterov_sgd(settings.outer_lr, settings.outer_momentum, settings.outer_nesterov),
-        settings.sync_every,
-        num_fragments=settings.num_fragments,
-        fragment_patterns=settings.fragment_patterns,
-        fragment_sync_delay=settings.fragment_sync_delay,
-        fragment_update_alpha=settings.fragment_update_alpha,
-        weight_by=settings.weight_by,
-        sync_buffers=settings.sync_buffers,
-        bucket_cap_mb=settings.bucket_cap_mb,
-        wire_format=settings.wire_format,
-        error_feedback=settings.error_feedback,
-        max_sync_retries=settings.max_sync_retries,
-        backup_device=options.backup_device,
-        pin_memory=options.pin_memory,
-        num_replicas=options.num_replicas or 1,
-        start_timeout_s=options.start_timeout_s,
-        on_start_timeout=options.on_start_timeout,
-        must_not_start=must_not_start,
-        give_up_after_s=options.give_up_after_s,
-        digest_every=options.digest_every,
+        **vars(settings),
+        **vars(pick(DiLoCoOptions, vars(options))),
+        start_refusal=start_refusal,
         ranks=torch.distributed.group.WORLD if dist.get_world_size() > 1 else None,
         message_device="cpu" if _backend(options, state) == "gloo" else None,
         also_synced=also_synced,
-        hang_timeout_s=options.hang_timeout_s or HANG_TIMEOUT_S,
     )
 
 
 def _backend(options: ReplicaOptions, state: State) -> str:
     device = next(state.model.parameters()).device
     if options.backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend='nccl' and the model is on {device}: use 'gloo'")
+        raise ValueError(f"backend='nccl', but the model is on {device}: use 'gloo'")
     return options.backend or backend_for(device)
 
 
-def why_not_start(options: ReplicaOptions, state: State, known_step: int = 0) -> str | None:
-    """Why a group that continues from nothing must not begin this run; None if it may.
+def start_refusal_of(options: ReplicaOptions, state: State, known_step: int = 0) -> str | None:
+    """Return why a group without a checkpoint must not begin this run; None if it may.
 
-    If the run has made outer steps already, a group with fresh parameters would become the donor
-    of all that come back, and wipe out what the run has learnt.
+    If the run has made outer steps already, a group with fresh parameters would become the donor of
+    every group that comes back, and the run's training would be lost.
 
     Args:
-        options: Of this group.
-        state: Composer's.
-        known_step: How many the coordinator knows of.
+        options: This group's options.
+        state: Composer's state.
+        known_step: The number of outer steps that the coordinator knows of.
     """
     is_rank_0 = dist.get_global_rank() == 0
-    return broadcast(_why_not_start(options, state, known_step) if is_rank_0 else None)
+    return broadcast(_start_refusal_of(options, state, known_step) if is_rank_0 else None)
 
 
-def _why_not_start(options: ReplicaOptions, state: State, known_step: int) -> str | None:
-    step, who = last_outer_step(options.run_dir), options.run_dir
+def _start_refusal_of(options: ReplicaOptions, state: State, known_step: int) -> str | None:
+    step, source = last_outer_step(options.run_dir), options.run_dir
     if known_step > step:
-        step, who = known_step, "the coordinator"
+        step, source = known_step, "the coordinator"
     if not step:
         _warn_of_earlier_quorums(options)
         return None
@@ -203,10 +181,10 @@ def _why_not_start(options: ReplicaOptions, state: State, known_step: int) -> st
             if newest is not None:
                 fix = f"continue from this group's last checkpoint (load_path={newest})"
     return (
-        f"{who} says that this run has made {step} outer steps, and this group starts "
-        f"without a checkpoint: it takes over what others hold and begins nothing anew. If there "
-        f"is nobody, {fix}, or begin another run: another run_dir, and another state folder of its "
-        "coordinator"
+        f"{source} says that this run has made {step} outer steps, and this group starts "
+        f"without a checkpoint: it can join other groups, but it cannot begin the run. If no other "
+        f"group is left, {fix}, or begin another run: use another run_dir, and another state "
+        "folder for its coordinator"
     )
 
 
@@ -216,18 +194,18 @@ def _warn_of_earlier_quorums(options: ReplicaOptions) -> None:
     members = read_status(options.lighthouse_addr, options.connect_timeout).members
     step = max((member.step for member in members), default=0)
     if step:
-        # Only a warning: a lighthouse may well outlive a run and serve the next.
+        # Only a warning, because a lighthouse can outlive a run and serve the next one.
         log.warning(
             "The lighthouse's last quorum had made %d steps, and this group starts without a "
-            "checkpoint. If that was this run and nobody of it is left, stop this group and "
+            "checkpoint. If that was this run and no group of it is left, stop this group and "
             "continue from a checkpoint: load_path, or autoresume: true",
             step,
         )
 
 
 def samples_in_batch(state: State) -> int:
-    """Samples of the current batch, over all ranks of the group."""
-    # The default count, of tensors, lists and dicts: the state does not have the loader's own.
+    """Return the number of samples in the current batch, over all ranks of the group."""
+    # Composer's default count, for tensors, lists and dicts: its state lacks the loader's function.
     own = DataSpec([]).get_num_samples_in_batch(state.batch)
     total = state.device.tensor_to_device(torch.tensor([own]))
     dist.all_reduce(total)

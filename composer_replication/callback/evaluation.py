@@ -1,4 +1,4 @@
-"""An evaluation in the middle of training: it sees the global weights and leaves no trace."""
+"""Evaluation on the global weights, without any effect on training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from composer_replication.callback.global_weights import GlobalWeights
 
 
 class Evaluation:
-    """Opened before evaluators run and closed after them, each as often as events come.
+    """Swaps in the global weights while evaluators run, and keeps random generators unchanged.
 
-    A loader draws from torch's generator whenever it is iterated over, so that without a copy of
-    the generators dropout would go another way for every evaluation.
+    Iterating over a loader draws from torch's generator. Without saving and restoring the
+    generators, an evaluation would change the dropout of the training steps after it.
+
+    Both methods may be called several times in a row.
 
     Args:
         eval_weights: ``global`` or ``local``, see ``ReplicaOptions``.
@@ -26,11 +28,12 @@ class Evaluation:
         self._generators: tuple[Any, ...] | None = None
 
     def open(self, weights: GlobalWeights, is_left_alone: bool) -> None:
-        """Evaluators come next.
+        """Save the random generators and swap in the global weights, before evaluators run.
 
         Args:
-            weights: Puts the global weights into the model.
-            is_left_alone: Whether they see what Composer has put there, or puts there by itself.
+            weights: Swaps the global weights into the model and back.
+            is_left_alone: Whether evaluators see the weights that the model holds, for example
+                because Composer's EMA swaps in its own.
         """
         if self._generators is None:
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -40,7 +43,7 @@ class Evaluation:
             weights.show()
 
     def close(self, weights: GlobalWeights) -> None:
-        """They are through."""
+        """Restore the local weights and the random generators, after evaluators have run."""
         weights.hide()
         if self._generators is not None:
             torch_state, cuda, python, numpy = self._generators

@@ -26,7 +26,7 @@ CALLBACK = "DiLoCoCallback"
 _MODEL = "state.model."
 _OURS = f"state.callbacks.{CALLBACK}."
 
-# What Composer itself puts beside tensors and plain containers; nothing here runs code.
+# Types that Composer itself saves beside tensors and plain containers. None of them runs code.
 _COMPOSERS_OWN = [
     datetime.timedelta,
     TorchVersion,
@@ -40,54 +40,54 @@ _COMPOSERS_OWN = [
 
 @dataclass
 class _Content:
-    """What a checkpoint holds.
+    """The parts of a checkpoint that an export needs.
 
     Attributes:
         model: ``state/model``.
-        told: Our ``progress``; empty if the checkpoint is not of a DiLoCo run.
-        theta: Our ``theta``.
-        ema: What Composer's EMA has written; None if there is none, or the checkpoint is sharded.
+        progress: DiLoCo's ``progress``; empty if the checkpoint is not of a DiLoCo run.
+        theta: DiLoCo's ``theta``.
+        ema: The state of Composer's EMA; None if there is none, or the checkpoint is sharded.
     """
 
     model: dict[str, Tensor]
-    told: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
     theta: dict[str, Tensor] = field(default_factory=dict)
     ema: Mapping[str, Any] | None = None
 
     @property
     def whose(self) -> str:
-        """Whose weights the model's are: ``global``, ``ema``, ``local`` or ``unknown``."""
-        if not self.told:
+        """Which weights the model has: ``global``, ``ema``, ``local`` or ``unknown``."""
+        if not self.progress:
             is_ema = self.ema is not None and self.ema["ema_weights_active"]
             return "ema" if is_ema else "unknown"
-        return self.told.get("model", "global")
+        return self.progress.get("model", "global")
 
 
 def export(checkpoint: str | Path, out: str | Path, weights: str | None = None) -> dict[str, Any]:
-    """Write the weights of a checkpoint alone. Nothing that is in it is run.
+    """Write only the weights of a checkpoint. No code in the checkpoint is run.
 
     Args:
-        checkpoint: A Composer checkpoint of a DiLoCo run: a file, or a sharded one's folder.
-        out: The safetensors file. Names and dtypes are the model's. A tied weight is there under
-            each of its names, so that ``load_state_dict`` takes it as it is.
-        weights: ``global``, or ``ema`` for those of Composer's EMA. None: what the checkpoint has
-            as its model.
+        checkpoint: A Composer checkpoint of a DiLoCo run: a file, or the folder of a sharded one.
+        out: The safetensors file to write. Names and dtypes are the model's. It contains a tied
+            weight under each of its names, so that ``load_state_dict`` accepts the file directly.
+        weights: ``global``, or ``ema`` for the weights of Composer's EMA. None: the model of the
+            checkpoint.
 
     Returns:
-        ``num_tensors``, ``num_parameters``, ``outer_step`` and ``inner_steps``, the last two as far
-        as the checkpoint tells them, and ``weights``: whose these are, ``global``, ``ema``,
-        ``local`` or ``unknown``.
+        ``num_tensors``, ``num_parameters``, ``outer_step`` and ``inner_steps`` (None if the
+        checkpoint does not contain these two), and ``weights``: which weights these are,
+        ``global``, ``ema``, ``local`` or ``unknown``.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
-        ValueError: It cannot be read, or does not hold these weights.
+        ValueError: It cannot be read, or does not contain these weights.
     """
     path = Path(checkpoint)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     try:
         content = (_read_sharded if path.is_dir() else _read_file)(path)
-    except Exception as error:  # torch's own are of many kinds, and say little of the file
+    except Exception as error:  # torch raises many kinds, and few of them name the file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path} cannot be read as a Composer checkpoint ({reason}): it may be cut off, or of "
@@ -99,13 +99,13 @@ def export(checkpoint: str | Path, out: str | Path, weights: str | None = None) 
         chosen = _chosen(content, weights)
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
-    told = content.told
-    notes = {"outer_step": str(told["outer_step"])} if told else {}
+    progress = content.progress
+    notes = {"outer_step": str(progress["outer_step"])} if progress else {}
     whole = {name: tensor.contiguous().clone() for name, tensor in chosen.items()}
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Never half a file under the name that was asked for; and in a new folder, since a name beside
-    # it could be somebody's symbolic link to another file.
+    # Written elsewhere and moved, so that the file is never incomplete. The draft is in a new
+    # folder, because a name beside ``out`` could be somebody's symbolic link to another file.
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         draft = Path(folder) / out.name
         save_file(whole, draft, metadata={"format": "pt", **notes})
@@ -113,8 +113,8 @@ def export(checkpoint: str | Path, out: str | Path, weights: str | None = None) 
     return {
         "num_tensors": len(whole),
         "num_parameters": sum(tensor.numel() for tensor in whole.values()),
-        "outer_step": told.get("outer_step"),
-        "inner_steps": told.get("inner_steps"),
+        "outer_step": progress.get("outer_step"),
+        "inner_steps": progress.get("inner_steps"),
         "weights": weights or content.whose,
     }
 
@@ -128,33 +128,33 @@ def _chosen(content: _Content, weights: str | None) -> dict[str, Tensor]:
 
 
 def _global(content: _Content) -> dict[str, Tensor]:
-    if not content.told:
-        raise ValueError("has no DiLoCo state, so no global weights: give no weights='global'")
+    if not content.progress:
+        raise ValueError("has no DiLoCo state, so no global weights: leave weights='global' out")
     model = content.model
     if content.ema is not None and content.ema["ema_weights_active"]:
         model = _put(content.ema["ema_model"]["named_buffers_dict"], model, {})  # the trained ones
-    return _put(content.theta, model, content.told["tied"])
+    return _put(content.theta, model, content.progress["tied"])
 
 
 def _ema(content: _Content) -> dict[str, Tensor]:
     if content.ema is None:
         raise ValueError(
             "holds no weights of an EMA: the run had none, or the checkpoint is sharded and was "
-            "saved while they were not in the model. Give no weights='ema'"
+            "saved while they were not in the model. Leave weights='ema' out"
         )
     if not content.ema["ema_started"]:
-        raise ValueError("was saved before EMA started: give a later one")
+        raise ValueError("was saved before EMA started: use a later one")
     kept = content.ema["ema_model"]
     own = kept["named_parameters_dict"] | kept["named_buffers_dict"]
-    return _put(own, content.model, content.told.get("tied", {}))
+    return _put(own, content.model, content.progress.get("tied", {}))
 
 
 def _put(
     values: Mapping[str, Tensor], model: dict[str, Tensor], tied: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The model with other values, under all names that it has for them and in its dtypes.
+    """Return the model with other values, under all of its names for them and in its dtypes.
 
-    Buffers that are not saved are in ``values`` alone, and left out.
+    Buffers that the model does not save are only in ``values``, and are left out.
     """
     values = {name.removeprefix("module."): t for name, t in values.items()}  # as EMA's under DDP
     values |= {other: values[name] for other, name in tied.items() if name in values}
@@ -163,10 +163,10 @@ def _put(
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A monolithic Composer checkpoint, without running anything that is in it.
+    """Read a Composer checkpoint that is one file, without running code in it.
 
     Raises:
-        Exception: Of many kinds: it is none, or is damaged.
+        Exception: Of many kinds: the file is no checkpoint, or is damaged.
     """
     with torch.serialization.safe_globals(_COMPOSERS_OWN):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -194,9 +194,9 @@ def _read_sharded(path: Path) -> _Content:
     if f"{_OURS}progress" in stored:
         wanted[f"{_OURS}progress"] = ""
     read_entries(path, wanted)
-    told = json.loads(wanted.pop(f"{_OURS}progress", "") or "{}")
+    progress = json.loads(wanted.pop(f"{_OURS}progress", "") or "{}")
     parts = [
         {key.removeprefix(part): t for key, t in wanted.items() if key.startswith(part)}
         for part in (_MODEL, theta)
     ]
-    return _Content(parts[0], told, parts[1])
+    return _Content(parts[0], progress, parts[1])

@@ -1,9 +1,10 @@
-"""Notices that ``Trainer.fit`` has ended, also where Composer has no event for it.
+"""Notices when ``Trainer.fit`` has ended, also where Composer has no event for it.
 
-A fit that raises ends without ``fit_end``. If the process lives on, as a notebook or a sweep does,
-nobody closes the Trainer: the group's heartbeats would go on, and the other groups wait for it. And
-Composer forgets to close it when the process ends: ``Engine.__del__`` of any other Trainer takes
-the closes of all of them off ``atexit``, since that compares static methods.
+A fit that raises ends without ``fit_end``. If the process lives on, as in a notebook or a sweep,
+no code closes the Trainer: the group would keep sending heartbeats, and the other groups would wait
+for it. Composer may also fail to close the Trainer when the process ends: ``Engine.__del__`` of any
+other Trainer unregisters the closes of all Trainers from ``atexit``, because ``atexit`` compares
+static methods.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 
 _running: set[Callable[[], None]] = set()
-"""What is to be called for each fit that has not been seen to end."""
+"""The ``leave`` of each fit that has not ended."""
 
-os.register_at_fork(after_in_child=_running.clear)  # a child process is no group
+os.register_at_fork(after_in_child=_running.clear)  # a forked child is no replica group
 
 
 def when_fit_is_over(leave: Callable[[], None]) -> None:
     """Call ``leave`` when the ``Trainer.fit`` that calls this has ended, or the process ends.
 
-    It is called on a thread of its own, at most ``POLL_S`` later. Where it is not ``Trainer.fit``
-    that calls, nothing happens.
+    It is called on another thread, at most ``POLL_S`` seconds later. If the caller is not
+    ``Trainer.fit``, nothing happens.
 
     Args:
-        leave: Does nothing if there is nothing left to do.
+        leave: Has no effect if the group has already left.
     """
     fit = _frame_of_fit()
     if fit is not None:
@@ -48,7 +49,7 @@ def when_fit_is_over(leave: Callable[[], None]) -> None:
 
 
 def trainer_in_fit() -> Trainer | None:
-    """The Trainer whose ``fit`` calls this; it knows what Composer's ``State`` does not."""
+    """Return the Trainer whose ``fit`` calls this. Composer's ``State`` has no reference to it."""
     fit = _frame_of_fit()
     return None if fit is None else fit.f_locals["self"]
 
@@ -58,7 +59,7 @@ def _frame_of_fit() -> FrameType | None:
 
 
 def _watch(thread_id: int, fit: FrameType, leave: Callable[[], None]) -> None:
-    # No frame but this one is kept while it sleeps: frames keep their functions' tensors.
+    # The thread keeps no frame but this one while it sleeps: a frame keeps its tensors alive.
     while any(frame is fit for frame in stack(sys._current_frames().get(thread_id))):
         time.sleep(POLL_S)
     try:
@@ -73,4 +74,4 @@ def _leave_all() -> None:
         try:
             leave()
         except Exception:
-            log.exception("A replica group has not left cleanly at the end of its process")
+            log.exception("A replica group could not leave cleanly at the end of its process")

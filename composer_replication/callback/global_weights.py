@@ -1,4 +1,4 @@
-"""The global weights, for whoever evaluates or saves the model while it trains the local ones."""
+"""Shows the global weights to evaluators and savers, while training uses the local ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from composer_replication.diloco.outer_optimizer import local_tensor
 class GlobalWeights:
     """Puts the global parameters in the place of the local ones, in two ways.
 
-    * ``model.state_dict()``, of the model or of any part of it, gives the global ones: so every
-      saver writes them, in whatever order savers and callbacks stand, and nothing has to be undone
-      afterwards (Composer has no event after a checkpoint).
-    * Between ``show`` and ``hide`` the model itself holds them: for evaluators, which compute.
+    * ``state_dict()`` of the model, or of any module in it, returns the global parameters. Every
+      saver therefore writes them, whatever the order of savers and callbacks, and nothing has to be
+      undone afterwards (Composer has no event after a checkpoint).
+    * Between ``show`` and ``hide`` the model itself holds them, for evaluators.
 
     Args:
-        model: Without DDP around it.
+        model: The model without its DDP wrapper.
         theta: The global parameters by the model's names, as this rank holds them: fp32, the shard
-            of a DTensor. Looked at whenever they are needed, so they may change in place.
-        is_left_alone: Whether ``state_dict`` is to give what the model holds, now.
+            of a DTensor. Looked up whenever they are needed, so they may change in place. Under DDP
+            a look-up is a collective (``DiLoCo.global_parameters``).
+        is_left_alone: Returns whether ``state_dict`` has to return what the model holds.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class GlobalWeights:
             if self._is_left_alone():
                 return
             for key, name in own.items():
-                found = state_dict.get(prefix + key)
-                if isinstance(found, nn.Parameter) or found is None:
+                local = state_dict.get(prefix + key)
+                if isinstance(local, nn.Parameter) or local is None:
                     continue  # keep_vars=True asks for the model's own tensors
-                state_dict[prefix + key] = self._like(found, self._theta[name])
+                state_dict[prefix + key] = self._like(local, self._theta[name])
 
         return substitute
 
@@ -87,29 +88,31 @@ class GlobalWeights:
     def show(self) -> None:
         """Put the global parameters into the model; the local ones are kept beside ``theta``."""
         if self._kept is None:
-            self._kept = {
-                name: local.to(self._theta[name].device, copy=True)
-                for name, local in self.local().items()
-            }
-            self._write(self._theta)
+            kept = {}
+            for name, tensor in self._live.items():
+                theta, local = self._theta[name], local_tensor(tensor)
+                kept[name] = local.to(theta.device, copy=True)
+                local.copy_(theta)
+            self._kept = kept
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Put the local parameters back, bit for bit."""
+        """Put the local parameters back, bitwise identical."""
         if self._kept is not None:
-            self._write(self._kept)
+            for name, tensor in self._live.items():
+                local_tensor(tensor).copy_(self._kept[name])
             self._kept = None
 
     def keep_shown(self) -> None:
-        """What the model holds now are the local parameters."""
+        """Keep what the model holds now as the local parameters."""
         self._kept = None
 
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._live.items():
-            local_tensor(tensor).copy_(values[name])
+    def read_from(self, theta: Mapping[str, Tensor]) -> None:
+        """From now on, these are the global parameters."""
+        self._theta = theta
 
     def remove(self) -> None:
-        """Leave the model alone, with the local parameters in it."""
+        """Put the local parameters back, and remove the hooks."""
         self.hide()
         for hook in self._hooks:
             hook.remove()
@@ -117,7 +120,7 @@ class GlobalWeights:
 
 
 def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
-    """This rank's shard as part of a DTensor that lies as another one does."""
+    """Return this rank's shard as part of a DTensor that is sharded like another one."""
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
@@ -129,7 +132,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of parameters that have several, and the one that we call them by."""
+    """Return the other names of tied parameters, with the name that is used for each here."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: names[id(p)] for name, p in every if names[id(p)] != name}

@@ -1,4 +1,4 @@
-"""What one fit of a process leaves to the next one, which may train other parameters."""
+"""The state that the next fit of the same Trainer begins with; it may train other parameters."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ log = logging.getLogger(__name__)
 
 
 def replaced_since(left: Mapping[str, int] | None, live: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors that have other values than a fit has left, with a warning.
+    """Return the names of tensors that have changed since the last fit, and log a warning.
 
     Args:
-        left: The checksums of what it has left. None: it raised, and nobody knows.
+        left: The checksums at the end of that fit. None: it raised, so they are not known.
         live: The model's tensors by name.
     """
     if left is None:
         return []
     now = checksums({name: tensor for name, tensor in live.items() if name in left})
-    names = [name for name, found in now.items() if found != left[name]]
+    names = [name for name, checksum in now.items() if checksum != left[name]]
     if names:
         log.warning(
-            "%d tensors of the model were replaced since the last fit. They stay as they are, are "
-            "this group's part of the global model too, and their outer momentum begins anew. All "
-            "replica groups must have them equal: %s",
+            "%d tensors of the model were replaced since the last fit. Their new values are kept "
+            "and become global parameters, and their outer momentum is reset. All replica groups "
+            "must have the same values: %s",
             len(names),
             ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
         )
@@ -40,15 +40,16 @@ def replaced_since(left: Mapping[str, int] | None, live: Mapping[str, Tensor]) -
 def carry_over(
     ended: Mapping[str, Any], fresh: Mapping[str, Any], replaced: Collection[str]
 ) -> dict[str, Any]:
-    """The state that the next fit begins with.
+    """Return the state that the next fit begins with.
 
-    What was frozen before and is trained now, and what was replaced in the model between the fits,
-    begins as it is in the model, without outer momentum. All groups must have it equal.
+    Tensors that were frozen before and are trained now, and tensors that were replaced between the
+    fits, begin with the model's values and without outer momentum. All groups must have the same
+    values of these.
 
     Args:
-        ended: ``DiLoCo.state_dict()`` of the fit before.
-        fresh: The same of the DiLoCo that goes on, as it has been built around the model.
-        replaced: The names of tensors that the model holds other values of than that fit has left.
+        ended: ``DiLoCo.state_dict()`` at the end of the last fit.
+        fresh: The same of the DiLoCo that has been built around the model for the next fit.
+        replaced: The names of tensors that have changed since the last fit.
     """
     theta = _theta(ended)
     new = sorted(_theta(fresh).keys() - theta.keys())
@@ -81,8 +82,8 @@ def _fragments(
     fragments = []
     for own, before in zip(fresh["fragments"], ended["fragments"], strict=True):
         state = {
-            place: {"momentum_buffer": momentum[name]}
-            for place, name in enumerate(own["theta"])
+            index: {"momentum_buffer": momentum[name]}
+            for index, name in enumerate(own["theta"])
             if has_momentum and name in momentum and name in kept
         }
         (group,), (own_group,) = (f["optimizer"]["param_groups"] for f in (before, own))
@@ -100,7 +101,7 @@ def _fragments(
 def _residual(
     ended: Mapping[str, Any], fresh: Mapping[str, Any], kept: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What the wire format has kept back; nothing of what begins anew."""
+    """Return the error-feedback residual, with zeros for tensors that are new or replaced."""
     before = ended["residual"]
     return before and {
         name: before[name] if name in kept and name in before else torch.zeros_like(theta)

@@ -1,4 +1,4 @@
-"""What a replica group tells while it trains: Composer's loggers, its log and its folder."""
+"""The reports of a replica group in training: to Composer's loggers, its log and its folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 log = logging.getLogger(__name__)
 
 
-class Progress:
-    """Tells of syncs and batches.
+class SyncLog:
+    """Logs syncs, resumes and the position in training.
 
     Args:
         folder: The group's folder.
         sync_every: Inner steps in a round.
+
+    Attributes:
+        final_loss: The mean training loss of the last round that had batches; None before.
     """
 
     def __init__(self, folder: ReplicaFolder, sync_every: int) -> None:
@@ -36,13 +39,13 @@ class Progress:
         self.final_loss: float | None = None
 
     def count_batch(self, state: State) -> None:
-        """Take note of a finished batch's loss, a mean over the group's ranks."""
+        """Record the loss of a finished batch, a mean over the group's ranks."""
         loss = state.total_loss_dict.get("loss/train/total")
         if loss is not None:
             self._losses.append(float(loss))
 
-    def tell_syncs(self, reports: Iterable[SyncReport], state: State, logger: Logger) -> None:
-        """Log committed syncs, with the mean loss of the batches since the one before."""
+    def log_syncs(self, reports: Iterable[SyncReport], state: State, logger: Logger) -> None:
+        """Log committed syncs, with the mean loss of the batches since the previous one."""
         for report in reports:
             loss = sum(self._losses) / len(self._losses) if self._losses else None
             self._losses.clear()
@@ -64,7 +67,7 @@ class Progress:
                 }
             )
             log.info(
-                "outer step %d, fragment %d: %d replica groups, loss %s, stood still %.2f s%s",
+                "outer step %d, fragment %d: %d replica groups, loss %s, blocked %.2f s%s",
                 report.outer_step,
                 report.fragment,
                 report.num_participants,
@@ -73,8 +76,8 @@ class Progress:
                 f", {report.retries} retries" if report.retries else "",
             )
 
-    def tell_resume(self, state: State, diloco: DiLoCo) -> None:
-        """Say where the group goes on, and what it had made beyond that and makes again."""
+    def log_resume(self, state: State, diloco: DiLoCo) -> None:
+        """Log where the group resumes, and how many steps after that point are repeated."""
         batch, reached = state.timestamp.batch.value, self._reached
         again = {
             "batches_again": max(0, reached.get("batch", 0) - batch),
@@ -84,14 +87,22 @@ class Progress:
             {"batch": batch, "outer_step": diloco.outer_step, **again, "time": time.time()}
         )
         log.info(
-            "Resumed at batch %d, outer step %d; %d batches and %d outer steps are made again",
+            "Resumed at batch %d, outer step %d; %d batches and %d outer steps are repeated",
             batch,
             diloco.outer_step,
             *again.values(),
         )
 
-    def tell_phase(self, phase: str, state: State, diloco: DiLoCo) -> dict[str, Any]:
-        """Say where the group stands, and return it; cheap enough for every batch."""
+    def report_phase(self, phase: str, state: State, diloco: DiLoCo) -> dict[str, Any]:
+        """Write the position in training to the group's folder, and return it.
+
+        Cheap enough for every batch.
+
+        Args:
+            phase: ``joining``, ``training`` or ``evaluating``.
+            state: Composer's state.
+            diloco: This group's DiLoCo.
+        """
         batch = state.timestamp.batch.value
         batches = max_batches(state)
         seconds_left = speed = None
@@ -101,7 +112,7 @@ class Progress:
                 per_batch = (time.monotonic() - began) / (batch - began_at)
                 seconds_left = per_batch * max(0, batches - batch)
                 speed = 1 / per_batch
-        told = {
+        position = {
             "batch": batch,
             "max_batches": batches,
             "inner_steps": diloco.inner_steps,
@@ -109,29 +120,30 @@ class Progress:
             "round": diloco.inner_steps / self._sync_every,
             "loss": self._losses[-1] if self._losses else self.final_loss,
         }
-        self._folder.write_status(phase, **told, seconds_left=seconds_left)
+        self._folder.write_status(phase, **position, seconds_left=seconds_left)
         since = None if self._synced_at is None else time.monotonic() - self._synced_at
         more = {"phase": phase, "steps_per_second": speed, "seconds_since_sync": since}
-        return told | more | self._last_sync
+        return position | more | self._last_sync
 
 
 def numbers_of(report: SyncReport) -> dict[str, float]:
-    """A report as Composer metrics: numbers only, as some of its loggers demand."""
+    """Return a report as Composer metrics: numbers only, since some of its loggers need that."""
     values = asdict(report)
     del values["inner_steps"], values["global_digest"]
     return {f"diloco/{name}": +value for name, value in values.items()}
 
 
 def max_batches(state: State) -> int | None:
-    """The batch at which training ends, if that can be known."""
+    """Return the batch at which training ends; None if that is not known."""
     end = state.max_duration
     if end is None:
         return None
     if end.unit == TimeUnit.BATCH:
         return end.value
-    is_shared = isinstance(state.train_dataloader, ReplicaDataLoader)  # has but a bound
+    is_shared = isinstance(state.train_dataloader, ReplicaDataLoader)  # its length is a bound
     if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
-        # A group that has joined others counts their batches, and has its own place in the epoch.
+        # A group that has joined others counts their batches, but is at its own position in the
+        # epoch.
         now = state.timestamp
         epochs_left = end.value - now.epoch.value
         in_epochs = epochs_left * state.dataloader_len.value - now.batch_in_epoch.value

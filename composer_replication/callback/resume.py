@@ -1,4 +1,4 @@
-"""What a group continues from: a checkpoint that Composer has loaded, or nothing."""
+"""Keeps the checkpoint that Composer has loaded until DiLoCo can load it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 class Resume:
     """Keeps DiLoCo's part of a checkpoint from Composer's load until training starts.
 
-    Composer loads while its ``Trainer`` is built, before there is a DiLoCo to load into; what is
-    wrong with a checkpoint is found out before any other group hears of this one.
+    Composer loads while its ``Trainer`` is built, before DiLoCo exists. A checkpoint is checked
+    before this group contacts any other, so that none waits for a group that cannot start.
 
     Args:
         settings: The run's settings.
-        on_bad_state: What to do with a checkpoint that has no state to continue from: ``error``, or
-            ``fresh``, which starts from its model alone.
+        on_bad_state: What to do with a checkpoint whose DiLoCo state is missing or damaged:
+            ``error``, or ``fresh``, which starts from its model alone.
     """
 
     def __init__(self, settings: DiLoCoSettings, on_bad_state: str) -> None:
@@ -44,30 +44,30 @@ class Resume:
         self._path: str | None = None
 
     def before_load(self, state: State) -> None:
-        """From here to ``after_load`` Composer may ask for a template."""
+        """Record that Composer loads: until ``after_load``, ``state_dict`` returns a template."""
         self._loading = state
 
     def after_load(self, state: State) -> None:
-        """A checkpoint has been loaded, or there is none.
+        """Check the checkpoint that has been loaded, if there is one.
 
         Raises:
-            BadStateError: It has training state, and no DiLoCo state.
+            BadStateError: It has training state, but no DiLoCo state.
         """
         self._loading = None
         self._path = state.load_path
         if self._saved is None and state.timestamp.batch.value > 0:
-            self._refuse(
+            self._reject(
                 f"it is of batch {state.timestamp.batch.value} and has no DiLoCo state: no global "
                 "parameters, no outer momentum",
                 "load its weights alone (load_weights_only: true)",
             )
 
     def keep(self, saved: dict[str, Any]) -> None:
-        """Take DiLoCo's part of the checkpoint that is being loaded."""
+        """Keep DiLoCo's part of the checkpoint that is being loaded."""
         self._saved = saved or None
 
     def state_dict(self) -> dict[str, Any]:
-        """Before training: what has been loaded, or a template to load into."""
+        """Return, before training, what has been loaded, or a template to load into."""
         if self._saved is not None:
             return self._saved
         state = self._loading
@@ -77,21 +77,21 @@ class Resume:
 
     @property
     def names(self) -> Collection[str]:
-        """What belongs to the global state of the checkpoint that has been loaded, if one has."""
+        """The names of the tensors in the loaded checkpoint's global state; empty without one."""
         return () if self._saved is None else self._saved.get("local", {}).keys()
 
     def layout(self, state: State, also_synced: Collection[str] = ()) -> CheckpointLayout:
-        """How a checkpoint of this group lies; for ``also_synced`` see ``DiLoCo``."""
+        """Return the layout of this group's checkpoints. For ``also_synced`` see ``DiLoCo``."""
         model = unwrapped(state)
         fragments = synced_tensors(model, self._settings, also_synced)
         is_sharded = state.fsdp_sharded_state_dict_enabled
         return CheckpointLayout(fragments, is_sharded, bool(averages_in(state)), tied_names(model))
 
     def read(self, state: State) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """What ``DiLoCo.load_state_dict`` takes, and the local parameters, if any were loaded.
+        """Return the input of ``DiLoCo.load_state_dict``, and the local parameters; None if none.
 
         Raises:
-            BadStateError: The checkpoint is damaged, or another model's.
+            BadStateError: The checkpoint is damaged, or is one of another model.
             SettingsMismatch: It was saved with other fragments.
         """
         saved, self._saved = self._saved, None
@@ -100,11 +100,11 @@ class Resume:
         try:
             return unpack(saved, self._settings, self.layout(state, saved.get("local", {})))
         except SettingsMismatch as error:
-            self._refuse(str(error), "use the settings that it was saved with", error)
+            self._reject(str(error), "use the settings that it was saved with", error)
         except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            self._refuse(str(error), "load another one", error)
+            self._reject(str(error), "load another one", error)
 
-    def _refuse(self, problem: str, fix: str, cause: Exception | None = None) -> None:
+    def _reject(self, problem: str, fix: str, cause: Exception | None = None) -> None:
         path = self._path or "the checkpoint"
         if not self._starts_fresh:
             raise BadStateError(

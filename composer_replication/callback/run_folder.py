@@ -1,4 +1,4 @@
-"""A run's folder, and what a replica group writes into it. Imports neither torch nor Composer."""
+"""A run's folder, and the files of its replica groups. Imports neither torch nor Composer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOP = "STOP"
 
 STATUS_EVERY_S = 0.5
 WARN_EVERY_S = 60.0
-"""How often the log says that a file cannot be written."""
+"""How often a warning says that a file cannot be written, in seconds."""
 
 OUTER_STEP = "diloco/outer_step"
 
@@ -41,11 +41,15 @@ OUTER_STEP = "diloco/outer_step"
 def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
     """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
 
-    With ``autoresume`` a run that is in it goes on. Until this process ends no other one can run in
-    that folder.
+    With ``autoresume`` the run in that folder is continued. The folder is locked until this process
+    ends.
+
+    Args:
+        config: The config of the run.
+        config_path: The file that it is from.
 
     Raises:
-        ValueError: There is a run in it, another process runs in it, or it is no folder.
+        ValueError: The folder contains a run, another process uses it, or it is a file.
     """
     if config.get("run_dir"):
         run_dir = Path(config["run_dir"]).absolute()
@@ -56,20 +60,20 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
         run_dir = _make_new_folder(Path("runs").absolute(), Path(config_path).stem)
     lock_folder(run_dir, LOCK, "give another run_dir=...")
     written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
-    goes_on = bool(config.get("autoresume"))
-    if not goes_on and any(path for pattern in written for path in run_dir.glob(pattern)):
+    resumes = bool(config.get("autoresume"))
+    if not resumes and any(path for pattern in written for path in run_dir.glob(pattern)):
         raise ValueError(
             f"run_dir={str(run_dir)!r} holds a run already: continue it (autoresume=true with a "
             "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
             "remove that one"
         )
-    # What is left of a start that failed, or of the end of the run that goes on, is not the new
-    # one's. Metrics and logs stay.
+    # Results of a start that failed, or of the earlier part of a run that is continued, are not
+    # those of this start. Metrics and logs are kept.
     for pattern in (SUMMARY, STOP, f"replica_*/{RESULT}"):
         for path in run_dir.glob(pattern):
             path.unlink()
     for path in run_dir.glob(f"replica_*/{STATUS}"):
-        if goes_on:  # it says how far the group had come
+        if resumes:  # it contains the position that the group had reached
             replace_json(path, read_json(path) | {"phase": "starting"})
         else:
             path.unlink()
@@ -77,7 +81,7 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
 
 
 def _make_new_folder(parent: Path, name: str) -> Path:
-    """Two runs that start in the same second get a folder each."""
+    """Make a folder for this run alone, also if two runs start in the same second."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
@@ -88,15 +92,15 @@ def _make_new_folder(parent: Path, name: str) -> Path:
 
 
 def log_path(run_dir: Path, replica_id: str | int) -> Path:
-    """Where the output of a group that was launched goes."""
+    """Return the file for the output of a group that was launched."""
     return run_dir / f"replica_{replica_id}" / "log.txt"
 
 
 def last_outer_step(run_dir: str | Path | None) -> int:
-    """Outer steps that the groups of a run have made by now, as its folder says; 0 without one.
+    """Return how many outer steps the groups of a run have made, from its folder; 0 without one.
 
     Raises:
-        OSError: The folder cannot be read, so nobody knows.
+        OSError: The folder cannot be read.
     """
     paths = [] if run_dir is None else Path(run_dir).glob(f"replica_*/{METRICS}")
     return max((int(read_last_line(path).get(OUTER_STEP, 0)) for path in paths), default=0)
@@ -105,22 +109,22 @@ def last_outer_step(run_dir: str | Path | None) -> int:
 class ReplicaFolder:
     """The folder ``<run_dir>/replica_<id>``.
 
-    * ``metrics.jsonl``: one line a committed sync;
-    * ``status.json``: where the group is, replaced about twice a second;
-    * ``resumes.jsonl``: one line each time it continued from a checkpoint: where, and how many
-      batches and outer steps since then are made again;
-    * ``result.json``: how it ended.
+    * ``metrics.jsonl``: one line per committed sync;
+    * ``status.json``: the position in training, replaced about twice a second;
+    * ``resumes.jsonl``: one line for each resume from a checkpoint: at which batch, and how many
+      batches and outer steps are repeated;
+    * ``result.json``: the result at the end.
 
-    A disk that is full or broken does not end training: lines wait in memory until there is room,
-    a status is dropped, and the log has a warning once a minute. Only a result that cannot be
-    written is an error.
+    A full or broken disk does not end training: lines wait in memory until there is space, a status
+    is dropped, and a warning is logged once a minute. Only a result that cannot be written is an
+    error.
 
     Args:
         run_dir: The run's folder; None writes nothing.
-        replica_id: Of this group.
+        replica_id: The id of this group.
 
     Raises:
-        PermissionError: The folder may not be made, or not there.
+        PermissionError: The folder may not be created at this path.
         NotADirectoryError: ``run_dir`` is a file.
     """
 
@@ -136,13 +140,13 @@ class ReplicaFolder:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except (PermissionError, NotADirectoryError, FileExistsError):
-            raise  # a mistake of whoever named the folder, and nobody waits for this group yet
+            raise  # the folder's name is wrong, and no group waits for this one yet
         except OSError as error:
             self._warn(error)
 
     @property
     def asks_to_stop(self) -> bool:
-        """Whether somebody has put a file ``STOP`` into the run's folder."""
+        """Whether the run's folder contains a file ``STOP``."""
         return self._folder is not None and os.path.exists(self._folder.parent / STOP)
 
     def append_sync(self, line: dict[str, Any]) -> None:
@@ -150,7 +154,7 @@ class ReplicaFolder:
         self._append(METRICS, line)
 
     def reached(self) -> dict[str, int]:
-        """How far the group has come, before it was stopped: ``batch`` and ``outer_step``."""
+        """Return the ``batch`` and ``outer_step`` that the group had reached before it stopped."""
         if self._folder is None:
             return {}
         status, line = read_json(self._folder / STATUS), {}
@@ -168,7 +172,7 @@ class ReplicaFolder:
         self._append(RESUMES, line)
 
     def write_status(self, phase: str, **progress: float | None) -> None:
-        """Replace ``status.json``; within a phase not more often than ``STATUS_EVERY_S``."""
+        """Replace ``status.json``, at most every ``STATUS_EVERY_S`` seconds in one phase."""
         now = time.monotonic()
         if self._folder is None or (phase == self._phase and now < self._status_due):
             return
@@ -193,7 +197,9 @@ class ReplicaFolder:
             replace_json(path, result, survives_power_cut=True)
         except OSError as error:
             problem = f"{error.strerror}; training is complete and only its result is not written"
-            raise OSError(error.errno, f"{problem}: make room or mend the disk", path) from error
+            raise OSError(
+                error.errno, f"{problem}: free some space or repair the disk", path
+            ) from error
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is not None:
@@ -215,8 +221,8 @@ class ReplicaFolder:
         waiting = sum(lines.num_waiting for lines in self._lines.values())
         lost = sum(lines.num_lost for lines in self._lines.values())
         log.warning(
-            "Cannot use %s (%s). Training goes on; %d lines wait in memory until there is "
-            "room, and %d older ones are lost",
+            "Cannot use %s (%s). Training continues; %d lines wait in memory until there is "
+            "space, and %d older ones are lost",
             self._folder,
             error,
             waiting,

@@ -1,4 +1,4 @@
-"""The learning rates of a job's schedulers, for a group that joins another one in mid-run."""
+"""The state of a job's learning rate schedulers, for a group that joins others in mid-run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from composer_replication.callback.fit_watch import trainer_in_fit
 
 log = logging.getLogger(__name__)
 
-Given = tuple[list[tuple[str, dict[str, Any] | None]], list[dict[str, float]]]
-"""Of each of torch's schedulers its kind and state; the learning rates that they have set."""
+SchedulerStates = tuple[list[tuple[str, dict[str, Any] | None]], list[dict[str, float]]]
+"""Class name and state of each of torch's schedulers, and the learning rates that they have set."""
 
 
 class Schedules:
-    """Gives the states of torch's schedulers, and takes those of a donor.
+    """Saves the states of torch's schedulers, and loads those of a donor.
 
-    torch's schedulers count their own steps. Composer's are functions of the timestamp, and need
-    no state.
+    torch's schedulers count their own steps. Composer's are functions of the timestamp and have no
+    state.
 
     Args:
-        state: Composer's.
+        state: Composer's state.
     """
 
     def __init__(self, state: State) -> None:
@@ -37,44 +37,44 @@ class Schedules:
         self._steps_by_epoch = by_epoch
         self._has_warned = False
 
-    def give(self) -> Given:
-        """What a joiner gets; None for a scheduler with more in its state than plain numbers."""
+    def state_dict(self) -> SchedulerStates:
+        """Return the states for a joiner. A state that is not plain numbers is None."""
         kept = [(type(each).__name__, each.state_dict()) for each in self._of_torch()]
         states = [(kind, state if _is_plain(state) else None) for kind, state in kept]
         return states, [_rates(group) for group in self._groups()]
 
-    def take(self, given: Given) -> None:
-        """Go on where the donor's are. What it could not give is logged, and stays as it is."""
-        states, rates = given
-        if not self._of_torch() or not self._fits(*given):
+    def load_state_dict(self, saved: SchedulerStates) -> None:
+        """Load the donor's states. If one cannot be loaded, none is, and a warning says why."""
+        states, rates = saved
+        if not self._of_torch() or not self._fits(*saved):
             return
         for scheduler, (_, state) in zip(self._of_torch(), states, strict=True):
             scheduler.load_state_dict(state or {})
         self._set(rates)
 
-    def level(self, given: Given) -> None:
-        """Take what rank 0 of this group gives, and all its learning rates."""
-        self.take(given)
+    def load_from_rank_0(self, saved: SchedulerStates) -> None:
+        """Load the states and all learning rates of rank 0 of this group."""
+        self.load_state_dict(saved)
         if self._state.schedulers:
-            self._set(given[1])
+            self._set(saved[1])
 
     def _fits(
         self, states: list[tuple[str, dict[str, Any] | None]], rates: list[dict[str, float]]
     ) -> bool:
-        here = [type(each).__name__ for each in self._of_torch()]
-        there = [kind for kind, _ in states]
-        groups_here, groups_there = len(self._groups()), len(rates)
-        if here != there:
-            problem = f"they have {there or 'none'}, and here are {here}: use the same"
-        elif groups_here != groups_there:
-            problem = f"their optimizer has {groups_there} groups of parameters, ours {groups_here}"
+        own = [type(each).__name__ for each in self._of_torch()]
+        theirs = [kind for kind, _ in states]
+        num_own, num_theirs = len(self._groups()), len(rates)
+        if own != theirs:
+            problem = f"they have {theirs or 'none'}, and this group has {own}: use the same"
+        elif num_own != num_theirs:
+            problem = f"their optimizer has {num_theirs} groups of parameters, this one {num_own}"
         elif any(state is None for _, state in states):
-            stay = [kind for kind, state in states if state is None]
-            problem = f"the state of {stay} is more than numbers and plain containers"
+            unsendable = [kind for kind, state in states if state is None]
+            problem = f"the state of {unsendable} is more than numbers and plain containers"
         else:
             return True
         if not self._has_warned:
-            log.warning("torch's schedulers do not go on where the other groups' are: %s", problem)
+            log.warning("torch's schedulers keep their own state, not the donor's: %s", problem)
         self._has_warned = True
         return False
 
@@ -87,8 +87,10 @@ class Schedules:
                     group[name] = rate
 
     def end_batch(self, ends_epoch: bool) -> None:
-        """Do what Composer does at the end of a batch, before the timestamp counts it."""
+        """Step the schedulers, as Composer does before it counts a finished batch."""
         if ends_epoch or not self._steps_by_epoch:
+            # The step before it was the donor's; torch warns of a scheduler that goes first.
+            self._state.optimizers[0]._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             for scheduler in self._state.schedulers:
                 scheduler.step()
 
@@ -100,7 +102,7 @@ class Schedules:
 
 
 def _is_of_composer(scheduler: LRScheduler) -> bool:
-    """Whether it is a LambdaLR that Composer has made of one of its own."""
+    """Whether Composer has made this LambdaLR from one of its own schedulers."""
     return isinstance(scheduler, LambdaLR) and all(
         getattr(fn, "__module__", None) == compile_composer_scheduler.__module__
         and fn.__qualname__.startswith(compile_composer_scheduler.__name__)
@@ -113,7 +115,7 @@ def _rates(group: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a heal can carry it, see ``heal_format.load``."""
+    """Whether a heal can send this value, see ``replica.heal.state_bytes.load``."""
     if isinstance(value, dict):
         if type(value) not in (dict, OrderedDict, Counter):
             return False

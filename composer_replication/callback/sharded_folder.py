@@ -1,6 +1,7 @@
-"""Reading a sharded checkpoint's folder without running anything that is in it.
+"""Reading the folder of a sharded checkpoint without running code in it.
 
-Torch unpickles ``.metadata`` and every entry that is no tensor, and a pickle may call anything.
+Torch unpickles ``.metadata`` and every entry that is not a tensor, and a pickle may call any
+function.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-# By exact name: a module's other names lead to os, and a dotted name to any method.
+# By exact names, since other names of these modules lead to os, and dotted names to any method.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
@@ -37,7 +38,7 @@ _ALLOWED = {
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"it needs {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
@@ -53,10 +54,10 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             entry = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:  # whose text says how to run the code after all
+        except pickle.UnpicklingError as error:  # its text explains how to run the code
             name = read_item.dest_index.fqn
             raise ValueError(f"its entry {name} holds more than plain data") from error
-        # Torch's own unpickles all of it, so it gets what we have read and written again.
+        # Torch's own load_bytes unpickles anything, so it gets only what was read safely above.
         plain = io.BytesIO()
         torch.save(entry, plain)
         plain.seek(0)
@@ -64,16 +65,16 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a sharded checkpoint says of its entries and files.
+    """Read the metadata of a sharded checkpoint: its entries and files.
 
     Raises:
-        UnpicklingError: It asks for a function or class that no checkpoint needs.
-        Exception: Of many kinds: it is missing, damaged or none.
+        UnpicklingError: It needs a function or class that no checkpoint needs.
+        Exception: Of many kinds: it is missing or damaged, or it is no checkpoint.
     """
     with (folder / ".metadata").open("rb") as file:
         metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, no Metadata")
+        raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}, not Metadata")
     return metadata
 
 
@@ -81,8 +82,8 @@ def read_entries(folder: Path, wanted: dict[str, Any]) -> None:
     """Read entries of a sharded checkpoint.
 
     Args:
-        folder: The checkpoint.
-        wanted: What to read, by name: an empty tensor that is filled, or anything else that is
+        folder: The checkpoint's folder.
+        wanted: The entries to read, by name. An empty tensor is filled, any other value is
             replaced.
 
     Raises:
@@ -91,6 +92,6 @@ def read_entries(folder: Path, wanted: dict[str, Any]) -> None:
     """
     try:
         load(wanted, storage_reader=_Reader(folder), planner=_Planner(), no_dist=True)
-    except CheckpointException as error:  # no Exception, and it quotes every frame
+    except CheckpointException as error:  # it is not an Exception, and quotes every frame
         [(cause, _)] = error.failures.values()
         raise cause from None

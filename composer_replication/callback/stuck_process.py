@@ -1,8 +1,8 @@
-"""Ends a rank that waits in the barrier of Composer's ``Trainer.close`` for ranks that never come.
+"""Ends a rank that waits too long in the barrier of Composer's ``Trainer.close``.
 
 After an exception or SIGTERM one rank closes its Trainer and waits in that barrier, while another
-still waits for it in an allreduce, where no Python runs, a signal's handler neither. Both would
-wait as long as torch.distributed's timeout.
+rank still waits for it in an allreduce, where no Python code runs, not even a signal handler.
+Without this module both would wait until torch.distributed's timeout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from composer.utils import dist
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
-"""How long a rank may wait in that barrier: the others may still be closing their loggers."""
+"""How long a rank may wait in that barrier, in seconds. Others may still close their loggers."""
 
 POLL_S = 0.2
 
@@ -30,12 +30,13 @@ POLL_S = 0.2
 def end_if_stuck_in_close(error: BaseException | None) -> None:
     """End this process if the ``Trainer.close`` that calls this waits too long for other ranks.
 
-    A thread looks at the calling thread until ``Trainer.close`` has returned, and at nothing but
-    its barrier: what the process does afterwards, or another Trainer, is never taken for it. Where
-    it is not ``Trainer.close`` that calls, nothing happens.
+    A thread watches the calling thread until this ``Trainer.close`` has returned. Only its barrier
+    counts, so nothing that the process does later, or that another Trainer does, can end the
+    process. If the caller is not ``Trainer.close``, nothing happens.
 
     Args:
-        error: Why it closes; the process ends with the status that this would have given it.
+        error: The error that made the Trainer close. The process ends with the status that this
+            error would have caused.
     """
     closing = next((f for f in stack(sys._getframe()) if f.f_code is Trainer.close.__code__), None)
     if closing is not None:
@@ -58,8 +59,8 @@ def _watch(thread_id: int, closing: FrameType, status: int) -> None:
 
 def _end(status: int) -> None:
     log.error(
-        "The other ranks of this group have not come to the end of Trainer.close within %g s: this "
-        "rank ends with status %d. Below is what its threads are doing",
+        "The other ranks of this group have not reached the end of Trainer.close within %g s: this "
+        "rank ends with status %d. The stacks of its threads follow",
         GRACE_S,
         status,
     )
@@ -70,7 +71,7 @@ def _end(status: int) -> None:
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame, its caller, and so on to the thread's first."""
+    """Yield a frame, its caller, and so on to the first frame of the thread."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Composer's EMA and SWA beside DiLoCo: their averages are made of the global weights."""
+"""Composer's EMA and SWA under DiLoCo: they average the global weights."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from composer_replication.diloco.outer_optimizer import local_tensor
 log = logging.getLogger(__name__)
 
 UPDATES = (Event.BATCH_END, Event.EPOCH_END)
-"""When EMA and SWA take the model into their averages."""
+"""The events at which EMA and SWA update their averages."""
 
 
 def averages_in(state: State) -> list[Algorithm]:
-    """The EMA and SWA of a job."""
+    """Return the EMA and SWA of a job."""
     return [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA | SWA)]
 
 
 class WeightAverages:
     """The EMA and SWA of a Composer job.
 
-    While they update their averages the model holds the global weights, so that the averages are
-    equal in all groups (docs/adrs/ADR-021). Composer has no event before an algorithm, therefore
-    their ``match`` and ``apply`` are wrapped while the group trains.
+    While they update their averages, the model holds the global weights, so that the averages are
+    equal in all groups (docs/adrs/ADR-021). Composer has no event before an algorithm runs,
+    therefore their ``match`` and ``apply`` are wrapped while the group trains.
 
-    EMA swaps its weights and those that are trained, in place: "active" means that the model holds
-    EMA's, and that EMA keeps the ones in training. That lasts from a checkpoint to the next batch.
+    EMA swaps its weights with the trained ones, in place. "Active" means that the model holds EMA's
+    weights, and EMA holds the trained ones. EMA is active from a checkpoint to the next batch.
 
     Args:
-        state: Composer's.
+        state: Composer's state.
     """
 
     def __init__(self, state: State) -> None:
@@ -51,14 +51,14 @@ class WeightAverages:
 
     @property
     def exist(self) -> bool:
-        """Whether the job has any."""
+        """Whether the job has an EMA or SWA."""
         return bool(self._algorithms)
 
     # ---- EMA's weights in the model ---------------------------------------------------------
 
     @property
     def has_ema_started(self) -> bool:
-        """Whether EMA has weights of its own by now, which Composer evaluates."""
+        """Whether EMA has weights of its own. Composer then evaluates these."""
         return self._ema is not None and self._ema.ema_started
 
     @property
@@ -68,7 +68,7 @@ class WeightAverages:
 
     @contextmanager
     def out_of_the_model(self) -> Iterator[None]:
-        """Within it the model holds the local weights; after it, EMA's again if it did before."""
+        """A context in which the model holds the local weights. EMA is swapped back after it."""
         was_active = self.is_ema_active
         if was_active:
             self._swap()
@@ -84,11 +84,14 @@ class WeightAverages:
             self._swap()
 
     def take_out(self, loaded: Collection[str] | None = None) -> bool:
-        """When training starts: take EMA's weights out of the model, and say if they were in it.
+        """Take EMA's weights out of the model when training starts.
 
         Args:
-            loaded: If EMA is as it was loaded: the names of the local weights of the same
-                checkpoint, which are put into the model next.
+            loaded: If EMA was loaded from a checkpoint: the names of the local weights in it, which
+                the caller loads into the model next. None otherwise.
+
+        Returns:
+            Whether EMA's weights were in the model.
         """
         if self._ema is None or self._ema.ema_model is None:
             return False
@@ -106,7 +109,11 @@ class WeightAverages:
         self._ema.ema_weights_active = not self._ema.ema_weights_active
 
     def local(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The local weights, given those that the model holds; not copies."""
+        """Return the local weights, not copies.
+
+        Args:
+            live: The weights that the model holds, by name.
+        """
         if not self.is_ema_active:
             return dict(live)
         assert self._ema is not None and self._ema.ema_model is not None, "it is active"
@@ -114,22 +121,22 @@ class WeightAverages:
         return {name: local_tensor(kept.get(self._wrapped(name), t)) for name, t in live.items()}
 
     def _wrapped(self, name: str) -> str:
-        """The name of a tensor in ``state.model``, which may be DDP around the model."""
+        """Return the name of a tensor in ``state.model``, which may be wrapped in DDP."""
         return f"module.{name}" if self._state.is_model_ddp else name
 
     def _take_from_model(self, ema: EMA, loaded: Collection[str]) -> None:
-        """Give EMA the model's weights where its own are not those of the checkpoint.
+        """Set EMA's weights to the model's where EMA's own are not those of the checkpoint.
 
-        A weight that was left out of the load is new, and so is its average. Of algorithms Composer
-        writes what rank 0 has, and gives it to all ranks: one shard. The model in the checkpoint is
-        whole, and holds EMA's weights if EMA was active.
+        The average of a weight that was left out of the load starts from the new weight. With
+        sharded weights, Composer saves only rank 0's shard of an algorithm and loads it on every
+        rank. The model in the checkpoint is complete, and holds EMA's weights if EMA was active.
         """
         assert ema.ema_model is not None, "INIT has made it"
         if self._is_sharded and ema.ema_started and not ema.ema_weights_active:
             ema.ema_started = False
             log.warning(
-                "EMA begins anew from the global weights: Composer saves sharded weights of EMA "
-                "only where they are in the model, as in the checkpoints of save_interval"
+                "EMA restarts from the global weights: Composer saves sharded weights of EMA only "
+                "while they are in the model, as in the checkpoints of save_interval"
             )
         kept = ema.ema_model.named_parameters_dict
         synced = {self._wrapped(name) for name in loaded}
@@ -138,11 +145,12 @@ class WeightAverages:
                 kept[name] = tensor
 
     def _adapt(self, ema: EMA) -> None:
-        """Let EMA find its weights in the model that is to be trained.
+        """Rename EMA's weights to the names in the model that is to be trained, and copy them.
 
-        It may have got them from a job with another number of ranks, or before the model was
-        wrapped: their names then differ by DDP's prefix, and Composer would leave them out without
-        a word. A file has them once, and our part of it the same ones: these are copies.
+        EMA may have them from a job with another number of ranks, or from before the model was
+        wrapped. Their names then differ by DDP's prefix, and Composer would silently skip them.
+        The loaded tensors may be the same objects as those in DiLoCo's part of the checkpoint,
+        therefore they are copied.
         """
         assert ema.ema_model is not None, "INIT has made it"
         model, ema_model = self._state.model, ema.ema_model
@@ -150,21 +158,21 @@ class WeightAverages:
             (ema_model.named_parameters_dict, dict(model.named_parameters())),
             (ema_model.named_buffers_dict, dict(model.named_buffers())),
         ):
-            here = _named_as(own, kept)
+            renamed = _named_as(own, kept)
             kept.clear()
-            kept.update(
-                {name: t.to(own[name].device, copy=True) for name, t in here.items() if name in own}
-            )
+            for name, tensor in renamed.items():
+                if name in own:
+                    kept[name] = tensor.to(own[name].device, copy=True)
 
     # ---- updates ----------------------------------------------------------------------------
 
     def wrap(self, weights: GlobalWeights, make_local_global: Callable[[], None]) -> None:
-        """From here on averages are made of the global weights.
+        """Make EMA and SWA average the global weights, until ``unwrap``.
 
         Args:
-            weights: Puts them into the model.
-            make_local_global: Called when SWA has put its average into the model for good: all
-                groups do at the same batch, and go on from there.
+            weights: Swaps the global weights into the model and back.
+            make_local_global: Called when SWA has put its average into the model for good. All
+                groups do so at the same batch, and continue from the average.
         """
         self._weights = weights
         self._make_local_global = make_local_global
@@ -175,11 +183,11 @@ class WeightAverages:
                 setattr(algorithm, name, functools.partial(wrapper, algorithm, original))
 
     def unwrap(self) -> None:
-        """Leave the algorithms as they were."""
+        """Undo ``wrap``."""
         for algorithm in self._algorithms:
             for name in ("match", "apply", "state_dict"):
                 vars(algorithm).pop(name, None)
-        # Composer keeps the callbacks of every Trainer, and they would keep this fit's manager.
+        # Composer keeps the callbacks of every Trainer, and this function would keep its manager.
         self._make_local_global = lambda: None
 
     def _match(
@@ -188,7 +196,7 @@ class WeightAverages:
         had_started = getattr(algorithm, "ema_started", True)
         matches = match(event, state)
         if isinstance(algorithm, EMA) and not had_started and algorithm.ema_started:
-            with self._global_weights(algorithm):  # it has just begun, from the local ones
+            with self._global_weights(algorithm):  # EMA has just started, from the local weights
                 algorithm.ema_model = EMAParameters(state.model)
         return matches
 
@@ -202,7 +210,7 @@ class WeightAverages:
     ) -> int | None:
         if event not in UPDATES:
             return apply(event, state, logger)
-        # At the end of an epoch EMA may be active, after a checkpoint of its last batch.
+        # At the end of an epoch EMA may be active, if the last batch was followed by a checkpoint.
         with self.out_of_the_model(), self._global_weights(algorithm):
             return apply(event, state, logger)
 
@@ -216,7 +224,7 @@ class WeightAverages:
 
     @contextmanager
     def _global_weights(self, algorithm: Algorithm) -> Iterator[None]:
-        assert self._weights is not None, "wrap has been given them"
+        assert self._weights is not None, "wrap has set them"
         was_completed = getattr(algorithm, "swa_completed", False)
         self._weights.show()
         try:
@@ -224,38 +232,38 @@ class WeightAverages:
             if getattr(algorithm, "swa_completed", False) and not was_completed:
                 self._weights.keep_shown()
                 self._make_local_global()
-                log.info("SWA's average of the global weights is what all groups go on from")
+                log.info("All groups continue from SWA's average of the global weights")
         finally:
             self._weights.hide()
 
     # ---- heals ------------------------------------------------------------------------------
 
-    def give(self) -> list[Any]:
-        """What a joiner takes over: name and state of each; nothing where weights are sharded."""
+    def state_dict(self) -> list[Any]:
+        """Return name and state of each average for a joiner; nothing if weights are sharded."""
         if self._is_sharded:
             return []
         with self.out_of_the_model():
             return [[type(a).__name__, a.state_dict()] for a in self._algorithms]
 
-    def take(self, given: list[Any], misses_an_update: bool, logger: Logger) -> None:
-        """Go on with the donor's averages.
+    def load_state_dict(self, saved: list[Any], misses_an_update: bool, logger: Logger) -> None:
+        """Load the donor's averages. If the algorithms differ, a warning is logged instead.
 
         Args:
-            given: By rank 0's donor.
-            misses_an_update: Whether the donor had yet to make that of the last batch.
-            logger: Composer's.
+            saved: What ``state_dict`` returned in the donor of rank 0.
+            misses_an_update: Whether the donor had not updated them after its last batch.
+            logger: Composer's logger.
         """
         own = [type(algorithm).__name__ for algorithm in self._algorithms]
-        theirs = [name for name, _ in given]
+        theirs = [name for name, _ in saved]
         if own != theirs:
             if not self._is_sharded:
                 why = f"the donor has {' and '.join(theirs) or 'none'}"
             else:
                 why = "no rank of the donor has all of its weights (FSDP)"
-            log.warning("A joiner goes on with averages of its own, %s: %s", own or "none", why)
+            log.warning("This joiner keeps its own averages, %s: %s", own or "none", why)
             return
         with self.out_of_the_model():
-            for algorithm, (_, state) in zip(self._algorithms, given, strict=True):
+            for algorithm, (_, state) in zip(self._algorithms, saved, strict=True):
                 self._load(algorithm, state)
                 if isinstance(algorithm, EMA):
                     self._adapt(algorithm)
@@ -267,7 +275,7 @@ class WeightAverages:
     def _load(self, algorithm: Algorithm, state: dict[str, Any]) -> None:
         if isinstance(algorithm, SWA):
             if state["swa_started"] and not algorithm.swa_started:
-                algorithm._initialize_swa(self._state)  # as it is done at the start, under DDP
+                algorithm._initialize_swa(self._state)  # as SWA does at its start, under DDP
             own = algorithm.swa_model.state_dict() if algorithm.swa_model else {}
             state["swa_model"] = _named_as(own, state["swa_model"] or {})
         algorithm.load_state_dict(state)
@@ -277,11 +285,11 @@ class WeightAverages:
         return any(isinstance(p, DTensor) for p in self._state.model.parameters())
 
 
-def _named_as(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors under the names they have here, with DDP's prefix or without."""
+def _named_as(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors under the names that ``own`` has, with DDP's prefix or without."""
 
-    def name_here(name: str) -> str:
+    def own_name(name: str) -> str:
         candidates = (name, f"module.{name}", name.removeprefix("module."))
         return next((candidate for candidate in candidates if candidate in own), name)
 
-    return {name_here(name): value for name, value in given.items()}
+    return {own_name(name): value for name, value in tensors.items()}

@@ -1,9 +1,9 @@
-"""The coordinator: a run's settings, who takes part, and which samples each group trains on.
+"""The coordinator: a run's settings, its replica groups, and the samples that each one trains on.
 
-``server`` is the service, and ``client`` and ``membership`` are what replica groups use of it. Read
-``api.py`` first. This package may import ``replica`` and ``diloco``; the client's modules import
+``server`` is the service. ``client`` and ``membership`` are what replica groups use of it. Read
+``api.py`` first. This package may import ``replica`` and ``diloco``. The client's modules import
 nothing of the service.
 """
 
 HEARTBEAT_TIMEOUT_S = 3.0
-"""After how long a silent replica group is dead to the coordinator, in seconds."""
+"""Seconds of silence after which a replica group counts as dead."""

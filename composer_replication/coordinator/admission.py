@@ -1,4 +1,4 @@
-"""What every request has to pass before its body is read."""
+"""Checks that every request passes before its body is read."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY = 32 * 2**20
-"""Bytes. The registration of a model with 2,000 tensors has 0.2 MB."""
+"""Largest body in bytes. The registration of a model with 2,000 tensors has 0.2 MB."""
 
 _OPEN = ("/", "/openapi.json")
-"""Paths without a token: the page, which asks for it, and the description of the interface."""
+"""Paths that need no token: the page, which asks for it, and the description of the interface."""
 
 
 class Admission:
-    """ASGI middleware: token first, then a bounded body.
+    """ASGI middleware that checks the host name, the token and the size of every request.
 
-    A dependency of the route would not do: FastAPI reads and parses the body before it calls one,
-    so that a stranger could fill the memory and keep the event loop from answering heartbeats.
+    A dependency of a FastAPI route would come too late: FastAPI reads and parses the body before it
+    calls one, so that a client without the token could fill the memory and keep the event loop from
+    answering heartbeats.
 
     Args:
-        app: What answers the requests that pass.
-        tokens: Those accepted; none for no such check.
-        hosts: Accepted host names in the ``Host`` header; None for any. A web page can point a
-            name of its own at this machine and then reads answers as its own (DNS rebinding);
-            without a token only the name tells.
-        audit: Of requests with a wrong token.
+        app: The application, which answers the requests that pass.
+        tokens: Accepted tokens. Empty: none is needed.
+        hosts: Accepted names in the ``Host`` header; None for any. A web page can make a host name
+            of its own resolve to this machine and then read answers as its own (DNS rebinding).
+            Without a token only the name reveals that.
+        audit: Receives requests with a wrong token.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class Admission:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope["path"], Headers(scope=scope))
-        if refusal is not None:
-            await refusal(scope, receive, send)
-            if refusal.status_code == 401 and self._audit.count_wrong_token():
-                await run_in_threadpool(self._audit.note_wrong_tokens, address_of(scope))
+        rejection = self._rejection(scope["path"], Headers(scope=scope))
+        if rejection is not None:
+            await rejection(scope, receive, send)
+            if rejection.status_code == 401 and self._audit.count_wrong_token():
+                await run_in_threadpool(self._audit.write_wrong_tokens, address_of(scope))
             return
         size = 0
 
         async def bounded() -> MutableMapping[str, Any]:
-            # Content-Length is checked above; a chunked body does not say how long it is.
+            # Content-Length was checked above, but a chunked body has none.
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
@@ -71,10 +72,10 @@ class Admission:
 
         await self._app(scope, bounded, send)
 
-    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+    def _rejection(self, path: str, headers: Headers) -> JSONResponse | None:
         host = _name_of(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
-            detail = f"Host {host!r} is not this coordinator's: use {' or '.join(self._hosts)}"
+            detail = f"Host {host!r} is not a name of this service: use {' or '.join(self._hosts)}"
             return JSONResponse({"detail": _ascii(detail)}, 421)
         if path not in _OPEN and not self._is_authorized(headers):
             detail = "wrong token: set COMPOSER_REPLICATION_TOKEN to this run's secret"
@@ -85,14 +86,14 @@ class Admission:
         return None
 
     def _is_authorized(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # All are compared, in constant time: how long it takes tells nothing of either.
-        matches = [hmac.compare_digest(given.encode(), token) for token in self._tokens]
+        scheme, _, credential = headers.get("authorization", "").partition(" ")
+        # Every token is compared in constant time: otherwise the time would reveal matching bytes.
+        matches = [hmac.compare_digest(credential.encode(), token) for token in self._tokens]
         return not matches or (scheme.lower() == "bearer" and any(matches))
 
 
 def address_of(scope: MutableMapping[str, Any]) -> str | None:
-    """Where a request comes from: the address of the client, or of the proxy before it."""
+    """The address from which a request comes: that of the client, or of a proxy before it."""
     client = scope.get("client")
     return client[0] if client else None
 

@@ -1,4 +1,4 @@
-"""The coordinator's HTTP interface. ``/openapi.json`` describes it, ``/`` is a page for people."""
+"""The coordinator's HTTP interface. ``/openapi.json`` describes it; ``/`` is the status page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pydantic import Field
 from composer_replication import __version__
 from composer_replication.coordinator.admission import Admission, address_of
 from composer_replication.coordinator.api_types import (
-    Changes,
+    ErrorBody,
     GroupName,
+    Heartbeat,
     Info,
     Name,
-    Progress,
-    Pulse,
-    Refusal,
     Registration,
+    SettingsChanges,
+    SettingsVersion,
 )
 from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
@@ -37,7 +37,7 @@ from composer_replication.coordinator.registry import (
     Registry,
     Versions,
 )
-from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+from composer_replication.coordinator.run_settings import RejectedError, RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.tables import (
@@ -49,7 +49,7 @@ from composer_replication.coordinator.work_units.tables import (
 log = logging.getLogger(__name__)
 
 STATUS_OF = {
-    RefusedError: 422,
+    RejectedError: 422,
     DuplicateError: 409,
     OutdatedError: 410,
     DatasetMismatch: 409,
@@ -57,7 +57,7 @@ STATUS_OF = {
     StreamClosed: 410,
     StorageError: 507,
 }
-"""What each of our errors is in HTTP; the text is theirs."""
+"""The HTTP status of each of our errors. The answer has the error's text."""
 
 
 def create_app(
@@ -78,23 +78,23 @@ def create_app(
     """Build the application.
 
     Args:
-        settings: Of the run.
-        registry: Of its replica groups.
-        streams: Of their samples.
-        journal: Of what has happened.
-        audit: Of who changed it.
-        strangers: Of the lighthouse's members that are no groups of the run.
-        tokens: One of them every request but those for the page has to bear; none for no check.
-        hosts: Names in the ``Host`` header that are accepted; None for any.
-        lighthouse_addr: ``http://host:port``, as groups reach it.
-        num_replicas: How many groups a cold start waits for.
+        settings: Settings of the run.
+        registry: Replica groups of the run.
+        streams: Their sample streams.
+        journal: Newest events, for the page.
+        audit: Receives changes of the run.
+        strangers: Members of the lighthouse that have not registered.
+        tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
+        hosts: Accepted names in the ``Host`` header; None for any.
+        lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
+        num_replicas: Number of groups that a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
         model_section: The config's ``model``, if it has one.
     """
-    refusals: dict[int | str, dict[str, Any]] = {
-        code: {"model": Refusal} for code in (401, 409, 410, 413, 422, 507)
+    errors: dict[int | str, dict[str, Any]] = {
+        code: {"model": ErrorBody} for code in (401, 409, 410, 413, 422, 507)
     }
-    # No /docs: its script comes from a CDN, into a page where people type the token.
+    # No /docs: its script comes from a CDN and would run on a page where people type the token.
     app = FastAPI(
         title="composer-replication coordinator", version=__version__, docs_url=None, redoc_url=None
     )
@@ -102,13 +102,13 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _explain_invalid)
     for kind, code in STATUS_OF.items():
         app.add_exception_handler(kind, _answer_with(code))
-    # For the description alone: the token is checked by Admission, before the body is read.
+    # For /openapi.json alone: Admission checks the token, before the body is read.
     described = [Depends(HTTPBearer(auto_error=False))]
-    v1 = APIRouter(prefix="/v1", dependencies=described, responses=refusals)
+    v1 = APIRouter(prefix="/v1", dependencies=described, responses=errors)
 
     @v1.get("/info")
     def info() -> Info:
-        """The settings of the run, which all replica groups adopt, and where the lighthouse is."""
+        """Return the settings that all replica groups adopt, and the address of the lighthouse."""
         version, newest, source = settings.newest()
         return Info(
             version=registry.versions.composer_replication,
@@ -127,62 +127,62 @@ def create_app(
 
     @v1.get("/settings/{version}")
     def version(version: Annotated[int, Field(ge=1, lt=2**53)]) -> dict[str, Any]:
-        """One version of the settings."""
+        """Return one version of the settings."""
         return asdict(settings.of(version))
 
     @v1.patch("/settings")
-    def change(request: Request, changes: Changes) -> Pulse:
-        """Change settings for all groups, at one and the same outer step."""
-        given = changes.model_dump(exclude_unset=True)
-        with audit.action("settings", None, address_of(request.scope), changes=given):
-            if not given or None in given.values():
-                raise RefusedError("name the settings to change, each with a value")
-            return Pulse(settings_version=settings.change(given))
+    def change(request: Request, changes: SettingsChanges) -> SettingsVersion:
+        """Change settings for all groups, which adopt them at the same outer step."""
+        values = changes.model_dump(exclude_unset=True)
+        with audit.action("settings", None, address_of(request.scope), changes=values):
+            if not values or None in values.values():
+                raise RejectedError("name the settings to change, each with a value")
+            return SettingsVersion(settings_version=settings.change(values))
 
     @v1.post("/replicas", status_code=201)
-    def register(request: Request, registration: Registration) -> Pulse:
-        """Take part. Asked again with the same session, it is answered again."""
+    def register(request: Request, registration: Registration) -> SettingsVersion:
+        """Register a replica group. A repeated request with the same session is answered again."""
         about = {"host": registration.host, "world_size": registration.world_size}
         versions = Versions(registration.composer_replication, registration.torchft)
         model = [(t.name, tuple(t.shape), t.dtype) for t in registration.model]
-        who = registration.replica_id
-        with audit.action("registration", who, address_of(request.scope), **about):
-            registry.register(who, registration.session, about, versions, model)
-        return Pulse(settings_version=settings.newest_version)
+        replica_id = registration.replica_id
+        with audit.action("registration", replica_id, address_of(request.scope), **about):
+            registry.register(replica_id, registration.session, about, versions, model)
+        return SettingsVersion(settings_version=settings.newest_version)
 
     @v1.post("/replicas/{replica_id}/heartbeat")
     async def heartbeat(
-        replica_id: GroupName, progress: Progress, afterwards: BackgroundTasks
-    ) -> Pulse:
-        """Say that a group is alive, and where it stands."""
-        # On the event loop, and without the database: the threads for other requests may all be
-        # waiting for the disk.
-        told = progress.model_dump(exclude={"session"}, exclude_none=True)
-        registry.heartbeat(replica_id, progress.session, told)
-        if streams.hear_outer_step(progress.outer_step or 0):
-            afterwards.add_task(note_outer_step, progress.outer_step or 0)
-        return Pulse(settings_version=settings.newest_version)
+        replica_id: GroupName, beat: Heartbeat, afterwards: BackgroundTasks
+    ) -> SettingsVersion:
+        """Record that a group is alive, and its progress."""
+        # This runs on the event loop and does not use the database. In a thread it could wait for
+        # other requests that wait for a slow disk, until all groups looked dead.
+        progress = beat.model_dump(exclude={"session"}, exclude_none=True)
+        registry.heartbeat(replica_id, beat.session, progress)
+        if streams.observe_outer_step(beat.outer_step or 0):
+            afterwards.add_task(store_outer_step, beat.outer_step or 0)
+        return SettingsVersion(settings_version=settings.newest_version)
 
-    def note_outer_step(outer_step: int) -> None:
+    def store_outer_step(outer_step: int) -> None:
         try:
-            streams.note_outer_step(outer_step)
+            streams.store_outer_step(outer_step)
         except StorageError as error:
-            log.warning("Outer step %d is not stored: %s", outer_step, error)
+            log.warning("Cannot store outer step %d: %s", outer_step, error)
 
     @v1.delete("/replicas/{replica_id}")
-    def leave(replica_id: GroupName, session: Name) -> Pulse:
-        """End taking part."""
+    def leave(replica_id: GroupName, session: Name) -> SettingsVersion:
+        """Record that a group has finished."""
         registry.leave(replica_id, session)
-        return Pulse(settings_version=settings.newest_version)
+        return SettingsVersion(settings_version=settings.newest_version)
 
     @v1.get("/status")
     def status() -> dict[str, Any]:
-        """All there is to see, for the page."""
+        """Return everything that the status page shows."""
         replicas = registry.replicas()
-        told = info().model_dump()
-        return told | {
+        run = info().model_dump()
+        return run | {
             "time": time.time(),
-            "outer_step": max(told["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
+            "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
             "replicas": replicas,
             "losses": registry.losses(),
             "datasets": [asdict(dataset) for dataset in streams.units.datasets()],
@@ -192,7 +192,7 @@ def create_app(
 
     @app.get("/", include_in_schema=False)
     def page() -> HTMLResponse:
-        return HTMLResponse(page_text)  # it tells nothing itself, and asks for the token
+        return HTMLResponse(page_text)  # without data: it asks for the token and then for those
 
     page_text = (
         resources.files("composer_replication.coordinator").joinpath("page.html").read_text("utf-8")
@@ -211,9 +211,12 @@ def _answer_with(status: int) -> Any:
 
 
 async def _explain_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Say what is wrong without the input: FastAPI's own answer repeats it, and fails on NaN."""
+    """Describe an invalid request without its input, which FastAPI's own answer repeats.
+
+    FastAPI's answer also fails on NaN.
+    """
     del request
-    assert isinstance(error, RequestValidationError), "it is registered for that"
-    told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-    # The name of an unknown field comes from the request.
-    return JSONResponse({"detail": told.encode("ascii", "backslashreplace").decode()[:500]}, 422)
+    assert isinstance(error, RequestValidationError), "this handler is registered for it"
+    text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+    # The name of an unknown field comes from the request, so it may hold any characters.
+    return JSONResponse({"detail": text.encode("ascii", "backslashreplace").decode()[:500]}, 422)

@@ -1,4 +1,4 @@
-"""What requests and answers are made of."""
+"""Fields and bodies of the coordinator's requests and answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""The name of a replica group: it stands in URLs, paths, log lines and torchft's own names."""
+"""The name of a replica group. It occurs in URLs, paths, log lines and torchft's own names."""
 
 
 def _printable(text: str) -> str:
@@ -30,17 +30,17 @@ def _finite(value: float | None) -> float | None:
 
 
 Number = Annotated[float | None, AfterValidator(_finite)]
-"""A number; what is not finite, such as a loss that has diverged, is none: JSON has no such."""
+"""A number. NaN and infinity become null, since JSON has no such numbers."""
 
 
-class Strict(BaseModel):
-    """The body of a request, with no fields but those named."""
+class StrictBody(BaseModel):
+    """The body of a request. Fields that it does not name are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Refusal(BaseModel):
-    """Why a request was refused."""
+class ErrorBody(BaseModel):
+    """The reason why a request failed."""
 
     detail: str
 
@@ -63,16 +63,16 @@ class Info(BaseModel):
     model_section: dict[str, Any] | None
 
 
-class ModelTensor(Strict):
-    """A tensor that is synchronised."""
+class ModelTensor(StrictBody):
+    """A tensor that the groups synchronize."""
 
     name: Name
     shape: list[Count]
     dtype: Name
 
 
-class Registration(Strict):
-    """A replica group that wants to take part."""
+class Registration(StrictBody):
+    """A replica group that registers."""
 
     replica_id: GroupName
     session: Name
@@ -83,8 +83,8 @@ class Registration(Strict):
     model: Annotated[list[ModelTensor], Field(min_length=1)]
 
 
-class Progress(Strict):
-    """Where a replica group stands."""
+class Heartbeat(StrictBody):
+    """A sign of life of a replica group, with its progress."""
 
     session: Name
     phase: Name | None = None
@@ -102,13 +102,13 @@ class Progress(Strict):
     settings_version: Count | None = None
 
 
-class Pulse(BaseModel):
-    """The answer to a heartbeat."""
+class SettingsVersion(BaseModel):
+    """The newest version of the settings."""
 
     settings_version: int
 
 
-class Changes(Strict):
+class SettingsChanges(StrictBody):
     """Settings to change while the run goes on."""
 
     outer_lr: float | None = None

@@ -1,78 +1,93 @@
-"""What a replica group asks the coordinator."""
+"""The requests that a replica group makes to the coordinator."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_type_hints
 from urllib.parse import quote
 
 from composer_replication import __version__
-from composer_replication.coordinator.client_http import CoordinatorHttp, RefusedByCoordinatorError
-from composer_replication.coordinator.wire_types import DatasetSpec, Lease
+from composer_replication.coordinator.client_http import (
+    CoordinatorHttp,
+    NameTakenError,
+    RefusedByCoordinatorError,
+)
+from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.replica.options import ReplicaOptions
 
-_INFO: dict[str, type] = {
-    "settings": dict,
-    "settings_version": int,
-    "settings_source": str,
-    "num_replicas": int,
-    "min_replicas": int,
-    "lighthouse_addr": str,
-    "heartbeat_timeout_s": float,
-    "version": str,
-    "torchft": str,
-    "outer_step": int,
-}
+log = logging.getLogger(__name__)
+
 _VERSION: dict[str, type] = {"settings_version": int}
 _LEASE: dict[str, type] = dict.fromkeys((field.name for field in dataclasses.fields(Lease)), int)
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a group has to know before it starts."""
+    """What a group has to know about the run before it starts."""
 
     settings: DiLoCoSettings
     settings_version: int
-    source: str
+    settings_source: str
     num_replicas: int
     min_replicas: int
     lighthouse_addr: str
     heartbeat_timeout_s: float
     version: str
     torchft: str
-    model_section: Mapping[str, Any] | None
     outer_step: int
-    """The last one that it has heard of."""
+    """The largest one that the coordinator knows of."""
+    model_section: Mapping[str, Any] | None
 
-    def check_given(self, given: Mapping[str, Any], address: str) -> None:
+    def adopt(self, options: ReplicaOptions, named: Mapping[str, Any]) -> ReplicaOptions:
+        """A group's options with the run's numbers of groups, and its lighthouse if none is set.
+
+        Args:
+            options: Of the group.
+            named: The settings and options that its config names.
+
+        Raises:
+            SettingsMismatch: One differs from the run's.
+        """
+        self.check_settings(named, str(options.coordinator_addr))
+        log.info("The coordinator's settings (%s): %s", self.settings_source, self.settings)
+        return replace(
+            options,
+            lighthouse_addr=options.lighthouse_addr or self.lighthouse_addr,
+            num_replicas=self.num_replicas,
+            min_replica_size=self.min_replicas,
+        )
+
+    def check_settings(self, named: Mapping[str, Any], address: str) -> None:
         """Compare the settings that a config names with the coordinator's.
 
         Raises:
-            SettingsMismatch: One is another; the message lists both of each.
+            SettingsMismatch: One differs; the message lists both values of each.
         """
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = dataclasses.asdict(self.settings) | options
         differing = [
             f"  {name}: {value!r} here, {run[name]!r} there"
-            for name, value in given.items()
+            for name, value in named.items()
             if name in run and value != run[name] and not (name in options and value is None)
         ]
         if differing:
             raise SettingsMismatch(
-                f"the settings of this run are the coordinator's ({address}, from {self.source}), "
-                "and this group's config has others; leave them out, or make them equal:\n"
-                + "\n".join(differing)
+                f"the settings of this run are the coordinator's ({address}, from "
+                f"{self.settings_source}), and this group's config has others; leave them out, or "
+                "make them equal:\n" + "\n".join(differing)
             )
 
     def check_model(self, section: Mapping[str, Any]) -> None:
         """Compare a config's ``model`` with that of the coordinator's config.
 
-        What only one of them names is compared when the model has been built, by its shapes. What
-        shapes do not tell, such as a number of heads, is found out here alone.
+        Keys that only one of them names are compared later, by the shapes of the built model. Keys
+        that do not change a shape, such as a number of heads, are compared here only.
 
         Raises:
             RefusedByCoordinatorError: A key has another value.
@@ -84,13 +99,13 @@ class RunInfo:
             if name in run and value != run[name]
         ]
         if differing:
-            raise RefusedByCoordinatorError(f"another model: {'; '.join(differing)}", 422)
+            raise RefusedByCoordinatorError(f"another model: {'; '.join(differing)}")
 
     def check_versions(self) -> None:
-        """Compare what is installed here with what the run's coordinator has.
+        """Compare what is installed here with what the coordinator runs on.
 
         Raises:
-            RefusedByCoordinatorError: It would refuse this group.
+            RefusedByCoordinatorError: A version differs, so registration would be refused.
         """
         for name, own, run in (
             ("composer_replication", __version__, self.version),
@@ -102,161 +117,137 @@ class RunInfo:
                 )
 
 
-class CoordinatorClient:
-    """Asks the coordinator over HTTP.
+_INFO: dict[str, type] = {
+    name: kind for name, kind in get_type_hints(RunInfo).items() if kind in (int, float, str)
+} | {"settings": dict}
 
-    Args:
-        address: ``http://host:port``.
-        token: The run's secret, if it has one.
-        patience_s: How long a request is tried again while nobody answers, in seconds.
-        tls_dir: The folder of certificates, see ``CoordinatorHttp``.
+
+class CoordinatorClient(CoordinatorHttp):
+    """The coordinator's requests as methods. Arguments: see ``CoordinatorHttp``.
+
+    Every method raises ``CoordinatorAwayError`` if nobody has answered for ``retry_s``, and
+    ``RefusedByCoordinatorError`` with the reason if the coordinator refuses.
     """
-
-    def __init__(
-        self,
-        address: str,
-        token: str | None,
-        patience_s: float = 5.0,
-        tls_dir: str | None = None,
-    ) -> None:
-        self.address = address
-        self._http = CoordinatorHttp(address, token, patience_s, tls_dir)
 
     def info(self) -> RunInfo:
         """What a group has to know before it starts.
 
         Raises:
-            CoordinatorAwayError: Nobody answers.
-            RefusedByCoordinatorError: The token is wrong.
-            SettingsMismatch: It lacks a setting that this version has, or has others.
+            SettingsMismatch: The coordinator lacks a setting that this version has, or the other
+                way round.
         """
-        told = self._http.ask("GET", "/v1/info", fields=_INFO)
-        taken = {name: told[name] for name in _INFO}
-        source, settings = taken.pop("settings_source"), taken.pop("settings")
-        return RunInfo(
-            settings=_settings_of(settings, self.address),
-            source=source,
-            model_section=told.get("model_section"),
-            **taken,
-        )
+        answer = self.ask("GET", "/v1/info", fields=_INFO)
+        known = {name: answer[name] for name in _INFO} | {
+            "settings": self._settings_of(answer["settings"]),
+            "model_section": answer.get("model_section"),
+        }
+        return RunInfo(**known)
 
     def check_name_is_free(self, replica_id: str, heartbeat_timeout_s: float) -> None:
-        """Find out within half the heartbeat timeout whether a living group has a name.
+        """Check that no living group has a name. Takes up to half the heartbeat timeout.
 
-        One that has died a moment ago looks alive, but sends no more heartbeats.
+        A group that died a moment ago still looks alive, but sends no more heartbeats.
 
         Raises:
-            CoordinatorAwayError: Nobody answers.
-            RefusedByCoordinatorError: It sends heartbeats.
+            NameTakenError: A group of this name sends heartbeats.
         """
         began = time.monotonic()
-        # No group's heartbeats are further apart, see ``ask_for_run``.
+        # Half the timeout is the longest heartbeat interval, see ``ask_for_run``.
         while (elapsed := time.monotonic() - began) < heartbeat_timeout_s / 2 + 0.2:
-            replicas = self._http.ask("GET", "/v1/status", fields={"replicas": list})["replicas"]
-            found = next((r for r in replicas if r["replica_id"] == replica_id), None)
-            if found is None or not found["is_alive"]:
+            replicas = self.ask("GET", "/v1/status", fields={"replicas": list})["replicas"]
+            same = next((r for r in replicas if r["replica_id"] == replica_id), None)
+            if same is None or not same["is_alive"]:
                 return
-            if found["last_seen_s"] is not None and found["last_seen_s"] < elapsed - 0.1:
-                raise RefusedByCoordinatorError(
+            if same["last_seen_s"] is not None and same["last_seen_s"] < elapsed - 0.1:
+                raise NameTakenError(
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
-                    "of its own, or end that one",
-                    409,
+                    "of its own, or end that one"
                 )
             time.sleep(0.1)
 
     def settings(self, number: int) -> DiLoCoSettings:
-        """One version of the settings. Raises what ``info`` does."""
+        """One version of the settings. Raises ``SettingsMismatch`` as ``info``."""
         path = f"/v1/settings/{number}"
-        return _settings_of(self._http.ask("GET", path, fields={"sync_every": int}), self.address)
+        return self._settings_of(self.ask("GET", path, fields={"sync_every": int}))
 
     def register(self, registration: Mapping[str, Any]) -> int:
-        """Take part; the newest version of the settings.
-
-        Raises:
-            CoordinatorAwayError: Nobody answers.
-            RefusedByCoordinatorError: With the reason.
-        """
-        return self._http.ask("POST", "/v1/replicas", registration, _VERSION)["settings_version"]
+        """Register a group. Returns the newest version of the settings."""
+        return self.ask("POST", "/v1/replicas", registration, _VERSION)["settings_version"]
 
     def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> int:
-        """Say where the group stands; the newest version of the settings. Raises as ``register``.
-
-        Asked once: the next heartbeat is the next try.
-        """
+        """Report a group's progress. Returns the newest version of the settings."""
         path = f"/v1/replicas/{quote(replica_id, safe='')}/heartbeat"
-        return self._http.once("POST", path, progress, _VERSION)["settings_version"]
+        return self.ask("POST", path, progress, _VERSION)["settings_version"]
 
     def leave(self, replica_id: str, session: str) -> None:
-        """End taking part. Raises as ``register``."""
-        self._http.once("DELETE", f"/v1/replicas/{quote(replica_id, safe='')}?session={session}")
+        """End a group's registration."""
+        self.ask("DELETE", f"/v1/replicas/{quote(replica_id, safe='')}?session={session}")
 
     # ---- work units ---------------------------------------------------------------------------
 
     def create_dataset(self, dataset: DatasetSpec) -> None:
-        """Make a dataset known. Raises as ``register``; 409 if it is known as another."""
-        told = {name: getattr(dataset, name) for name in ("dataset_id", "length", "seed")}
-        self._http.ask("POST", "/v1/datasets", told | {"unit_size": dataset.unit_size})
+        """Create a dataset; the same one may be created again.
+
+        Raises:
+            NameTakenError: Its name belongs to another dataset.
+        """
+        names = ("dataset_id", "length", "seed", "unit_size")
+        self.ask("POST", "/v1/datasets", {name: getattr(dataset, name) for name in names})
 
     def progress(self, dataset_id: str) -> list[dict[str, Any]]:
-        """The epochs that have been begun: length, done, leased, available. Asked once."""
+        """The epochs that have begun: length, done, leased, available."""
         path = f"/v1/datasets/{quote(dataset_id)}"
-        return self._http.once("GET", path, fields={"epochs": list})["epochs"]
+        return self.ask("GET", path, fields={"epochs": list})["epochs"]
 
     def open_stream(self, name: str, dataset_id: str, replica_id: str, session: str) -> int:
-        """A stream for a group to read; the same one for the same name. Raises as ``register``."""
-        told = {"name": name, "dataset_id": dataset_id, "replica_id": replica_id}
-        told["session"] = session
-        return self._http.ask("POST", "/v1/streams", told, {"stream": int})["stream"]
+        """Open a stream for a group to read; the same name is always the same stream."""
+        body = {"name": name, "dataset_id": dataset_id, "replica_id": replica_id}
+        body["session"] = session
+        return self.ask("POST", "/v1/streams", body, {"stream": int})["stream"]
 
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
-        """The lease of a number in a stream. Raises as ``register``. Asked once."""
-        told = {"number": number, "epoch": epoch}
-        found = self._http.once("POST", f"/v1/streams/{stream}/leases", told, _LEASE)
-        return Lease(**{name: found[name] for name in _LEASE})
+        """The lease of a number in a stream, from ``epoch`` or an earlier one."""
+        body = {"number": number, "epoch": epoch}
+        answer = self.ask("POST", f"/v1/streams/{stream}/leases", body, _LEASE)
+        return Lease(**{name: answer[name] for name in _LEASE})
 
     def reopen_stream(self, stream: int, position: int, session: str) -> None:
-        """Go on with a stream from a checkpoint. Raises as ``register``; 410 if others have it."""
-        told = {"position": position, "session": session}
-        self._http.ask("POST", f"/v1/streams/{stream}/reopen", told)
+        """Continue a stream from a checkpoint. Refused if its samples belong to others by now."""
+        body = {"position": position, "session": session}
+        self.ask("POST", f"/v1/streams/{stream}/reopen", body)
 
     def release_stream(self, stream: int, ledger: Sequence[Sequence[int]]) -> None:
-        """Give back what a stream has and the model has not. Raises as ``register``."""
-        self._http.ask("POST", f"/v1/streams/{stream}/release", {"ledger": ledger})
+        """End a stream: samples of it that are not in the ledger become available to others."""
+        self.ask("POST", f"/v1/streams/{stream}/release", {"ledger": ledger})
 
-    def commit(
-        self, outer_step: int, ledger: Sequence[Sequence[int]], present: Sequence[int], age_s: float
-    ) -> list[int]:
-        """Say which samples are in the model. Raises as ``register``. Asked once.
-
-        Args:
-            outer_step: Of the model.
-            ledger: Rows of stream, position, in_part.
-            present: The streams of the groups in the last sync.
-            age_s: How long ago that was.
+    def commit(self, report: CommitReport) -> list[int]:
+        """Report which samples are in the model. May be repeated, and may arrive late.
 
         Returns:
             Streams in the ledger that the coordinator does not know.
         """
-        told = {"outer_step": outer_step, "ledger": ledger, "present": present, "age_s": age_s}
-        return self._http.once("POST", "/v1/commits", told, {"unknown": list})["unknown"]
+
+        def send() -> list[int]:
+            # Every attempt states the age anew: a sync that looks younger than it is could look
+            # later than the death of a group that took part in it.
+            body = dataclasses.asdict(report)
+            body["age_s"] = time.monotonic() - body.pop("ended_at")
+            return self.once("POST", "/v1/commits", body, {"unknown": list})["unknown"]
+
+        return self.retry(send)
 
     def rewind(self, outer_step: int, ledger: Sequence[Sequence[int]]) -> None:
-        """Say that the run goes on from this model. Raises as ``register``."""
-        self._http.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
+        """Say that the run continues from a checkpoint's model."""
+        self.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-
-def _settings_of(told: Mapping[str, Any], address: str) -> DiLoCoSettings:
-    known = {field.name for field in dataclasses.fields(DiLoCoSettings)}
-    odd = sorted(known ^ told.keys())
-    if odd:
-        lacks = [name for name in odd if name in known]
-        what = f"lacks {', '.join(lacks)}" if lacks else f"has {', '.join(odd)}, unknown here"
-        raise SettingsMismatch(
-            f"the coordinator at {address} {what}: run the same version of composer-replication "
-            "there and here"
-        )
-    return DiLoCoSettings(**told)
+    def _settings_of(self, values: Mapping[str, Any]) -> DiLoCoSettings:
+        known = {field.name for field in dataclasses.fields(DiLoCoSettings)}
+        odd = sorted(known ^ values.keys())
+        if odd:
+            lacks = [name for name in odd if name in known]
+            what = f"lacks {', '.join(lacks)}" if lacks else f"has {', '.join(odd)}, unknown here"
+            raise SettingsMismatch(
+                f"the coordinator at {self.address} {what}: run the same version of "
+                "composer-replication there and here"
+            )
+        return DiLoCoSettings(**values)

@@ -1,18 +1,24 @@
-"""Requests to the coordinator, and what counts as its answer."""
+"""HTTP requests to the coordinator: what counts as its answer, and how often a request is sent."""
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+import tenacity
 
 from composer_replication.replica.tls import client_context
 
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 Fields = Mapping[str, type]
 """The fields that an answer must have, with their types."""
 
@@ -26,18 +32,19 @@ class CoordinatorAwayError(ConnectionError):
 class RefusedByCoordinatorError(ValueError):
     """The coordinator refuses a request; the message says why."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
+
+class NameTakenError(RefusedByCoordinatorError):
+    """A living replica group, or another dataset, has the name."""
 
 
 class CoordinatorHttp:
-    """A connection to the coordinator.
+    """A connection to the coordinator. Several threads may use it.
 
     Args:
         address: ``http://host:port`` or ``https://host:port``.
         token: The run's secret, if it has one.
-        patience_s: How long ``ask`` repeats a request that nobody answers, in seconds.
+        retry_s: How long a request that nobody answers is repeated, in seconds. 0: it is sent
+            once. ``math.inf``: until ``close``.
         tls_dir: The folder of certificates with which the two prove to each other that they belong
             to the run. None: an ``https`` server, for example a proxy, needs a certificate of an
             authority that this machine trusts, or of those in ``SSL_CERT_FILE``.
@@ -46,8 +53,12 @@ class CoordinatorHttp:
         ValueError: The certificates cannot be used, or there are some and the address is ``http``.
     """
 
+    TIMEOUT_S = 5.0
+    LOG_AT = (4, 20)
+    """The attempts at which a wait is logged; after these every hundredth."""
+
     def __init__(
-        self, address: str, token: str | None, patience_s: float, tls_dir: str | None = None
+        self, address: str, token: str | None, retry_s: float = 5.0, tls_dir: str | None = None
     ) -> None:
         if tls_dir is not None and not address.startswith("https://"):
             raise ValueError(
@@ -55,29 +66,53 @@ class CoordinatorHttp:
                 "set: the token would travel unencrypted. Start the coordinator with --tls-dir "
                 "and give its https:// address, or leave tls_dir out everywhere"
             )
-        self._address = address
-        self._patience_s = patience_s
+        self.address = address
+        self._retry_s, self._timeout_s = retry_s, self.TIMEOUT_S
+        self._closed = threading.Event()
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # trust_env would take proxies from the environment, too: groups talk to it directly.
+        # trust_env would also read proxies from the environment: groups connect directly.
         self._client = httpx.Client(
             base_url=address,
             headers=headers,
-            timeout=5.0,
             trust_env=False,
             verify=_trusted() if tls_dir is None else client_context(tls_dir),
         )
 
+    def with_limits(self, retry_s: float, timeout_s: float = TIMEOUT_S) -> Self:
+        """The same connection with another ``retry_s``, and another timeout of one request."""
+        limited = copy.copy(self)
+        limited._retry_s, limited._timeout_s = retry_s, timeout_s
+        return limited
+
     def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, fields: Fields = _NONE
     ) -> dict[str, Any]:
-        """Send a request, again and again while nobody answers. Arguments and errors: ``once``."""
-        retrying = Retrying(
-            retry=retry_if_exception_type(CoordinatorAwayError),
-            stop=stop_after_delay(self._patience_s),
-            wait=wait_exponential(0.1, max=1.0),
+        """Send a request, and repeat it while nobody answers. Arguments and errors: ``once``."""
+        return self.retry(lambda: self.once(method, path, body, fields))
+
+    def retry(
+        self, call: Callable[[], Answer], on: type[Exception] = CoordinatorAwayError
+    ) -> Answer:
+        """Repeat a call while it raises an error, up to ``retry_s``, with a back-off.
+
+        Every wait for the coordinator is in here.
+        """
+        is_late = tenacity.stop_after_delay(self._retry_s)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(on),
+            stop=is_late | tenacity.stop_when_event_set(self._closed),
+            wait=tenacity.wait_exponential(0.1, max=1.0),
+            sleep=tenacity.sleep_using_event(self._closed),
+            before_sleep=self._log_wait,
             reraise=True,
         )
-        return retrying(self.once, method, path, body, fields)
+        return retrying(call)
+
+    def _log_wait(self, attempt: tenacity.RetryCallState) -> None:
+        number, outcome = attempt.attempt_number, attempt.outcome
+        if outcome is not None and (number in self.LOG_AT or number % 100 == 0):
+            seconds, error = attempt.seconds_since_start, outcome.exception()
+            log.warning("Waiting for the coordinator since %.0f s: %s", seconds, error)
 
     def once(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, fields: Fields = _NONE
@@ -98,53 +133,53 @@ class CoordinatorHttp:
 
         Raises:
             CoordinatorAwayError: There is no such answer.
-            RefusedByCoordinatorError: The coordinator refuses.
+            RefusedByCoordinatorError: The coordinator refuses; ``NameTakenError`` for status 409.
         """
         try:
-            answer = self._client.request(method, path, json=body)
-        except httpx.HTTPError as error:
+            response = self._client.request(method, path, json=body, timeout=self._timeout_s)
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread closed it
             raise CoordinatorAwayError(
-                f"no coordinator answers at {self._address} ({error}). Start one with "
+                f"no coordinator answers at {self.address} ({error}). Start one with "
                 "`composer-replication coordinator CONFIG`, or correct "
                 "COMPOSER_REPLICATION_COORDINATOR"
             ) from error
         try:
-            found = answer.json()
+            answer = response.json()
         except (ValueError, RecursionError):
-            found = None
-        detail = found.get("detail") if isinstance(found, dict) else None
-        if answer.is_client_error and detail is not None:
-            raise RefusedByCoordinatorError(
-                f"the coordinator at {self._address} refuses: {detail}", answer.status_code
-            )
-        if answer.is_success and isinstance(found, dict) and _has_fields(found, fields):
-            return found
+            answer = None
+        detail = answer.get("detail") if isinstance(answer, dict) else None
+        if response.is_client_error and detail is not None:
+            refusal = NameTakenError if response.status_code == 409 else RefusedByCoordinatorError
+            raise refusal(f"the coordinator at {self.address} refuses: {detail}")
+        if response.is_success and isinstance(answer, dict) and _has_fields(answer, fields):
+            return answer
         raise CoordinatorAwayError(
-            f"the coordinator at {self._address} cannot serve: {detail or _described(answer)}"
+            f"the coordinator at {self.address} cannot serve: {detail or _described(response)}"
         )
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connection, and end every wait for the coordinator in other threads."""
+        self._closed.set()
         self._client.close()
 
 
 def _trusted() -> ssl.SSLContext | bool:
-    """Who may have signed the certificate of an https address."""
-    # OpenSSL reads this variable; httpx alone would ask certifi's list and nobody else.
+    """The authorities that may have signed the certificate of an https address."""
+    # OpenSSL reads this variable; httpx alone would only use certifi's list.
     return ssl.create_default_context() if "SSL_CERT_FILE" in os.environ else True
 
 
-def _has_fields(found: Mapping[str, Any], fields: Fields) -> bool:
+def _has_fields(answer: Mapping[str, Any], fields: Fields) -> bool:
     # JSON has one kind of number: 3 is a float too.
     return all(
-        isinstance(found.get(name), (int, float) if kind is float else kind)
+        isinstance(answer.get(name), (int, float) if kind is float else kind)
         for name, kind in fields.items()
     )
 
 
-def _described(answer: httpx.Response) -> str:
-    kind = answer.headers.get("content-type", "no content type")
+def _described(response: httpx.Response) -> str:
+    kind = response.headers.get("content-type", "no content type")
     return (
-        f"{answer.status_code} {answer.reason_phrase} ({kind}) is not its answer. Is there a "
+        f"{response.status_code} {response.reason_phrase} ({kind}) is not its answer. Is there a "
         "proxy, or another service, at this address?"
     )

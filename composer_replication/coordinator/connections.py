@@ -1,4 +1,4 @@
-"""Connections to the coordinator: how many there are, and for how long a silent one is kept."""
+"""Limits the connections to the coordinator: their number, and how long a silent one is kept."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 500
 RECEIVE_TIMEOUT_S = 10.0
-"""From a request's first byte, or from the connection's begin, to the request's last byte."""
+"""Seconds from a request's first byte, or from the start of the connection, to its last byte."""
 ANSWER_TIMEOUT_S = 60.0
-"""From then on until the client has read the answer and begun the next request."""
+"""Seconds from there until the client has read the answer and started the next request."""
 FILES = 4096
-"""File descriptors that this process asks for; the usual soft limit is 1,024."""
+"""File descriptors that this process asks for. The usual soft limit is 1,024."""
 BACKLOG = 128
-"""Connections that wait to be accepted."""
+"""Connections that may wait to be accepted."""
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol, with limits that it does not have.
+    """uvicorn's HTTP protocol, with limits on time and on the number of connections.
 
     uvicorn itself waits for ever for a request that does not come, and for a client that does not
-    read its answer. There are at most ``MAX_CONNECTIONS``: a new one takes the place of the one
-    that has been silent for longest, so that idle connections never keep a group out.
+    read its answer. Here a connection is closed after a timeout. There are at most
+    ``MAX_CONNECTIONS``: a new connection replaces the one that has been silent for longest, so that
+    idle connections never keep a replica group out.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -41,14 +42,16 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > _max_connections():
             others: Any = self.connections - {self}
             silent = min(others, key=lambda other: other._last_active)
-            self.connections.discard(silent)  # now: more may be accepted before it is gone
+            # At once: else the next connection could select the same one before it has closed.
+            self.connections.discard(silent)
             silent.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._last_active = self.loop.time()
         super().data_received(data)
         is_receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
-        # Bytes of the same request do not give it more time.
+        # Further bytes of the same request do not extend its time: a client that sends one byte a
+        # second would otherwise hold its connection for ever.
         if not (is_receiving and self._is_receiving):
             self._limit(RECEIVE_TIMEOUT_S if is_receiving else ANSWER_TIMEOUT_S)
         self._is_receiving = is_receiving
@@ -61,14 +64,14 @@ class BoundedProtocol(H11Protocol):
     def _limit(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # Not close: that would wait until the client has read what was written.
+        # abort, not close, which would wait until the client has read what was written.
         self._timer = self.loop.call_later(seconds, self.transport.abort)
 
 
 class _OncePerMinute(logging.Filter):
-    """Lets asyncio say once a minute that there are no file descriptors left.
+    """Lets asyncio log once a minute that no file descriptors are left.
 
-    It says so for every place in the backlog, with a traceback, every second.
+    asyncio logs it for every connection in the backlog, with a traceback, every second.
     """
 
     _next = 0.0
@@ -88,13 +91,13 @@ FILES_RUN_OUT = _OncePerMinute()
 
 def _max_connections() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The other half is for the lighthouse, which is in this process, and for the database.
+    # The other half is for the lighthouse, which runs in this process, and for the database.
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
 def raise_file_limit() -> None:
-    """Ask for ``FILES`` file descriptors, or as many as the hard limit allows."""
+    """Ask for ``FILES`` file descriptors, or for as many as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,4 +1,4 @@
-"""Which samples a replica group trains on, over HTTP."""
+"""The HTTP interface for samples: datasets, streams, leases, and reports of the ledger."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BaseModel, Field
 
 from composer_replication.coordinator.admission import address_of
-from composer_replication.coordinator.api_types import Count, GroupName, Name, Refusal, Strict
+from composer_replication.coordinator.api_types import Count, ErrorBody, GroupName, Name, StrictBody
 from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.leases import Lease
@@ -17,16 +17,16 @@ from composer_replication.coordinator.work_units.progress import DatasetProgress
 
 def _each_once(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     if len({stream for stream, _, _ in rows}) < len(rows):
-        raise ValueError("a ledger has each stream once")
+        raise ValueError("a stream occurs twice: send one row for each stream")
     return rows
 
 
 LedgerRows = Annotated[list[tuple[Count, Count, Count]], AfterValidator(_each_once)]
-"""Each a stream, the samples of it that are in the model, and those that are in part of it."""
+"""Rows of a stream, its samples that are in the model, and those that are in some part of it."""
 
 
-class Dataset(Strict):
-    """Samples ``0 .. length - 1``, handed out by units of ``unit_size``."""
+class DatasetRequest(StrictBody):
+    """A dataset of the samples ``0 .. length - 1``, which are leased by units of ``unit_size``."""
 
     dataset_id: Name
     length: Annotated[int, Field(ge=1, lt=2**53)]
@@ -34,14 +34,14 @@ class Dataset(Strict):
     unit_size: Annotated[int, Field(ge=1, lt=2**53)]
 
 
-class KnownDataset(BaseModel):
-    """A dataset that is known."""
+class DatasetId(BaseModel):
+    """The name of a dataset."""
 
     dataset_id: str
 
 
-class NewStream(Strict):
-    """A stream of samples for one life of a replica group; the name makes it the same again."""
+class StreamRequest(StrictBody):
+    """A stream of samples for one incarnation of a replica group, identified by ``name``."""
 
     name: Name
     dataset_id: Name
@@ -49,34 +49,37 @@ class NewStream(Strict):
     session: Name
 
 
-class KnownStream(BaseModel):
+class StreamKey(BaseModel):
     """The key of a stream."""
 
     stream: int
 
 
-class Wanted(Strict):
-    """The lease of a number, of this epoch or an earlier one."""
+class LeaseRequest(StrictBody):
+    """A request for the lease with a number, of this epoch or an earlier one."""
 
     number: Count
     epoch: Count
 
 
-class Reopening(Strict):
-    """Where a group goes on in its stream, in samples, and its session."""
+class ReopenRequest(StrictBody):
+    """Where a group continues its stream, in samples, and the group's session."""
 
     position: Count
     session: Name
 
 
-class Ending(Strict):
-    """What the model has when a stream ends."""
+class ReleaseRequest(StrictBody):
+    """The model's ledger at the end of a stream."""
 
     ledger: LedgerRows
 
 
-class Commit(Strict):
-    """A sync: the model after it, the streams of those who took part, seconds since it ended."""
+class CommitReport(StrictBody):
+    """A sync: the outer step and the ledger after it, and the streams of its participants.
+
+    ``age_s`` is the number of seconds since the sync ended.
+    """
 
     outer_step: Count
     ledger: LedgerRows
@@ -84,80 +87,82 @@ class Commit(Strict):
     age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Rewind(Strict):
-    """The model of the checkpoint from which the run goes on."""
+class RewindRequest(StrictBody):
+    """The outer step and the ledger of the checkpoint from which the run continues."""
 
     outer_step: Count
     ledger: LedgerRows
 
 
-class Unknown(BaseModel):
-    """The streams of a ledger that are unknown here."""
+class UnknownStreams(BaseModel):
+    """The streams of a ledger that the coordinator does not have."""
 
     unknown: list[int]
 
 
 class OuterStep(BaseModel):
-    """The outer step from which the run goes on."""
+    """The outer step from which the run continues."""
 
     outer_step: int
 
 
 def data_router(streams: Streams, audit: Audit) -> APIRouter:
-    """The requests about samples.
+    """Build the routes for samples.
 
     Args:
-        streams: Of the run.
-        audit: Of who changed it.
+        streams: Sample streams of the run.
+        audit: Receives rewinds.
     """
-    router = APIRouter(responses={404: {"model": Refusal}})
+    router = APIRouter(responses={404: {"model": ErrorBody}})
     units = streams.units
 
     @router.post("/datasets", status_code=201)
-    def create(dataset: Dataset) -> KnownDataset:
-        """Make a dataset known. Asked again with the same numbers, it is answered again."""
+    def create(dataset: DatasetRequest) -> DatasetId:
+        """Add a dataset. A repeated request with the same numbers is answered again."""
         units.create_dataset(**dataset.model_dump())
-        return KnownDataset(dataset_id=dataset.dataset_id)
+        return DatasetId(dataset_id=dataset.dataset_id)
 
     @router.get("/datasets/{dataset_id:path}")
     def progress(dataset_id: Name) -> DatasetProgress:
-        """How far a dataset is."""
+        """Return how many samples of a dataset are done."""
         return units.dataset(dataset_id)
 
     @router.post("/streams", status_code=201)
-    def open_stream(stream: NewStream) -> KnownStream:
-        """Begin a stream. Asked again with the same name, it is answered again."""
-        return KnownStream(stream=units.open_stream(**stream.model_dump()))
+    def open_stream(stream: StreamRequest) -> StreamKey:
+        """Open a stream. A repeated request with the same name is answered again."""
+        return StreamKey(stream=units.open_stream(**stream.model_dump()))
 
     @router.post("/streams/{stream}/leases", status_code=201)
-    def lease(stream: Count, wanted: Wanted) -> Lease:
-        """A lease of a stream, the same whenever it is asked for; empty if there is nothing."""
-        return units.lease(stream, wanted.number, wanted.epoch)
+    def lease(stream: Count, request: LeaseRequest) -> Lease:
+        """Return the lease with a number, the same at every request; empty if none is available."""
+        return units.lease(stream, request.number, request.epoch)
 
     @router.post("/streams/{stream}/reopen")
-    def reopen(stream: Count, reopening: Reopening) -> KnownStream:
-        """Go on in a stream from a checkpoint of the group's own."""
-        units.reopen(stream, reopening.position, reopening.session)
-        return KnownStream(stream=stream)
+    def reopen(stream: Count, request: ReopenRequest) -> StreamKey:
+        """Continue a stream from a checkpoint of the group that owns it."""
+        units.reopen(stream, request.position, request.session)
+        return StreamKey(stream=stream)
 
     @router.post("/streams/{stream}/release")
-    def release(stream: Count, ending: Ending) -> Unknown:
-        """End a stream; what of it is not in the model comes back."""
-        return Unknown(unknown=streams.release(stream, _ledger(ending.ledger)))
+    def release(stream: Count, request: ReleaseRequest) -> UnknownStreams:
+        """Close a stream. Its samples that are not in the model become available."""
+        return UnknownStreams(unknown=streams.release(stream, _ledger(request.ledger)))
 
     @router.post("/commits")
-    def commit(report: Commit) -> Unknown:
-        """Report a sync. It may be repeated, and come late."""
+    def commit(report: CommitReport) -> UnknownStreams:
+        """Record a sync. A report may be repeated and may be late."""
         ledger = _ledger(report.ledger)
         present = set(report.present)
-        return Unknown(unknown=streams.commit(report.outer_step, ledger, present, report.age_s))
+        return UnknownStreams(
+            unknown=streams.commit(report.outer_step, ledger, present, report.age_s)
+        )
 
     @router.post("/rewind")
-    def rewind(request: Request, checkpoint: Rewind) -> OuterStep:
-        """Go on from a checkpoint: what came after it is undone."""
-        outer_step = checkpoint.outer_step
+    def rewind(request: Request, body: RewindRequest) -> OuterStep:
+        """Continue the run from a checkpoint, and undo what came after it."""
+        outer_step = body.outer_step
         with audit.action("rewind", None, address_of(request.scope), outer_step=outer_step):
-            streams.rewind(outer_step, _ledger(checkpoint.ledger))
+            streams.rewind(outer_step, _ledger(body.ledger))
         return OuterStep(outer_step=outer_step)
 
     return router

@@ -1,4 +1,4 @@
-"""The coordinator's SQLite file: what a call has answered is on the disk."""
+"""The coordinator's SQLite database. What a call has answered is on the disk."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SCHEMA_VERSION = 1
-"""Kept in the file; a change of any table needs another one."""
+"""Stored in the file. Every change of a table needs a new number."""
 
 BUSY_TIMEOUT_S = 5.0
 
-_WHAT_TO_DO = {
-    sqlite3.SQLITE_FULL: "The disk is full: free some space and call again.",
+_FIXES = {
+    sqlite3.SQLITE_FULL: "The disk is full: free some space and try again.",
     sqlite3.SQLITE_READONLY: "It cannot be written: make the file and its folder writable.",
-    sqlite3.SQLITE_CANTOPEN: "Its folder has to exist and to be writable.",
-    sqlite3.SQLITE_PERM: "Its folder has to exist and to be writable.",
-    sqlite3.SQLITE_IOERR: "The disk does not read or write: look at its health and its quota.",
-    sqlite3.SQLITE_NOTADB: "Something else has written this file: name another one.",
-    sqlite3.SQLITE_CORRUPT: "The file is damaged: put a copy of it back, or name another one.",
+    sqlite3.SQLITE_CANTOPEN: "It cannot be opened: create its folder and make it writable.",
+    sqlite3.SQLITE_PERM: "It may not be opened: create its folder and make it writable.",
+    sqlite3.SQLITE_IOERR: "The disk cannot be read or written: check its health and its quota.",
+    sqlite3.SQLITE_NOTADB: "It is not a SQLite file: use another file.",
+    sqlite3.SQLITE_CORRUPT: "The file is damaged: restore a copy of it, or use another file.",
     sqlite3.SQLITE_BUSY: "Another process is writing it: stop the second coordinator.",
 }
 
 
 class StorageError(RuntimeError):
-    """The file cannot be read or written, or it is of another version."""
+    """The database file cannot be read or written, or it has another schema version."""
 
 
 class Database:
-    """One SQLite file, one connection, one writer at a time; for any number of threads.
+    """One SQLite file with one connection and one writer at a time, for any number of threads.
 
     A transaction is durable when its block ends: SQLite has synced it (WAL, ``synchronous=FULL``),
-    so the process may be killed at any moment. One that failed leaves nothing behind.
+    so that the process may be killed at any moment. A transaction that failed changes nothing.
 
     Args:
-        path: The file; created if it does not exist. Its folder has to exist.
+        path: The file, which is created if it does not exist. Its folder has to exist.
 
     Raises:
-        StorageError: From every call here: the disk is full, the folder cannot be written, the
-            file is damaged, not of SQLite, or of another version of the schema.
+        StorageError: Raised by every call: the disk is full, the folder cannot be written, or the
+            file is damaged, not a SQLite file, or of another schema version.
     """
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
+        # Held for a whole transaction. Without it, two threads on the one connection would run
+        # their statements in each other's transactions. Reentrant, since transactions nest.
         self._lock = threading.RLock()
         self._is_closed = False
         with self._explained():
@@ -68,20 +70,23 @@ class Database:
             cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
             raise StorageError(
-                f"{self._path} has schema version {version}, this program has {SCHEMA_VERSION}. "
-                "Use the program that wrote it, or name another file."
+                f"{self._path} has schema version {version}, this program has {SCHEMA_VERSION}: "
+                "use the version of the program that wrote it, or another file."
             )
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Cursor]:
-        """Run a block as one transaction: all of it is on the disk when it ends, or nothing.
+        """Run a block as one transaction: when it ends, all of it is on the disk, or nothing is.
 
-        Inside another one of the same thread the block is a part of that, durable at its end;
-        an error still undoes just the inner block.
+        Inside another transaction of the same thread, the block is a part of that one and durable
+        at its end. An error still undoes only the inner block.
+
+        Yields:
+            A cursor.
         """
         with self._lock, self._explained():
             if self._is_closed:
-                raise StorageError(f"{self._path} has been closed: open it anew.")
+                raise StorageError(f"{self._path} has been closed: open it again.")
             is_inner = self._connection.in_transaction
             cursor = self._connection.cursor()
             cursor.execute("SAVEPOINT part" if is_inner else "BEGIN IMMEDIATE")
@@ -93,7 +98,7 @@ class Database:
                 raise
 
     def _undo(self, is_inner: bool) -> None:
-        # SQLite itself has already ended the transaction after some errors of the disk.
+        # After some disk errors SQLite has ended the transaction itself.
         if self._connection.in_transaction:
             if is_inner:
                 self._connection.execute("ROLLBACK TO part")
@@ -102,12 +107,12 @@ class Database:
                 self._connection.execute("ROLLBACK")
 
     def execute_schema(self, sql: str) -> None:
-        """Run statements, separated by semicolons, in one transaction.
+        """Execute SQL statements, separated by semicolons, in one transaction.
 
         Args:
-            sql: To be run at every start: ``CREATE TABLE IF NOT EXISTS ...``.
+            sql: Statements that may run at every start, such as ``CREATE TABLE IF NOT EXISTS``.
         """
-        # Not executescript: that would commit a transaction around this one.
+        # Not executescript, which would commit a surrounding transaction.
         with self.transaction() as cursor:
             statement = ""
             for piece in sql.split(";"):
@@ -117,7 +122,7 @@ class Database:
                     statement = ""
 
     def close(self) -> None:
-        """Move what is in the WAL into the file itself, and close it; twice does no harm."""
+        """Move the contents of the WAL into the file and close it. A second call does nothing."""
         with self._lock, self._explained():
             if not self._is_closed:
                 self._is_closed = True
@@ -128,12 +133,12 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn SQLite's errors that come of the disk or the file into StorageError."""
+        """Turn SQLite errors that the disk or the file causes into StorageError, with a fix."""
         try:
             yield
         except sqlite3.DatabaseError as error:
-            # The low byte is the kind; an error of our own SQL is not in the table.
-            what_to_do = _WHAT_TO_DO.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-            if what_to_do is None:
+            # The low byte is the kind of error. Errors of our own SQL are not in the table.
+            fix = _FIXES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+            if fix is None:
                 raise
-            raise StorageError(f"{self._path}: {error}. {what_to_do}") from error
+            raise StorageError(f"{self._path}: {error}. {fix}") from error

@@ -1,4 +1,4 @@
-"""The coordinator's HTTP server: where it listens, and with which certificate."""
+"""The coordinator's HTTP server: its socket, its thread and its certificate."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from composer_replication.replica.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY,
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """uvicorn has no setting for how long a client may take to begin TLS; asyncio's limit is 60 s,
-    and ``BoundedProtocol`` sees a connection only after that."""
+    """An event loop that limits how long a client may take for the TLS handshake.
+
+    uvicorn has no setting for that. asyncio's own limit is 60 s, and ``BoundedProtocol`` sees a
+    connection only after the handshake.
+    """
 
     async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
         if kwargs.get("ssl") is not None:
@@ -35,14 +38,14 @@ class _Loop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """The certificate that the service shows, as PEM files.
+    """The certificate of the service, as PEM files.
 
     Args:
-        certfile: The certificate, with those that lead to its CA.
+        certfile: The certificate, with the intermediate ones up to its CA.
         keyfile: Its private key.
-        ca_certs: The CA of the clients' certificates. None: clients need none, and the token says
-            who they are.
-        needs_client_certificate: Whether a client without a certificate is refused.
+        ca_certs: The CA of the clients' certificates. None: clients need no certificate, and the
+            token alone identifies them.
+        needs_client_certificate: Whether a client without a certificate is rejected.
     """
 
     certfile: Path
@@ -52,13 +55,14 @@ class TlsFiles:
 
     @classmethod
     def of_folder(cls, tls_dir: str | None) -> TlsFiles | None:
-        """Those of the folder of a member of the run; None without a folder.
+        """Use the files in the folder of a member of the run; None without a folder.
 
-        A browser that shows the page has no certificate of the run, and the token is required of
-        everybody. Who does show a certificate needs one of the run's authority.
+        A client without a certificate is accepted, because a browser that shows the page has none.
+        It needs the token like everybody else. A client that does present a certificate needs one
+        of the run's authority.
 
         Raises:
-            ValueError: They cannot be used.
+            ValueError: The files cannot be used.
         """
         if tls_dir is None:
             return None
@@ -70,10 +74,15 @@ class TlsFiles:
     def of(
         cls, certfile: Path | None, keyfile: Path | None, ca_certs: Path | None
     ) -> TlsFiles | None:
-        """Those of the command's options; None if there are none.
+        """Use the files that the command's options name; None if there are none.
+
+        Args:
+            certfile: ``--ssl-certfile``.
+            keyfile: ``--ssl-keyfile``.
+            ca_certs: ``--ssl-ca-certs``.
 
         Raises:
-            ValueError: One is missing.
+            ValueError: The certificate or its key is missing.
         """
         if certfile is None and keyfile is None and ca_certs is None:
             return None
@@ -84,15 +93,18 @@ class TlsFiles:
 
 
 class HttpService:
-    """An application that is served by a thread of its own.
+    """Serves an application from a thread of its own.
 
     Args:
-        bind: Where it listens, ``address:port``; port 0 is a free one.
-        tls: The certificate; None for plain HTTP.
+        bind: Address to listen at, ``address:port``. Port 0 is a free one.
+        tls: The certificate. None: plain HTTP.
+
+    Attributes:
+        port: The port.
 
     Raises:
-        ValueError: ``bind`` is no address, or the certificates cannot be used.
-        OSError: Nothing can listen there.
+        ValueError: ``bind`` is not an address.
+        OSError: The address cannot be listened at.
     """
 
     def __init__(self, bind: str, tls: TlsFiles | None = None) -> None:
@@ -104,7 +116,7 @@ class HttpService:
         self._thread: threading.Thread | None = None
 
     def start(self, app: Any) -> None:
-        """Serve an ASGI application.
+        """Serve an ASGI application, and return when the server answers.
 
         Raises:
             ValueError: The certificate cannot be used.
@@ -116,14 +128,14 @@ class HttpService:
             http=BoundedProtocol,
             ws="none",
             backlog=BACKLOG,
-            # A line for every request, or for every malformed one, would bury ours.
+            # A line for every request, or for every malformed one, would hide our own log lines.
             log_level="error",
             access_log=False,
             **_tls_settings(self._tls),
         )
         try:
             config.load()
-        except OSError as error:  # of ssl, too
+        except OSError as error:  # ssl.SSLError is an OSError
             raise ValueError(f"the certificate cannot be used ({error}): {self._tls}") from error
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
@@ -131,7 +143,7 @@ class HttpService:
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
         if not self._server.started:
-            raise OSError("the coordinator's HTTP service has not started: the log says why")
+            raise OSError("the coordinator's HTTP service has not started: see the log")
 
     def _run(self) -> None:
         assert self._server is not None
@@ -140,11 +152,11 @@ class HttpService:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the service answers."""
+        """Whether the server is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """End the service."""
+        """Stop the server and close its socket."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(5.0)
@@ -152,24 +164,24 @@ class HttpService:
 
 
 def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
-    """What uvicorn is told of a certificate."""
+    """The arguments of ``uvicorn.Config`` for a certificate."""
     if tls is None:
         return {}
-    needed = ssl.CERT_NONE
+    requirement = ssl.CERT_NONE
     if tls.ca_certs is not None:
-        needed = ssl.CERT_REQUIRED if tls.needs_client_certificate else ssl.CERT_OPTIONAL
+        requirement = ssl.CERT_REQUIRED if tls.needs_client_certificate else ssl.CERT_OPTIONAL
     return {
         "ssl_certfile": tls.certfile,
         "ssl_keyfile": tls.keyfile,
         "ssl_ca_certs": None if tls.ca_certs is None else str(tls.ca_certs),
-        "ssl_cert_reqs": needed,
+        "ssl_cert_reqs": requirement,
     }
 
 
 def _listen(bind: str) -> socket.socket:
     address, _, port = bind.rpartition(":")
     if not port.isdecimal() or not address:
-        raise ValueError(f"--bind {bind!r}: write address:port, e.g. 0.0.0.0:29512 or [::]:0")
+        raise ValueError(f"--bind {bind!r}: use address:port, such as 0.0.0.0:29512 or [::]:0")
     host = address.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -180,8 +192,8 @@ def _listen(bind: str) -> socket.socket:
             reuse_port=False,
             backlog=BACKLOG,
         )
-        # Accepted ones inherit it. asyncio does not set it on sockets that are not its own, and
-        # without it the second packet of an answer waits 40 ms for the client to say it has one.
+        # Accepted sockets inherit it. asyncio does not set it on sockets that it did not create,
+        # and without it the second packet of an answer waits 40 ms for the client's ACK.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What has happened in a run, for the people who watch it."""
+"""The newest events of a run, for the status page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CREATE TABLE IF NOT EXISTS events (
 
 
 class Journal:
-    """The last events of a run.
+    """Keeps the newest events of a run.
 
     Args:
-        database: Where they are kept.
+        database: Holds the events.
     """
 
     MAX_EVENTS = 50
@@ -30,8 +30,8 @@ class Journal:
         self._database = database
         database.execute_schema(_SCHEMA)
 
-    def tell(self, text: str) -> None:
-        """Take note of something that people want to know, and log it."""
+    def add(self, text: str) -> None:
+        """Add an event that people want to know of, and log it."""
         log.info("%s%s", text[0].upper(), text[1:])
         with self._database.transaction() as cursor:
             cursor.execute("INSERT INTO events (time, text) VALUES (?, ?)", (time.time(), text))
@@ -41,7 +41,7 @@ class Journal:
             )
 
     def events(self) -> list[dict[str, Any]]:
-        """The last ones, oldest first: ``time`` in seconds since 1970, ``text``."""
+        """Return the newest events, oldest first: ``time`` in seconds since 1970, and ``text``."""
         with self._database.transaction() as cursor:
             rows = cursor.execute("SELECT time, text FROM events ORDER BY number").fetchall()
         return [{"time": at, "text": text} for at, text in rows]

@@ -1,4 +1,4 @@
-"""A replica group's membership in a run that has a coordinator: rank 0 speaks for the group."""
+"""A replica group's membership in a run that has a coordinator."""
 
 from __future__ import annotations
 
@@ -7,34 +7,44 @@ import math
 import os
 import socket
 import threading
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
+from composer_replication import __version__
 from composer_replication.coordinator.client import CoordinatorClient, RunInfo
 from composer_replication.coordinator.client_http import (
     CoordinatorAwayError,
+    NameTakenError,
     RefusedByCoordinatorError,
 )
-from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
+from composer_replication.coordinator.wire_types import CommitReport
+from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, replica_id_of
+from composer_replication.replica.ranks import ask_on_rank_0
 
 log = logging.getLogger(__name__)
 
 
 def ask_for_run(options: ReplicaOptions) -> RunInfo:
-    """What the coordinator says of the run.
+    """What the coordinator says about the run, for every rank of the group.
+
+    Args:
+        options: Of this group, with ``coordinator_addr``.
 
     Raises:
         CoordinatorAwayError: It does not answer.
-        ValueError: It refuses, or this group would look dead to it between two heartbeats.
+        SettingsMismatch: It lacks a setting that this version has, or the other way round.
+        ValueError: It refuses the token, or this group would look dead to it between two
+            heartbeats.
     """
     client = client_of(options)
     try:
-        info = client.info()
+        info = ask_on_rank_0(client.info)
     finally:
         client.close()
     if 2 * options.heartbeat_interval_s > info.heartbeat_timeout_s:
@@ -47,42 +57,63 @@ def ask_for_run(options: ReplicaOptions) -> RunInfo:
 
 
 class Membership:
-    """Registers the group, sends its heartbeats, and hears of new settings. On rank 0 only.
+    """Registers a replica group with the coordinator for one fit, and reports its progress.
+
+    Make one on every rank of the group: rank 0 registers, and every rank gets its error if it
+    cannot. From then on a thread of rank 0 sends the heartbeats, fetches new settings and repeats
+    the newest commit report until it has arrived. Training never waits for that thread, and goes on
+    while the coordinator is away.
 
     Args:
-        options: Of this group.
-        info: What the coordinator has said.
+        options: Of this group, with ``coordinator_addr``.
+        info: What the coordinator says about the run.
+        synced: The synchronised tensors by name, of each fragment. Their names, shapes and dtypes
+            are registered.
+        world_size: Ranks of this group.
+
+    Attributes:
+        client: This rank's connection to the coordinator, closed by ``leave``.
         replica_id: The group's name.
+        session: Of the registration, on rank 0.
+
+    Raises:
+        CoordinatorAwayError: The coordinator does not answer.
+        RefusedByCoordinatorError: It refuses; the message says why.
     """
 
-    def __init__(self, options: ReplicaOptions, info: RunInfo, replica_id: str) -> None:
-        self._client = client_of(options)
-        self._info = info
-        self._replica_id = replica_id
-        self._interval_s = options.heartbeat_interval_s
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        info: RunInfo,
+        synced: Sequence[Mapping[str, Tensor]],
+        world_size: int,
+    ) -> None:
+        self.client = client_of(options)
+        self.replica_id = replica_id_of(options)
         self.session = uuid.uuid4().hex
-        self._registration: dict[str, Any] = {}
-        self._progress: dict[str, Any] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="membership", daemon=True)
-        self._is_away = False
-        self.newest_version = info.settings_version
-        self.refusal: RefusedByCoordinatorError | None = None
-        """Set when the coordinator has put another group in this one's place."""
+        self._interval_s = options.heartbeat_interval_s
+        self._timeout_s = info.heartbeat_timeout_s
+        self._registration = self._describe(synced, world_size)
+        self._newest_version = 0
+        # The thread and training share these. Each is replaced as a whole, so they need no lock.
+        self._settings: dict[int, DiLoCoSettings] = {}
+        self._progress: Mapping[str, Any] = {}
+        self._report: CommitReport | None = None
+        self._sent: CommitReport | None = None
+        self._refusal: ValueError | None = None
+        self._left = threading.Event()
+        self._is_away = self._has_complained = False
+        self._thread: threading.Thread | None = None
+        try:
+            ask_on_rank_0(self._register)
+        except BaseException:
+            self.client.close()
+            raise
 
-    def join(self, synced: Mapping[str, Tensor], world_size: int) -> None:
-        """Register, and send heartbeats from then on.
-
-        A group that has just died and come back has to wait until it looks dead.
-
-        Raises:
-            CoordinatorAwayError: It does not answer.
-            RefusedByCoordinatorError: It refuses.
-        """
-        from composer_replication import __version__
-
-        self._registration = {
-            "replica_id": self._replica_id,
+    def _describe(self, synced: Sequence[Mapping[str, Tensor]], world_size: int) -> dict[str, Any]:
+        named = {name: t for fragment in synced for name, t in fragment.items()}
+        return {
+            "replica_id": self.replica_id,
             "session": self.session,
             "host": socket.gethostname(),
             "world_size": world_size,
@@ -90,54 +121,96 @@ class Membership:
             "torchft": version("torchft-nightly"),
             "model": [
                 {"name": name, "shape": list(t.shape), "dtype": str(t.dtype)}
-                for name, t in sorted(synced.items())
+                for name, t in sorted(named.items())
             ],
         }
-        tries = int((self._info.heartbeat_timeout_s + 1.0) / 0.5)
-        for left in reversed(range(tries)):
-            try:
-                self.newest_version = self._client.register(self._registration)
-                break
-            except RefusedByCoordinatorError as error:
-                if error.status != 409 or not left:
-                    raise
-            self._ended.wait(0.5)
+
+    def _register(self) -> None:
+        # A group that was started again has to wait until its predecessor looks dead.
+        self._newest_version = self.client.with_limits(self._timeout_s + 1.0).retry(
+            lambda: self.client.register(self._registration), on=NameTakenError
+        )
+        self._fetch_settings(self.client)
+        self._thread = threading.Thread(target=self._report_all, name="membership", daemon=True)
         self._thread.start()
 
-    def report(self, progress: Mapping[str, Any]) -> None:
-        """Where the group stands, for the next heartbeat."""
+    def known_settings(self) -> Mapping[int, DiLoCoSettings]:
+        """The versions of the settings that this group knows. A collective of the group's ranks.
+
+        Every rank gets the same ones, or the same error: an error of rank 0 alone would leave the
+        other ranks waiting for it in their next collective.
+
+        Raises:
+            RefusedByCoordinatorError: Another group has this one's name, or the coordinator does
+                not know a version that it has announced.
+        """
+        return ask_on_rank_0(self._settings_or_refusal)
+
+    def _settings_or_refusal(self) -> Mapping[int, DiLoCoSettings]:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._settings
+
+    def report_progress(self, progress: Mapping[str, Any]) -> None:
+        """What the next heartbeat says."""
         self._progress = {
             name: value
             for name, value in progress.items()
             if value is not None and not (isinstance(value, float) and not math.isfinite(value))
         }
 
-    def new_settings(self, after: int) -> dict[int, DiLoCoSettings]:
-        """The versions of the settings after one; what cannot be had now is had later."""
-        found: dict[int, DiLoCoSettings] = {}
+    def report_commit(self, report: CommitReport) -> None:
+        """Send a report after the next heartbeat, instead of one that has not arrived yet."""
+        self._report = report
+
+    def send_report(self, client: CoordinatorClient) -> None:
+        """Send the newest commit report now, unless it has arrived.
+
+        Two threads may do so at the same time: reports may be repeated, and arrive in any order.
+
+        Args:
+            client: With the limits of this request.
+
+        Raises:
+            CoordinatorAwayError: The coordinator does not answer.
+        """
+        report = self._report
+        if report is None or report is self._sent:
+            return
         try:
-            for number in range(after + 1, self.newest_version + 1):
-                found[number] = self._client.settings(number)
-        except CoordinatorAwayError as error:
-            log.warning("New settings will come later: %s", error)
-        return found
+            unknown = client.commit(report)
+        except RefusedByCoordinatorError as error:
+            unknown = []
+            log.error("The record of trained samples is wrong from here on: %s", error)
+        if unknown and not self._has_complained:
+            self._has_complained = True
+            log.error(
+                "The coordinator does not know the streams %s, which the model has been trained "
+                "on: it runs on another state folder than before. Its record of trained samples is "
+                "wrong; start it on the right one",
+                ", ".join(map(str, unknown)),
+            )
+        self._sent = report
 
     def leave(self) -> None:
-        """End taking part."""
-        self._ended.set()
-        if self._thread.is_alive():
+        """End the registration. No report is sent after this."""
+        self._left.set()
+        if self._thread is not None:
             self._thread.join(5.0)
             try:
-                self._client.leave(self._replica_id, self.session)
+                self.client.with_limits(retry_s=0.0).leave(self.replica_id, self.session)
             except (CoordinatorAwayError, RefusedByCoordinatorError) as error:
-                log.info("Left without a word to the coordinator: %s", error)
-        self._client.close()
+                log.info("Could not notify the coordinator on exit: %s", error)
+        self.client.close()
 
-    def _beat(self) -> None:
-        while not self._ended.wait(self._interval_s):
+    # ---- the thread -----------------------------------------------------------------------
+
+    def _report_all(self) -> None:
+        last = time.monotonic()
+        while not self._left.wait(last + self._interval_s - time.monotonic()):
+            last = time.monotonic()
             try:
-                told = {"session": self.session, **self._progress}
-                self.newest_version = self._client.heartbeat(self._replica_id, told)
+                self._send_all()
                 if self._is_away:
                     log.info("The coordinator is back")
                 self._is_away = False
@@ -145,22 +218,36 @@ class Membership:
                 if not self._is_away:
                     log.warning("Training goes on without the coordinator: %s", error)
                 self._is_away = True
-            except RefusedByCoordinatorError as error:
-                self._register_again(error)
+            except (RefusedByCoordinatorError, SettingsMismatch) as error:
+                self._refusal = error
+                return
 
-    def _register_again(self, error: RefusedByCoordinatorError) -> None:
-        """The coordinator does not know this session: it has lost its state, or has another one."""
+    def _send_all(self) -> None:
+        # Everything is sent once: the next round is the next attempt.
+        self._heartbeat(self.client.with_limits(retry_s=0.0))
+        # The coordinator answers heartbeats from memory, the rest after its database. While that
+        # stands still these two must not delay the next heartbeat past the time limit.
+        behind_database = self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3)
+        self._fetch_settings(behind_database)
+        self.send_report(behind_database)
+
+    def _heartbeat(self, client: CoordinatorClient) -> None:
         try:
-            self._client.register(self._registration)
+            progress = {"session": self.session, **self._progress}
+            self._newest_version = client.heartbeat(self.replica_id, progress)
+        except RefusedByCoordinatorError as error:
+            # The coordinator has lost its state, or another group has this one's name. In the
+            # latter case it refuses the registration too.
+            self._newest_version = client.register(self._registration)
             log.warning("Registered again: %s", error)
-        except CoordinatorAwayError:
-            self._is_away = True
-        except RefusedByCoordinatorError as refusal:
-            self.refusal = refusal
-            self._ended.set()
+
+    def _fetch_settings(self, client: CoordinatorClient) -> None:
+        for number in range(len(self._settings) + 1, self._newest_version + 1):
+            self._settings = {**self._settings, number: client.settings(number)}
 
 
 def client_of(options: ReplicaOptions) -> CoordinatorClient:
+    """A connection to this group's coordinator."""
     assert options.coordinator_addr is not None, "asked only where there is one"
     token = ReplicaEnv.from_env(os.environ).token
     return CoordinatorClient(options.coordinator_addr, token, tls_dir=options.tls_dir)

@@ -1,4 +1,4 @@
-"""Who takes part in a run."""
+"""The replica groups of a run: who is registered, who is alive, and what each one reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ from typing import Any
 from composer_replication.coordinator import run_model
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
-from composer_replication.coordinator.run_model import (
-    ModelRow,
-    check_model,
-    find_fingerprint,
-)
-from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.coordinator.run_model import ModelRow, check_model, find_fingerprint
+from composer_replication.coordinator.run_settings import RejectedError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replicas (
@@ -28,25 +24,32 @@ CREATE TABLE IF NOT EXISTS replicas (
 """
 
 
-class DuplicateError(RefusedError):
-    """A living replica group has this name already."""
+class DuplicateError(RejectedError):
+    """A live replica group has this name already."""
 
 
-class OutdatedError(RefusedError):
-    """It speaks for a session that has been replaced or has ended."""
+class OutdatedError(RejectedError):
+    """The request bears a session that was replaced or has ended."""
 
 
 @dataclass(frozen=True)
 class Versions:
-    """What a replica group runs on."""
+    """The versions of this package and of torchft that a replica group runs on."""
 
     composer_replication: str
     torchft: str
 
 
 @dataclass
-class Life:
-    """What is known of a replica group that need not survive the coordinator."""
+class Incarnation:
+    """One incarnation of a replica group, from a registration to its end. It is in memory only.
+
+    Attributes:
+        registered_at: When it registered, by the registry's clock.
+        last_seen: When its last heartbeat came.
+        progress: What its last heartbeat reported.
+        left_at: When it left or its processes ended; None before.
+    """
 
     registered_at: float
     last_seen: float
@@ -58,11 +61,11 @@ class Registry:
     """The replica groups of a run, and the model that they train.
 
     Args:
-        database: Where what must last is kept.
-        journal: Told who comes and goes.
-        versions: Of this process; groups with others are refused.
-        heartbeat_timeout_s: After how long a silent group is dead.
-        clock: For tests.
+        database: Holds what must survive this process.
+        journal: Receives registrations and departures.
+        versions: Versions of this process. Groups with others are rejected.
+        heartbeat_timeout_s: Seconds of silence after which a group is dead.
+        clock: Returns seconds; tests replace it.
     """
 
     MAX_POINTS = 500
@@ -81,10 +84,11 @@ class Registry:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.clock = clock
         self._began = clock()
-        # What heartbeats need is in memory, under a lock that nobody holds while the disk works:
-        # while a transaction waits for a slow disk, all groups would look dead.
+        # Heartbeats use memory alone, under a lock that nobody holds during a transaction. Under
+        # the database's lock, heartbeats would wait for a slow disk, and all groups would look
+        # dead.
         self._lock = threading.Lock()
-        self._lives: dict[str, Life] = {}
+        self._incarnations: dict[str, Incarnation] = {}
         self._losses: dict[str, dict[int, float]] = {}
         database.execute_schema(_SCHEMA + run_model.SCHEMA)
         with database.transaction() as cursor:
@@ -99,42 +103,50 @@ class Registry:
         versions: Versions,
         model: Sequence[ModelRow],
     ) -> None:
-        """Let a replica group take part; the first one says what the model is.
+        """Register a replica group. The first group determines the model of the run.
+
+        Args:
+            replica_id: Name of the group.
+            session: Random name of the incarnation. A repeated call with the same one changes
+                nothing.
+            about: Host and world size.
+            versions: Versions that the group runs on.
+            model: Names, shapes and dtypes of the tensors that it synchronizes.
 
         Raises:
-            DuplicateError: A living group has its name.
-            RefusedError: It has other versions, another model, or another number of ranks.
+            DuplicateError: A live group has the name.
+            RejectedError: The group has other versions, another model, or another number of ranks.
         """
         for name, own in asdict(self.versions).items():
             theirs = getattr(versions, name)
             if theirs != own:
-                raise RefusedError(
-                    f"{name} {theirs} here, and {own} in this run: install the same version"
+                raise RejectedError(
+                    f"this group has {name} {theirs}, the run has {own}: install the same version"
                 )
         with self._database.transaction() as cursor:
-            known = cursor.execute(
+            row = cursor.execute(
                 "SELECT session, registrations FROM replicas WHERE replica_id = ?", (replica_id,)
             ).fetchone()
-            if known is not None and known[0] != session and self.is_alive(replica_id):
+            if row is not None and row[0] != session and self.is_alive(replica_id):
                 raise DuplicateError(
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
                     "of its own, or end that one"
                 )
             self._check_ranks(cursor, replica_id, about.get("world_size"))
             check_model(cursor, model)
-            count = 1 if known is None else known[1] + (known[0] != session)
+            count = 1 if row is None else row[1] + (row[0] != session)
             cursor.execute(
                 "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?)",
                 (replica_id, session, json.dumps(dict(about)), count),
             )
-        is_new = known is None or known[0] != session
-        with self._lock:  # from now on the life before this one is over
+        is_new = row is None or row[0] != session
+        with self._lock:  # from here on requests of the previous session are rejected
             since = self.clock() if is_new else self._registered_at(replica_id)
             self._sessions[replica_id] = session
-            self._lives[replica_id] = Life(since, self.clock(), {"phase": "joining"})
+            self._incarnations[replica_id] = Incarnation(since, self.clock(), {"phase": "joining"})
         if is_new:
             again = "" if count == 1 else f", for the {count}. time"
-            self._journal.tell(
+            self._journal.add(
                 f"replica group {replica_id} registered from {about.get('host')}{again}"
             )
 
@@ -142,30 +154,30 @@ class Registry:
         rows = cursor.execute("SELECT replica_id, about FROM replicas").fetchall()
         for other, text in rows:
             theirs = json.loads(text).get("world_size")
-            # One that this process has not heard of may have ended before its restart.
-            is_known = other in self._lives and self.is_alive(other)
-            if other != replica_id and is_known and theirs != ranks:
-                raise RefusedError(
+            # A group without a heartbeat since this process began may have ended before that.
+            is_seen_alive = other in self._incarnations and self.is_alive(other)
+            if other != replica_id and is_seen_alive and theirs != ranks:
+                raise RejectedError(
                     f"replica group {replica_id!r} has a world size of {ranks}, and replica group "
-                    f"{other!r} of this run one of {theirs}: start every group with the same "
-                    "number of ranks"
+                    f"{other!r} of this run has {theirs}: start every group with the same number "
+                    "of ranks"
                 )
 
     def model_fingerprint(self) -> str | None:
-        """``fingerprint_of`` the model of the run; None before the first group has registered."""
+        """The fingerprint of the run's model; None before the first group has registered."""
         with self._database.transaction() as cursor:
             return find_fingerprint(cursor)
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
-        """A group is alive, and here it stands. Never waits for the disk.
+        """Record that a group is alive, and its heartbeat's fields. It never waits for the disk.
 
         Raises:
-            OutdatedError: Another one has registered under its name.
+            OutdatedError: Another session has registered under the name.
         """
         with self._lock:
             self._check_session(replica_id, session)
             since = self._registered_at(replica_id)
-            self._lives[replica_id] = Life(since, self.clock(), dict(progress))
+            self._incarnations[replica_id] = Incarnation(since, self.clock(), dict(progress))
             if progress.get("loss") is not None:
                 losses = self._losses.setdefault(replica_id, {})
                 losses[progress.get("batch") or 0] = progress["loss"]
@@ -173,27 +185,32 @@ class Registry:
                     self._losses[replica_id] = dict(sorted(losses.items())[::2])
 
     def end(self, replica_id: str) -> None:
-        """Whoever started a group says that its processes are gone: its name is free at once."""
+        """Record that a group's processes have ended, so that its name is free at once.
+
+        The caller is the launcher that started the group.
+        """
         with self._lock:
-            life = self._lives.get(replica_id)
-            if life is not None:
-                life.left_at = self.clock()
+            incarnation = self._incarnations.get(replica_id)
+            if incarnation is not None:
+                incarnation.left_at = self.clock()
 
     def leave(self, replica_id: str, session: str) -> None:
-        """A group has ended.
+        """Record that a group has finished.
 
         Raises:
-            OutdatedError: Another one has registered under its name.
+            OutdatedError: Another session has registered under the name.
         """
         with self._lock:
             self._check_session(replica_id, session)
-            life = self._lives.setdefault(replica_id, Life(self._began, self.clock(), {}))
-            life.left_at = self.clock()
-            life.progress["phase"] = "finished"
-        self._journal.tell(f"replica group {replica_id} has left")
+            incarnation = self._incarnations.setdefault(
+                replica_id, Incarnation(self._began, self.clock(), {})
+            )
+            incarnation.left_at = self.clock()
+            incarnation.progress["phase"] = "finished"
+        self._journal.add(f"replica group {replica_id} has left")
 
     def names(self) -> frozenset[str]:
-        """All groups that ever registered."""
+        """The names of all groups that ever registered."""
         with self._lock:
             return frozenset(self._sessions)
 
@@ -204,61 +221,73 @@ class Registry:
             )
 
     def is_alive(self, replica_id: str) -> bool:
-        """Whether it has been heard of in time; after a restart of this service, in that time."""
-        life = self._lives.get(replica_id)
-        if life is None:
-            return self.clock() - self._began < self.heartbeat_timeout_s
-        return life.left_at is None and self.clock() - life.last_seen < self.heartbeat_timeout_s
+        """Whether a group's last heartbeat is recent enough.
 
-    def death_of(self, replica_id: str, session: str) -> float | None:
-        """When a life of a group was over, by ``clock``; None if it may go on.
+        Until this service itself is older than the timeout, groups that it has not heard of count
+        as alive.
+        """
+        incarnation = self._incarnations.get(replica_id)
+        if incarnation is not None and incarnation.left_at is not None:
+            return False
+        return self.clock() - self._last_seen(incarnation) < self.heartbeat_timeout_s
 
-        What this process has not seen itself was over at the latest when it began.
+    def ended_at(self, replica_id: str, session: str) -> float | None:
+        """When an incarnation of a group ended, by ``clock``; None if it may be alive.
+
+        An end that this process has not seen counts from the latest time at which it can have been.
+
+        Args:
+            replica_id: Name of the group.
+            session: The session of the incarnation.
         """
         current = self._sessions.get(replica_id)
         if current not in (None, session):
             return self._registered_at(replica_id)
-        life = self._lives.get(replica_id)
-        if life is not None and life.left_at is not None:
-            return life.left_at
+        incarnation = self._incarnations.get(replica_id)
+        if incarnation is not None and incarnation.left_at is not None:
+            return incarnation.left_at
         if self.is_alive(replica_id):
             return None
-        return (self._began if life is None else life.last_seen) + self.heartbeat_timeout_s
+        return self._last_seen(incarnation) + self.heartbeat_timeout_s
+
+    def _last_seen(self, incarnation: Incarnation | None) -> float:
+        """When the last heartbeat came; the begin of this service if none has come since."""
+        return self._began if incarnation is None else incarnation.last_seen
 
     def _registered_at(self, replica_id: str) -> float:
-        life = self._lives.get(replica_id)
-        return self._began if life is None else life.registered_at
+        incarnation = self._incarnations.get(replica_id)
+        return self._began if incarnation is None else incarnation.registered_at
 
     def losses(self) -> dict[str, list[tuple[int, float]]]:
-        """Losses of each group by batches, no more points than a picture can show.
+        """The losses of each group, thinned to ``MAX_POINTS`` points for a chart.
 
-        By batches and not inner steps: a group that came back counts those from 0.
+        They are by batch, since a group that was restarted counts inner steps from 0.
         """
         with self._lock:
             copies = {
                 replica_id: list(losses.items()) for replica_id, losses in self._losses.items()
             }
-        found = {}
+        thinned = {}
         for replica_id, points in copies.items():
             points.sort()
             every = 1 + len(points) // self.MAX_POINTS
-            found[replica_id] = points[(len(points) - 1) % every :: every]  # the newest is in it
-        return found
+            thinned[replica_id] = points[(len(points) - 1) % every :: every]  # with the newest one
+        return thinned
 
     def replicas(self) -> list[dict[str, Any]]:
-        """All groups that ever registered, for people."""
+        """All groups that ever registered, as the status page shows them."""
         with self._database.transaction() as cursor:
             rows = cursor.execute(
                 "SELECT replica_id, about, registrations FROM replicas ORDER BY replica_id"
             ).fetchall()
-        found = []
+        groups = []
         for replica_id, about, registrations in rows:
-            life = self._lives.get(replica_id)
-            seen = None if life is None else round(self.clock() - life.last_seen, 1)
-            found.append(
+            incarnation = self._incarnations.get(replica_id)
+            seen = None if incarnation is None else round(self.clock() - incarnation.last_seen, 1)
+            groups.append(
                 {"replica_id": replica_id, "registrations": registrations}
                 | json.loads(about)
                 | {"is_alive": self.is_alive(replica_id), "last_seen_s": seen}
-                | ({} if life is None else life.progress)
+                | ({} if incarnation is None else incarnation.progress)
             )
-        return found
+        return groups

@@ -1,4 +1,4 @@
-"""What a run trains: the names, shapes and dtypes that all its replica groups have in common."""
+"""The model of a run: names, shapes and dtypes that are equal in all its replica groups."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.coordinator.run_settings import RejectedError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (only INTEGER PRIMARY KEY CHECK (only = 1), rows TEXT NOT NULL);
 """
 
 ModelRow = tuple[str, tuple[int, ...], str]
-"""Name, shape and dtype of what is synchronised."""
+"""Name, shape and dtype of a tensor that is synchronized."""
 
 
 def check_model(cursor: sqlite3.Cursor, model: Sequence[ModelRow]) -> None:
     """Compare a group's model with the run's, which is that of the first group.
 
+    Args:
+        cursor: Of a transaction.
+        model: The tensors that the group synchronizes.
+
     Raises:
-        RefusedError: It is another one; the message names the first difference.
+        RejectedError: The models differ. The message names the first difference.
     """
     rows = _sorted_rows(model)
-    known = cursor.execute("SELECT rows FROM model").fetchone()
-    if known is None:
+    stored = cursor.execute("SELECT rows FROM model").fetchone()
+    if stored is None:
         cursor.execute("INSERT INTO model VALUES (1, ?)", (json.dumps(rows),))
         return
-    here = {name: (shape, dtype) for name, shape, dtype in rows}
-    run = {name: (shape, dtype) for name, shape, dtype in json.loads(known[0])}
-    for name in sorted(here.keys() | run.keys()):
-        if here.get(name) != run.get(name):
-            raise RefusedError(
-                f"another model: {name} is {_described(here.get(name))} here, and "
-                f"{_described(run.get(name))} in this run"
+    group = {name: (shape, dtype) for name, shape, dtype in rows}
+    run = {name: (shape, dtype) for name, shape, dtype in json.loads(stored[0])}
+    for name in sorted(group.keys() | run.keys()):
+        if group.get(name) != run.get(name):
+            raise RejectedError(
+                f"another model: {name} is {_described(group.get(name))} in this group, and "
+                f"{_described(run.get(name))} in this run. Use the run's model config"
             )
 
 
 def find_fingerprint(cursor: sqlite3.Cursor) -> str | None:
-    """``fingerprint_of`` the run's model; None before the first group has registered."""
-    known = cursor.execute("SELECT rows FROM model").fetchone()
-    return None if known is None else fingerprint_of(json.loads(known[0]))
+    """The fingerprint of the run's model; None before the first group has registered."""
+    stored = cursor.execute("SELECT rows FROM model").fetchone()
+    return None if stored is None else fingerprint_of(json.loads(stored[0]))
 
 
 def fingerprint_of(model: Sequence[ModelRow]) -> str:
-    """16 hexadecimal digits that another model does not have, in whatever order its rows are."""
+    """A hash of a model with 16 hexadecimal digits. The order of the rows does not matter."""
     return hashlib.sha256(json.dumps(_sorted_rows(model)).encode()).hexdigest()[:16]
 
 

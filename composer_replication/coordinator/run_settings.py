@@ -12,7 +12,7 @@ from composer_replication.coordinator.journal import Journal
 from composer_replication.diloco.settings import DiLoCoSettings
 
 CHANGEABLE = ("outer_lr", "outer_momentum", "sync_every")
-"""Settings that a run may change while it goes on."""
+"""Settings that may change while groups are training."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (
@@ -22,27 +22,28 @@ CREATE TABLE IF NOT EXISTS settings (
 """
 
 
-class RefusedError(ValueError):
+class RejectedError(ValueError):
     """A replica group, or a change of settings, that does not fit the run."""
 
 
 class RunSettings:
-    """The authority on the settings that all replica groups of a run have.
+    """The settings that all replica groups of a run have, in all their versions.
 
     Args:
-        database: Where they are kept.
-        journal: Told of changes.
-        settings: Those of the config. If it has changed since this state was last served, they
-            are a new version; changes made meanwhile stay while it has not.
-        source: Where they come from, for people.
-        all_start: Whether all replica groups start together with this service, so that any setting
-            may have changed. Else groups may be in training, and hear of some changes only.
+        database: Holds the versions.
+        journal: Receives changes.
+        settings: The settings of the config. If the config has changed since this state folder was
+            last served, they become a new version. If not, later changes stay in force.
+        source: Where the settings come from, for people.
+        all_start: Whether all replica groups start together with this service, so that every
+            setting may have changed. Otherwise groups may be training, and only ``CHANGEABLE``
+            settings may have changed.
 
     Attributes:
-        newest_version: The number of the newest version, without a look at the database.
+        newest_version: Number of the newest version. Reading it does not use the database.
 
     Raises:
-        RefusedError: The config has changed in what groups in training cannot adopt.
+        RejectedError: The config has changed in a setting that groups in training cannot adopt.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class RunSettings:
             (version,) = cursor.execute("SELECT max(version) FROM settings").fetchone()
         self.newest_version = version
         if version > 1:
-            self._journal.tell(f"settings version {version}: {source}")
+            self._journal.add(f"settings version {version}: {source}")
         return version
 
     def newest(self) -> tuple[int, DiLoCoSettings, str]:
-        """The newest version, the settings, and where they come from."""
+        """Return the number of the newest version, its settings, and where they come from."""
         with self._database.transaction() as cursor:
             version, text, source = cursor.execute(
                 "SELECT version, settings, source FROM settings ORDER BY version DESC LIMIT 1"
@@ -90,52 +91,61 @@ class RunSettings:
         return version, DiLoCoSettings(**json.loads(text)), source
 
     def of(self, version: int) -> DiLoCoSettings:
-        """One version.
+        """Return the settings of one version.
 
         Raises:
-            RefusedError: There is no such version.
+            RejectedError: There is no such version.
         """
         with self._database.transaction() as cursor:
             row = cursor.execute(
                 "SELECT settings FROM settings WHERE version = ?", (version,)
             ).fetchone()
         if row is None:
-            raise RefusedError(f"there are no settings of version {version}")
+            raise RejectedError(
+                f"there is no settings version {version}: the newest is {self.newest_version}"
+            )
         return DiLoCoSettings(**json.loads(row[0]))
 
     def change(self, changes: Mapping[str, Any]) -> int:
-        """Add a version with some settings changed, and return its number.
+        """Add a version in which some settings have changed.
 
-        Groups hear of it with their heartbeats, and adopt it at one and the same outer step.
+        Groups learn of it from the answers to their heartbeats, and adopt it at the same outer
+        step.
+
+        Args:
+            changes: New values by name.
+
+        Returns:
+            The number of the new version; that of the newest one if nothing changes.
 
         Raises:
-            RefusedError: A setting cannot be changed in mid-run, or the value is out of range.
+            RejectedError: A setting cannot change during training, or a value is out of range.
         """
         fixed = sorted(changes.keys() - set(CHANGEABLE))
         if fixed:
-            raise RefusedError(
-                f"{', '.join(fixed)} cannot change while the run goes on: only "
-                f"{', '.join(CHANGEABLE)} can"
+            raise RejectedError(
+                f"{', '.join(fixed)} cannot change while the run goes on: change one of "
+                f"{', '.join(CHANGEABLE)}"
             )
         version, settings, source = self.newest()
         try:
             changed = DiLoCoSettings(**asdict(settings) | dict(changes))
         except (TypeError, ValueError) as error:
-            raise RefusedError(str(error)) from error
+            raise RejectedError(str(error)) from error
         if changed == settings:
             return version
-        told = ", ".join(f"{name} {getattr(settings, name)} -> {v}" for name, v in changes.items())
-        return self._add(changed, f"{source.partition(';')[0]}; {told}", is_config=False)
+        text = ", ".join(f"{name} {getattr(settings, name)} -> {v}" for name, v in changes.items())
+        return self._add(changed, f"{source.partition(';')[0]}; {text}", is_config=False)
 
 
 def _check_adoptable(before: Mapping[str, Any], now: DiLoCoSettings) -> None:
-    told = [
+    differing = [
         f"{name} {before.get(name)!r} before, {value!r} now"
         for name, value in json.loads(json.dumps(asdict(now))).items()
         if before.get(name) != value and name not in CHANGEABLE
     ]
-    if told:
-        raise RefusedError(
-            f"the state folder is of a run with other settings ({', '.join(told)}), which groups "
-            "in training cannot adopt: use another state folder for another run"
+    if differing:
+        raise RejectedError(
+            f"the state folder belongs to a run with other settings ({', '.join(differing)}), "
+            "which groups in training cannot adopt: use another state folder for another run"
         )

@@ -1,4 +1,4 @@
-"""The coordinator as a process, or inside the launcher's: a torchft lighthouse and the service."""
+"""Runs the coordinator and its lighthouse, in a process of their own or inside the launcher's."""
 
 from __future__ import annotations
 
@@ -30,37 +30,38 @@ if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
 STATE = "coordinator.sqlite"
-"""The database in the state folder."""
+"""Name of the database in the state folder."""
 
 LOCK = "coordinator.lock"
-"""Locked by the process that serves the state folder; it has its number."""
+"""Name of a file in the state folder. The process that serves the folder holds a lock on it."""
 
 
 class Coordinator:
-    """A running coordinator; close it with ``shutdown``.
+    """A running coordinator. Close it with ``shutdown``.
 
     Args:
-        settings: Of the run.
-        source: Where they come from, for people.
-        num_replicas: How many groups a cold start waits for.
+        settings: DiLoCo settings of the run.
+        source: Where the settings come from, for people.
+        num_replicas: Number of groups that a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
-        state_dir: Where the state is kept; it is made if it is not there.
-        bind: Where the service listens, ``address:port``, and on the next port the lighthouse; port
-            0 is a free one for each.
-        hostname: How groups reach this machine. None: its host name.
-        tokens: Every request has to bear one of them; none for no such check.
-        heartbeat_timeout_s: After how long a silent group is dead.
-        straggler_timeout_s: How long a quorum waits for a group that is alive and not there yet.
-        lighthouse_heartbeat_ms: After how long without a heartbeat the lighthouse drops a group.
-        all_start: Whether all groups start together with it, see ``RunSettings``.
-        model_section: The config's ``model``, which groups compare with their own before they build
+        state_dir: Folder of the run's state, which is created if it does not exist.
+        bind: Address of the service, ``address:port``. The lighthouse uses the next port. With port
+            0 each uses a free one.
+        hostname: Name of this machine for the groups. None: its host name.
+        tokens: Accepted tokens. Empty: requests need none.
+        heartbeat_timeout_s: Seconds of silence after which a group is dead.
+        straggler_timeout_s: Seconds that a quorum waits for a group that is alive and has not
+            joined.
+        lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
+        all_start: Whether all groups start together with this service, see ``RunSettings``.
+        model_section: The config's ``model``. Groups compare it with their own before they build
             it.
-        tls: The certificate of the service; None for plain HTTP.
+        tls: Certificate of the service. None: plain HTTP.
 
     Raises:
-        ValueError: ``bind`` is no address, the certificate cannot be used, another process serves
-            the state folder, or the state is of a run with other settings.
-        OSError: Nothing can listen there.
+        ValueError: ``bind`` is not an address, the certificate cannot be used, another process
+            serves the state folder, or the folder belongs to a run with other settings.
+        OSError: The address cannot be listened at.
         StorageError: The state cannot be read or written.
     """
 
@@ -83,8 +84,9 @@ class Coordinator:
         tls: TlsFiles | None = None,
     ) -> None:
         state_dir.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as opened:  # an error here closes what has been opened
-            # Two on one folder would each take the other's groups for dead and end their streams.
+        with ExitStack() as opened:  # an error below closes what is open by then
+            # Without the lock, a second coordinator on this folder would receive no heartbeats of
+            # the first one's groups, count them as dead and close their streams.
             opened.callback(os.close, open_lock(state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(state_dir / STATE)))
             journal = Journal(database)
@@ -123,22 +125,22 @@ class Coordinator:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the service answers."""
+        """Whether the service is running."""
         return self._http.is_serving
 
     def group_has_ended(self, replica_id: int | str) -> None:
-        """A group's processes are gone: it may be started again without a wait."""
+        """Free the name of a group whose processes have ended, so that it can restart at once."""
         self._registry.end(str(replica_id))
 
     def shutdown(self) -> None:
-        """End the service and the lighthouse; all that was answered is on the disk."""
+        """Stop the service and the lighthouse. What the service has answered is on the disk."""
         self._open.close()
 
 
 def _start_lighthouse_beside(
     bind: str, straggler_timeout_s: float, heartbeat_timeout_ms: int
 ) -> LighthouseServer:
-    """On the next port, so that groups find it again after a restart of this process."""
+    """Start the lighthouse on the next port, where groups find it again after a restart."""
     address, _, port = bind.rpartition(":")
     try:
         return start_lighthouse(
@@ -149,12 +151,12 @@ def _start_lighthouse_beside(
         )
     except OSError as error:
         raise OSError(
-            f"--bind {bind}: {error}. The lighthouse takes the port after it: choose another"
+            f"--bind {bind}: {error}. The lighthouse uses the next port: choose another one"
         ) from error
 
 
 def _reachable_as(address: str) -> str:
-    """How groups reach what listens at an address: every interface goes by the machine's name."""
+    """The host by which groups reach an address. For all interfaces that is the machine's name."""
     host = address.strip("[]")
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
@@ -162,13 +164,13 @@ def _reachable_as(address: str) -> str:
 
 
 def _own_address(bind: str) -> str:
-    """How this process reaches what listens there."""
+    """The host by which this process reaches an address."""
     host = bind.rpartition(":")[0].strip("[]")
     return "127.0.0.1" if host in ("::", "0.0.0.0") else bracketed(host)
 
 
 def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
-    """The names of a service that only this machine reaches; None if others do."""
+    """Host names of a service that only this machine reaches; None if other machines reach it."""
     return (
         ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
         if is_loopback(bind)
@@ -177,6 +179,6 @@ def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
 
 
 def is_loopback(bind: str) -> bool:
-    """Whether only this machine reaches what listens at ``address:port``."""
+    """Whether only this machine can reach ``address:port``."""
     host = bind.rpartition(":")[0].strip("[]")
     return host == "localhost" or host == "::1" or host.startswith("127.")

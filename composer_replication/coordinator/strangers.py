@@ -1,4 +1,4 @@
-"""Members of the lighthouse's quorum that have not registered with the coordinator."""
+"""Finds members of the lighthouse's quorum that have not registered with the coordinator."""
 
 from __future__ import annotations
 
@@ -16,65 +16,65 @@ log = logging.getLogger(__name__)
 class Strangers:
     """Compares the lighthouse's members with the registered replica groups, in a thread.
 
-    The lighthouse takes everybody who reaches its port. Every group of a run registers before it
-    asks for a quorum, so a member that never did is none of them: a group that was started without
-    the coordinator's address, or an intruder.
+    The lighthouse accepts everybody who reaches its port. Every group of the run registers before
+    it requests a quorum. A member that never registered is therefore a group that was started
+    without the coordinator's address, or an intruder.
 
     Args:
-        lighthouse_addr: ``http://host:port``.
-        registry: Of the run's groups.
-        journal: Told once of each stranger.
+        lighthouse_addr: ``http://host:port`` of the lighthouse.
+        registry: Registered groups of the run.
+        journal: Receives each such member once.
     """
 
     EVERY_S = 5.0
-    MAX_TOLD = 20
-    """Names in the log and on the page. Somebody may join under ever new ones."""
+    MAX_REPORTED = 20
+    """Most names in the log and on the page. An intruder could join under ever new names."""
 
     def __init__(self, lighthouse_addr: str, registry: Registry, journal: Journal) -> None:
         self._lighthouse_addr = lighthouse_addr
         self._registry = registry
         self._journal = journal
         self._seen_before: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._ended = threading.Event()
         self.names: list[str] = []
-        """Those in the last quorum, for people."""
+        """Unregistered members of the last quorum, for the page."""
 
     def start(self) -> None:
-        """Look every ``EVERY_S`` seconds from now on."""
+        """Start the thread, which compares every ``EVERY_S`` seconds."""
         threading.Thread(target=self._run, name="strangers", daemon=True).start()
 
     def close(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._ended.set()
 
     def _run(self) -> None:
         while not self._ended.wait(self.EVERY_S):
             try:
-                self.look()
+                self.check()
             except StorageError as error:
                 log.warning("%s", error)
 
-    def look(self) -> None:
-        """Find the strangers of the last quorum.
+    def check(self) -> None:
+        """Find the unregistered members of the last quorum.
 
-        Only who is there twice in a row counts: a coordinator that has lost its state hears of its
-        groups a moment later.
+        Only a member that is found twice in a row counts: a coordinator that has lost its state is
+        told of its groups a moment later.
         """
         members = read_status(self._lighthouse_addr).members
         names = {_name_of(member.replica_id) for member in members} - self._registry.names()
-        found = names & self._seen_before
+        confirmed = names & self._seen_before
         self._seen_before = names
-        self.names = sorted(found)[: self.MAX_TOLD]
+        self.names = sorted(confirmed)[: self.MAX_REPORTED]
         for name in self.names:
-            if name not in self._told and len(self._told) < self.MAX_TOLD:
-                self._told.add(name)
-                self._journal.tell(
-                    f"{name!r} takes part in syncs and has not registered here: start it with "
+            if name not in self._reported and len(self._reported) < self.MAX_REPORTED:
+                self._reported.add(name)
+                self._journal.add(
+                    f"{name!r} takes part in syncs without being registered: start it with "
                     "COMPOSER_REPLICATION_COORDINATOR, or find out who reaches the lighthouse"
                 )
 
 
 def _name_of(replica_id: str) -> str:
-    """The name in a lighthouse's ``name:uuid``, as short as ours are at most."""
+    """The name in a lighthouse's ``name:uuid``, cut to the longest name that a group may have."""
     return (replica_id.rpartition(":")[0] or replica_id)[:64]

@@ -1,4 +1,4 @@
-"""The streams of samples of replica groups: whose they are, and when they end."""
+"""Records which samples are in the model, and closes the sample streams of dead groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.work_units.tables import check_count
-from composer_replication.coordinator.work_units.work_units import Ledger, WorkUnits
+from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS outer_step (
@@ -19,16 +19,17 @@ CREATE TABLE IF NOT EXISTS outer_step (
 
 
 class Streams:
-    """Takes the reports of what is in the model, and ends the streams of groups that are dead.
+    """The sample streams of the replica groups, and the outer step of the run.
 
-    A group that missed a committed sync takes over the others' state before it takes part again,
-    so nothing more of its stream gets into the model, and what did is in that sync's ledger. That
-    is when the stream of a dead group ends: not before, for what it trained on may yet be synced.
+    A group that missed a committed sync loads the others' state before it takes part again. From
+    then on nothing more of its stream can get into the model, and what did is in the ledger of that
+    sync. So that is when the stream of a dead group is closed. Closing it earlier would lease
+    samples to others that its last sync may still put into the model.
 
     Args:
-        database: Where all of it is kept.
-        registry: Of the replica groups; it tells who is dead.
-        journal: Told of samples that come back.
+        database: Holds all of this.
+        registry: Knows which groups are dead.
+        journal: Receives samples that become available again.
     """
 
     def __init__(self, database: Database, registry: Registry, journal: Journal) -> None:
@@ -37,108 +38,118 @@ class Streams:
         self._journal = journal
         self.units = WorkUnits(database)
         self._newest: tuple[int, Set[int]] = (0, set())
-        """The last outer step that this process has heard of, and who took part in it."""
-        self._heard = 0
-        """The largest outer step in a heartbeat; it may not be in the database yet."""
+        """The newest outer step reported to this process, and the streams that took part in it."""
+        self._max_observed = 0
+        """The largest outer step in a heartbeat. It may not be in the database yet."""
         database.execute_schema(_SCHEMA)
 
     @property
     def outer_step(self) -> int:
-        """The largest one reported; after a rewind, that of the checkpoint. 0 before any."""
+        """The largest outer step so far; after a rewind, that of the checkpoint. 0 before any."""
         with self._database.transaction() as cursor:
-            return max(self._heard, _read_outer_step(cursor))
+            return max(self._max_observed, _read_outer_step(cursor))
 
-    def hear_outer_step(self, outer_step: int) -> bool:
-        """Take note of an outer step in memory; whether ``note_outer_step`` is to store it."""
-        is_new = outer_step > self._heard
-        self._heard = max(self._heard, outer_step)
+    def observe_outer_step(self, outer_step: int) -> bool:
+        """Record an outer step in memory.
+
+        Returns:
+            Whether it is new, so that ``store_outer_step`` has to store it.
+        """
+        is_new = outer_step > self._max_observed
+        self._max_observed = max(self._max_observed, outer_step)
         return is_new
 
-    def note_outer_step(self, outer_step: int) -> None:
-        """A group is there: a run that has made outer steps is not begun anew by accident."""
+    def store_outer_step(self, outer_step: int) -> None:
+        """Store an outer step. A run with outer steps is not started anew by accident."""
         with self._database.transaction() as cursor:
             if outer_step > _read_outer_step(cursor):
                 _set_outer_step(cursor, outer_step)
 
-    def commit(self, outer_step: int, ledger: Ledger, present: Set[int], age_s: float) -> list[int]:
-        """Take the report of a sync.
+    def commit(
+        self, outer_step: int, ledger: LedgerEntries, present: Set[int], age_s: float
+    ) -> list[int]:
+        """Record a sync.
 
         Args:
-            outer_step: Of the model after it.
-            ledger: Of that model.
-            present: The streams of the groups that took part.
-            age_s: How long ago it ended, in seconds.
+            outer_step: Outer step of the model after the sync.
+            ledger: Ledger of that model.
+            present: Streams of the groups that took part.
+            age_s: Seconds since the sync ended.
 
         Returns:
-            The streams in the ledger that are unknown.
+            The unknown streams of the ledger.
 
         Raises:
-            RefusedError: A stream has more than was leased; then nothing is noted at all.
+            RejectedError: A stream has more samples than were leased to it. Nothing is recorded
+                then.
         """
         check_count("outer_step", outer_step)
         ended = self._registry.clock() - age_s
         with self._database.transaction():
             unknown = self.units.commit(ledger)
-            self.note_outer_step(outer_step)
+            self.store_outer_step(outer_step)
             self._newest = max((outer_step, present), self._newest, key=lambda sync: sync[0])
             for stream in self.units.open_streams():
                 if stream.stream not in present:
-                    died = self._registry.death_of(stream.replica_id, stream.session)
-                    if died is not None and ended > died:
+                    died_at = self._registry.ended_at(stream.replica_id, stream.session)
+                    if died_at is not None and ended > died_at:
                         self._close(stream.stream, stream.replica_id)
         return unknown
 
-    def release(self, stream: int, ledger: Ledger) -> list[int]:
-        """A group gives up its stream: it has ended, or has taken over the others' state.
+    def release(self, stream: int, ledger: LedgerEntries) -> list[int]:
+        """Close the stream of a group that has finished or has loaded the others' state.
 
         Args:
-            stream: Its key.
-            ledger: Of the model as the group has it.
+            stream: Key of the stream.
+            ledger: Ledger of the group's model.
 
         Returns:
-            The streams in the ledger that are unknown.
+            The unknown streams of the ledger.
 
         Raises:
             UnknownStream: There is no such stream.
-            RefusedError: A stream has more than was leased; then nothing is noted at all.
+            RejectedError: A stream has more samples than were leased to it. Nothing is recorded
+                then.
         """
         with self._database.transaction():
             unknown = self.units.commit(ledger)
             self._close(stream, self.units.owner(stream))
         return unknown
 
-    def rewind(self, outer_step: int, ledger: Ledger) -> None:
-        """The run goes on from a checkpoint.
+    def rewind(self, outer_step: int, ledger: LedgerEntries) -> None:
+        """Continue the run from a checkpoint.
 
-        Every group of a start says so. One that comes late with it changes nothing: a group of that
-        start has taken part in a later outer step by then, and lives.
+        Every group that resumes sends this request. One that arrives late changes nothing: by then
+        a live group of the same start has taken part in a later outer step.
 
         Args:
-            outer_step: Of its model.
-            ledger: Of its model; see ``WorkUnits.rewind`` for what is undone.
+            outer_step: Outer step of the checkpoint's model.
+            ledger: Ledger of that model; see ``WorkUnits.rewind`` for what is undone.
 
         Raises:
             UnknownStream: The checkpoint has samples of a stream of another state folder.
-            RefusedError: A stream has more than was leased; in either case nothing changes.
+            RejectedError: A stream has more samples than were leased to it. In either case nothing
+                changes.
         """
         check_count("outer_step", outer_step)
         with self._database.transaction() as cursor:
-            if self._has_gone_on_from(outer_step):
-                self._journal.tell(f"the run has gone on from outer step {outer_step} already")
+            if self._has_passed(outer_step):
+                self._journal.add(f"the run has already continued from outer step {outer_step}")
                 return
             self.units.rewind(ledger)
             if outer_step != self.outer_step:
-                self._journal.tell(
-                    f"the run goes on from outer step {outer_step}, not {self.outer_step}"
+                self._journal.add(
+                    f"the run continues from outer step {outer_step}, not {self.outer_step}"
                 )
                 _set_outer_step(cursor, outer_step)
-            self._heard = 0
+            self._max_observed = 0
             self._newest = outer_step, set()
 
-    def _has_gone_on_from(self, outer_step: int) -> bool:
+    def _has_passed(self, outer_step: int) -> bool:
+        """Whether a live group has taken part in an outer step after this one."""
         newest, present = self._newest
         return newest > outer_step and any(
-            self._registry.death_of(stream.replica_id, stream.session) is None
+            self._registry.ended_at(stream.replica_id, stream.session) is None
             for stream in self.units.open_streams()
             if stream.stream in present
         )
@@ -147,8 +158,9 @@ class Streams:
         samples, in_part = self.units.close(stream)
         if samples:
             part = f", {in_part} of them in part of the model" if in_part else ""
-            self._journal.tell(
-                f"replica group {replica_id}'s samples come back: {samples} not committed{part}"
+            self._journal.add(
+                f"{samples} uncommitted samples of replica group {replica_id} are available "
+                f"again{part}"
             )
 
 

@@ -1,22 +1,24 @@
-"""What a coordinator and its groups say about samples: a dataset, and the leases of its parts."""
+"""What a coordinator and its groups send each other about samples."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What samples there are, and how they are shared out. Equal in all replica groups.
+    """Which samples there are, and how they are divided. Equal in all replica groups.
 
     Attributes:
         dataset_id: Its name.
-        length: Samples.
+        length: Number of samples.
         seed: Of the order of the units, and of the samples in them.
-        unit_size: Samples that are given out together; unit ``u`` begins at sample
+        unit_size: Number of samples that are leased together; unit ``u`` begins at sample
             ``u * unit_size``.
-        shuffle: Whether the samples of a unit are in another order than the dataset's.
+        shuffle: Whether the samples of a unit are shuffled.
     """
 
     dataset_id: str
@@ -25,26 +27,30 @@ class DatasetSpec:
     unit_size: int
     shuffle: bool = True
 
+    def size_of(self, unit: int) -> int:
+        """Number of samples in a unit: the last one may be shorter."""
+        return min(self.unit_size, self.length - unit * self.unit_size)
+
     def samples(self, lease: Lease) -> list[int]:
         """The samples of a lease, in the order in which they are trained on."""
         first = lease.unit * self.unit_size
-        size = min(self.unit_size, self.length - first)
-        order = list(range(size))
+        order = list(range(self.size_of(lease.unit)))
         if self.shuffle:
-            # Who goes on with a unit that another has begun needs the same order, whatever version
-            # of whatever library each of them runs: Python promises this sequence for ever.
+            # A group that continues a unit of another group needs the same order, whatever library
+            # versions both run on: Python promises this sequence for all of its versions.
             draw = random.Random(f"{self.seed} {lease.epoch} {lease.unit}").random
             keys = [draw() for _ in order]
             order.sort(key=keys.__getitem__)
-        return [first + place for place in order[lease.start : lease.stop]]
+        return [first + index for index in order[lease.start : lease.stop]]
 
 
 @dataclass(frozen=True)
 class Lease:
     """The part ``[start, stop)`` of a unit, in the unit's own order.
 
-    An empty one says that nothing of its epoch was to be had. ``stream_start`` samples of the
-    stream come before it; ``is_open`` is false if its stream has been given to others since.
+    An empty lease means that nothing of its epoch was available. ``stream_start`` samples of the
+    stream come before it. ``is_open`` is false if the coordinator has closed the stream, after
+    which its remaining samples belong to other groups.
     """
 
     number: int
@@ -59,3 +65,20 @@ class Lease:
     def is_empty(self) -> bool:
         """Whether the stream pauses here."""
         return self.start == self.stop
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """Which samples are in the model after a sync. A newer report contains every older one.
+
+    Attributes:
+        outer_step: Of the model.
+        ledger: Rows of stream, position, in_part; see ``diloco.sample_ledger``.
+        present: The streams of the groups in that sync.
+        ended_at: When that sync ended, by ``time.monotonic``.
+    """
+
+    outer_step: int
+    ledger: Sequence[Sequence[int]]
+    present: Sequence[int]
+    ended_at: float = field(default_factory=time.monotonic)

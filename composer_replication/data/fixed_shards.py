@@ -1,23 +1,23 @@
-"""Sharing a dataset without a coordinator: each replica group has units of its own."""
+"""Dividing a dataset without a coordinator: each replica group has units of its own."""
 
 from __future__ import annotations
 
 import random
-from functools import lru_cache
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
+from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 
 class FixedShards:
-    """Gives a replica group every ``num_replicas``-th unit of each epoch, shuffled anew each time.
+    """Every ``num_replicas``-th unit of each epoch, in an order that is new in every epoch.
 
-    A group that is not there leaves its units unread, and one that joins without a checkpoint
+    The units of a group that is away stay unread, and a group that joins without a checkpoint
     begins its own from the start.
 
     Args:
-        dataset: Which is shared.
+        dataset: The dataset.
         replica_rank: Which group this is, from 0.
-        num_replicas: Between how many it is shared.
+        num_replicas: Number of groups.
 
     Raises:
         ValueError: There are fewer units than groups.
@@ -33,26 +33,44 @@ class FixedShards:
                 f"{self._num_units} units for num_replicas={num_replicas} groups: use a unit_size "
                 f"of at most {max(1, dataset.length // num_replicas)}"
             )
-        self._units = lru_cache(maxsize=64)(self._own_units)
-        self._num_own = -(-(self._num_units - replica_rank) // num_replicas)
+        self._leases: list[Lease] = []
+        """The leases of one epoch."""
+        # Where the epoch after that begins.
+        self._epoch = self._number = self._samples = 0
+
+    @classmethod
+    def of_group(cls, options: ReplicaOptions, dataset: DatasetSpec) -> FixedShards:
+        """The shards of the group that ``options`` names.
+
+        Raises:
+            ValueError: The group's name is no number, or there are fewer units than groups.
+        """
+        replica_id, num_replicas = replica_id_of(options), options.num_replicas or 1
+        if not replica_id.isdecimal() or int(replica_id) >= num_replicas:
+            raise ValueError(
+                f"replica_id={replica_id!r} does not say which shard of the data is this group's: "
+                f"number the {num_replicas} groups 0 to {num_replicas - 1}, or use a coordinator"
+            )
+        return cls(dataset, int(replica_id), num_replicas)
 
     def lease(self, number: int, epoch: int) -> Lease:
-        """The lease of a number; after each epoch's units comes an empty one."""
-        epoch, place = divmod(number, self._num_own + 1)  # whatever epoch was asked for
-        units = self._units(epoch)
-        start = sum(self._size(self._units(earlier)) for earlier in range(epoch))
-        start += self._size(units[:place])
-        if place == self._num_own:
-            return Lease(number, epoch, 0, 0, 0, start)
-        return Lease(number, epoch, units[place], 0, self._size(units[place : place + 1]), start)
+        """The lease of a number, in ascending order; an empty one follows those of each epoch."""
+        del epoch  # the number says it
+        while number >= self._number:
+            self._begin_epoch()
+        return self._leases[number - self._number]  # counted from the end
 
-    def _own_units(self, epoch: int) -> list[int]:
-        draw = random.Random(f"{self._dataset.seed} {epoch}").random
+    def _begin_epoch(self) -> None:
+        draw = random.Random(f"{self._dataset.seed} {self._epoch}").random
         keys = [draw() for _ in range(self._num_units)]
         order = sorted(range(self._num_units), key=keys.__getitem__)
-        return order[self._rank :: self._num_replicas]
+        self._leases = []
+        for unit in order[self._rank :: self._num_replicas]:
+            self._add(unit, self._dataset.size_of(unit))
+        self._add(0, 0)
+        self._epoch += 1
 
-    def _size(self, units: list[int]) -> int:
-        """Samples in some units of an epoch: the dataset's last unit may be a short one."""
-        missing = self._num_units * self._dataset.unit_size - self._dataset.length
-        return len(units) * self._dataset.unit_size - missing * (self._num_units - 1 in units)
+    def _add(self, unit: int, size: int) -> None:
+        self._leases.append(Lease(self._number, self._epoch, unit, 0, size, self._samples))
+        self._number += 1
+        self._samples += size

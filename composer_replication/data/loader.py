@@ -1,4 +1,4 @@
-"""A DataLoader whose samples are shared out between replica groups, and none is read twice."""
+"""A DataLoader that divides a dataset between replica groups, so that no sample is read twice."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from composer_replication.coordinator.wire_types import DatasetSpec
-from composer_replication.data.sample_stream import Place, Source, StreamReader
+from composer_replication.data.sample_stream import LeaseSource, StreamPosition, StreamReader
 
 
 class ReplicaDataLoader(DataLoader):
-    """Shares a map-style dataset between replica groups, their ranks and their workers.
+    """Divides a map-style dataset between replica groups, their ranks and their workers.
 
-    Under a coordinator the groups lease units of samples from it: what a dead group has not brought
-    into the model goes to others, and each sample of an epoch is in the model once. Without one
-    every group has a fixed share of the units. Give it to Composer's ``Trainer`` beside a
-    ``DiLoCoCallback``, which connects it; before training it gives nothing.
+    Under a coordinator the groups lease units of samples from it: samples of a dead group that are
+    not in the model go to other groups, and each sample of an epoch is in the model once. Without a
+    coordinator every group has a fixed shard of the units. Pass the loader to Composer's
+    ``Trainer`` beside a ``DiLoCoCallback``, which connects it; before training it is empty.
 
-    How many batches of an epoch a group gets is not known before: ``len`` is a bound, as if it got
-    all of them, so state schedules in batches. Where nothing is left of an epoch, a group's last
-    batch may be smaller, and with several ranks some of its samples may be in it twice, so that all
-    ranks have as many.
+    Nobody knows in advance how many batches of an epoch a group gets: ``len`` is an upper bound, as
+    if it got all of them, so state schedules in batches. At the end of an epoch a group's last
+    batch may be smaller, and with several ranks some samples may be in it twice, so that every rank
+    has the same number.
 
     Args:
         dataset: With ``__getitem__`` and a length; a ``streaming.StreamingDataset`` will do.
         batch_size: Samples per batch and rank.
-        dataset_id: Its name, by which all groups mean the same data.
-        unit_size: Samples that are leased together, contiguous in the dataset. A group trains on
-            one and has the next one ready, so it goes on that long without the coordinator.
-        seed: Of the order of the units, new in each epoch, and of the samples in them.
+        dataset_id: Its name, the same in all groups.
+        unit_size: Number of samples that are leased together, contiguous in the dataset. A group
+            trains on one unit and already has the next one, so it can train on both without the
+            coordinator.
+        seed: Of the order of the units, which is new in each epoch, and of the samples in them.
         shuffle: Whether the samples of a unit are shuffled; the units always are.
         collate_fn: See ``DataLoader``, as for what follows.
         num_workers: Processes that read ahead.
@@ -42,8 +43,8 @@ class ReplicaDataLoader(DataLoader):
 
     Attributes:
         spec: What the groups have to agree on.
-        place: Where in the stream the samples of the last batch end.
-        before: Where they begin, until it is known that the batch has been trained on; else None.
+        position: The position in the stream after the last batch.
+        position_before: The position before it, until the batch has been trained on; else None.
 
     Raises:
         ValueError: A size is below 1, or the dataset has no length.
@@ -71,9 +72,8 @@ class ReplicaDataLoader(DataLoader):
         if not length:
             raise ValueError(f"the dataset {dataset_id!r} has no samples")
         self.spec = DatasetSpec(dataset_id, length, seed, unit_size, shuffle)
-        self.place = Place()
-        self.before: Place | None = None
-        self.is_closed = False
+        self.position = StreamPosition()
+        self.position_before: StreamPosition | None = None
         self._samples = StreamSampler(samples, batch_size)
         self._to_skip: int | None = None
         self._changes_stream = False
@@ -91,33 +91,33 @@ class ReplicaDataLoader(DataLoader):
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def read(self, source: Source, place: Place, has_more: Callable[[], bool]) -> None:
-        """Read a stream from a place on, from the next batch on.
+    def read(
+        self, source: LeaseSource, position: StreamPosition, has_more: Callable[[], bool]
+    ) -> StreamReader:
+        """Read another stream, beginning with the next batch.
 
         Args:
             source: Of the stream's leases.
-            place: Where to begin.
-            has_more: Asked on every rank when the stream pauses: whether to go on in this epoch.
+            position: Where to begin.
+            has_more: Called on every rank when the stream pauses: whether to continue this epoch.
+
+        Returns:
+            The stream's reader.
         """
         self._changes_stream = self._samples.reader is not None
-        self._samples.reader = StreamReader(self.spec, source, place)
-        self._samples.marks.clear()
-        self.place, self._has_more, self.is_closed = place, has_more, False
-        self.before = None
-
-    @property
-    def reader(self) -> StreamReader | None:
-        """What reads the stream."""
-        return self._samples.reader
+        self._samples.reader = reader = StreamReader(self.spec, source, position)
+        self._samples.positions.clear()
+        self.position, self.position_before, self._has_more = position, None, has_more
+        return reader
 
     def __len__(self) -> int:
-        """More batches of an epoch than any group can get: Composer stops there."""
+        """An upper bound of a group's batches in an epoch: Composer stops there."""
         of_ranks = self._samples.batch_size * self._samples.num_replicas
         num_units = -(-self.spec.length // self.spec.unit_size)
         return -(-self.spec.length // of_ranks) + num_units  # each may end in a smaller batch
 
     def pause(self) -> None:
-        """Give nothing until ``begin``: Composer looks at a batch of each epoch that has been."""
+        """Be empty until ``begin``: at a resume Composer reads a batch of each past epoch."""
         self._to_skip = None
 
     def begin(self, epoch: int, batches_done: int) -> None:
@@ -130,35 +130,35 @@ class ReplicaDataLoader(DataLoader):
         if self._to_skip is None or self._samples.reader is None:
             return
         for _ in range(self._to_skip):
-            yield None  # not read again: the place in the stream says where to go on
+            yield None  # not read again: the position in the stream says where to continue
         while True:
             yield from self._until_pause()
             if self._changes_stream:
                 continue
-            self.is_closed = self._samples.reader.is_closed
-            self.place, self.before = self._samples.reader.place, None
+            self.position, self.position_before = self._samples.reader.position, None
             if not self._has_more():
                 return
 
     def _until_pause(self) -> Iterator[Any]:
         self._changes_stream = False
-        self._samples.marks.clear()
+        self._samples.positions.clear()
         for batch in super().__iter__():
-            self.before, self.place = self.place, self._samples.marks.popleft()
+            self.position_before = self.position
+            self.position = self._samples.positions.popleft()
             yield batch
             if self._changes_stream:
-                return  # what the workers have read ahead is of the stream before
+                return  # the workers have read ahead in the stream before this one
 
 
 class StreamSampler(DistributedSampler[int]):
     """Reads a stream: this rank's part of each of the group's batches.
 
-    A ``DistributedSampler`` by name alone, since Composer wants one where there are several ranks.
-    It is read ahead by the loader's workers, so it keeps where each batch ends for when that is
-    trained on.
+    It is a ``DistributedSampler`` because Composer requires one if there are several ranks. The
+    loader reads it ahead for its workers, so it keeps the position after each batch until that
+    batch is trained on.
 
     Args:
-        dataset: Of the samples.
+        dataset: The dataset.
         batch_size: Samples per batch and rank.
     """
 
@@ -166,21 +166,21 @@ class StreamSampler(DistributedSampler[int]):
         super().__init__(dataset, dist.get_world_size(), dist.get_global_rank(), shuffle=False)
         self.batch_size = batch_size
         self.reader: StreamReader | None = None
-        self.marks: deque[Place] = deque()
+        self.positions: deque[StreamPosition] = deque()
 
     def __iter__(self) -> Iterator[int]:
         """The samples up to the next pause of the stream."""
-        assert self.reader is not None, "the loader has seen to it"
+        assert self.reader is not None, "the loader has checked it"
         reader, count = self.reader, self.batch_size * self.num_replicas
-        while taken := reader.take(count, self.epoch):
-            while len(taken) % self.num_replicas:
-                taken.append(taken[0])
-            self.marks.append(reader.place)
-            yield from taken[self.rank :: self.num_replicas]
+        while samples := reader.read(count, self.epoch):
+            while len(samples) % self.num_replicas:
+                samples.append(samples[0])
+            self.positions.append(reader.position)
+            yield from samples[self.rank :: self.num_replicas]
 
 
 class MapStyle(Dataset[Any]):
-    """An iterable dataset that can also be indexed, such as StreamingDataset, as one to be indexed.
+    """Makes a map-style dataset of an iterable one that has an index, such as StreamingDataset.
 
     Args:
         dataset: The dataset.
@@ -192,13 +192,13 @@ class MapStyle(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         if type(dataset).__getitem__ is Dataset.__getitem__:  # which raises
             raise ValueError(
-                f"{type(dataset).__name__} can only be iterated, so its samples cannot be shared "
-                "out: use a map-style dataset, or a StreamingDataset"
+                f"{type(dataset).__name__} can only be iterated, so its samples cannot be divided "
+                "between groups: use a map-style dataset, or a StreamingDataset"
             )
         self._dataset = dataset
 
     def __len__(self) -> int:
-        # The length of a StreamingDataset is that of a rank's share.
+        # A StreamingDataset's length is the number of samples of one rank.
         return int(getattr(self._dataset, "num_samples", None) or len(self._dataset))
 
     def __getitem__(self, index: int) -> Any:

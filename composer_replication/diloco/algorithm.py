@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torchft.local_sgd
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
+from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.averaging.quantized_mean import check_can_encode
+from composer_replication.diloco.averaging.rank_shares import RankShare, host_group
+from composer_replication.diloco.averaging.weighted_mean import elements_of
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
     check_none_thawed,
@@ -26,23 +29,20 @@ from composer_replication.diloco.fragments import (
 )
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
+from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_loop import OuterLoop, SyncError
 from composer_replication.diloco.outer_optimizer import (
     GlobalParameters,
     OuterOptimizer,
     check_sign,
     describe,
+    local_tensor,
     nesterov_sgd,
 )
-from composer_replication.diloco.peer_table import DivergenceError, RollCall
+from composer_replication.diloco.peer_table import DivergenceError, PeerTable
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
-from composer_replication.diloco.settings import (
-    ON_START_TIMEOUT,
-    START_TIMEOUT_S,
-    DiLoCoSettings,
-    StartPolicy,
-)
-from composer_replication.diloco.shards import count_shards
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.shards import Shards, count_shards
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -67,123 +67,70 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     torchft lacks is here: global parameters in fp32 that the outer optimizer owns, weights in the
     mean, a join before training, a retry that loses no inner step (ADR-005, ADR-006, ADR-008).
 
-    Use it as a context manager around training: entering joins the other groups (blocks until they
-    are there), leaving takes the hooks off the inner optimizer.
+    Use it as a context manager around training. Entering it joins the other groups, and blocks
+    until they are connected. Leaving it removes the hooks from the inner optimizer.
 
-    Args:
-        manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
-        model_fragments: The model, or a sequence of modules with one a fragment.
-        inner_optimizer: Trains the local parameters; each of its steps is counted.
-        outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
-            ``torch.optim.Optimizer`` that moves them. None: SGD, lr 0.7, Nesterov momentum 0.9.
-        sync_every: See ``DiLoCoSettings``, as for every argument not listed here.
-        backup_device: Where global parameters and outer state live. None: in host memory.
-        pin_memory: Whether they are pinned there, if there is an accelerator.
-        num_replicas: How many groups a cold start waits for. A group that finds others in training
-            joins these whatever their number.
-        start_timeout_s: How long a cold start waits for them, in seconds.
-        on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
-        must_not_start: Why this group must not begin a run; it then waits for one that has the
-            run's state. None: it may.
-        give_up_after_s: How long a sync waits for ``min_replica_size`` groups, in seconds; None for
-            ever.
-        digest_every: Every how many outer steps the groups compare digests of their global
-            parameters, and a report has the ``global_digest``; 0 for never.
-        ranks: All ranks of this group. Under DDP all hold the same, and each sends a share of the
-            pseudo-gradient. Under FSDP2 each sends the shard that it holds, and they decide
-            together whether the group's pseudo-gradient is finite. None: this rank alone, or with
-            FSDP2 all ranks of the default process group.
-        message_device: Where pseudo-gradients are formed and summed. None: where the model is, as
-            NCCL wants it. ``cpu`` for a model on an accelerator and groups that average over gloo:
-            then a sync needs no memory on the accelerator.
-        also_synced: Names of parameters that are frozen now and belong to the global state, since
-            they were trained when the run began.
-        hang_timeout_s: After how long without progress this process is taken for hung, and ends
-            with a traceback of every thread, in seconds (``HangWatch``). A wait for other groups
-            does not count. ``math.inf`` for never.
+    Its arguments are those of :class:`DiLoCoArguments`: what to train, the run's settings
+    (:class:`DiLoCoSettings`) and the group's options (:class:`DiLoCoOptions`).
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
             different parameters, or the outer optimizer ascends. Before any network is touched.
         SettingsMismatch: On entering, if this group's settings differ from the others'.
-        TimeoutError: On entering, if too few groups came.
-        NothingToContinueFromError: On entering, if all came and ``must_not_start`` says why none
-            may begin the run.
+        TimeoutError: On entering, if too few groups were connected in time.
+        NothingToContinueFromError: On entering, if all are connected and none may begin the run
+            (``start_refusal``).
         SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries.
         DivergenceError: From there too, if this group's global parameters are not the others'.
     """
 
-    def __init__(
-        self,
-        manager: DiLoCoManager | Manager,
-        model_fragments: nn.Module | Sequence[nn.Module],
-        inner_optimizer: torch.optim.Optimizer,
-        outer_optimizer: OuterOptimizer | None = None,
-        sync_every: int = DiLoCoSettings.sync_every,
-        *,
-        num_fragments: int = DiLoCoSettings.num_fragments,
-        fragment_patterns: Sequence[str | Sequence[str]] | None = None,
-        fragment_sync_delay: int = DiLoCoSettings.fragment_sync_delay,
-        fragment_update_alpha: float = DiLoCoSettings.fragment_update_alpha,
-        weight_by: str = DiLoCoSettings.weight_by,
-        sync_buffers: str = DiLoCoSettings.sync_buffers,
-        bucket_cap_mb: float = DiLoCoSettings.bucket_cap_mb,
-        wire_format: str = DiLoCoSettings.wire_format,
-        error_feedback: bool = DiLoCoSettings.error_feedback,
-        max_sync_retries: int = DiLoCoSettings.max_sync_retries,
-        backup_device: torch.device | str | None = None,
-        pin_memory: bool = True,
-        num_replicas: int = 1,
-        start_timeout_s: float = START_TIMEOUT_S,
-        on_start_timeout: str = ON_START_TIMEOUT[0],
-        must_not_start: str | None = None,
-        give_up_after_s: float | None = None,
-        digest_every: int = 0,
-        ranks: ProcessGroup | None = None,
-        message_device: torch.device | str | None = None,
-        also_synced: Collection[str] = (),
-        hang_timeout_s: float = HANG_TIMEOUT_S,
-    ) -> None:
+    @takes(DiLoCoArguments)
+    def __init__(self, *trained: Any, **named: Any) -> None:
+        self._arguments = arguments = DiLoCoArguments(*trained, **named)
+        manager, inner_optimizer = arguments.manager, arguments.inner_optimizer
+        model_fragments, ranks = arguments.model_fragments, arguments.ranks
         if not isinstance(model_fragments, nn.Module):
             model_fragments = list(model_fragments)
-            num_fragments = len(model_fragments) or num_fragments
-        self.settings = settings = DiLoCoSettings(
-            sync_every=sync_every,
-            num_fragments=num_fragments,
-            fragment_patterns=fragment_patterns,
-            fragment_sync_delay=fragment_sync_delay,
-            fragment_update_alpha=fragment_update_alpha,
-            weight_by=weight_by,
-            sync_buffers=sync_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            wire_format=wire_format,
-            error_feedback=error_feedback,
-            max_sync_retries=max_sync_retries,
+            named["num_fragments"] = len(model_fragments) or arguments.num_fragments
+        self.settings = settings = pick(DiLoCoSettings, vars(arguments) | named)
+        _check_use(settings, arguments.outer_optimizer, named)
+        check_can_encode(manager, settings.wire_format)
+        outer_optimizer = arguments.outer_optimizer or nesterov_sgd(
+            settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
         )
-        if settings.discards_overlapped_steps:
-            warnings.warn(
-                f"fragment_sync_delay={fragment_sync_delay} with fragment_update_alpha=0 throws "
-                f"away the {fragment_sync_delay} inner steps taken during every sync: "
-                "use fragment_update_alpha=0.5, as arXiv 2501.18512 does",
-                stacklevel=2,
-            )
-        check_can_encode(manager, wire_format)
-        outer_optimizer = outer_optimizer or nesterov_sgd()
         check_sign(outer_optimizer)
-        fragments = split_model(model_fragments, num_fragments, fragment_patterns, also_synced)
+        fragments = split_model(
+            model_fragments,
+            settings.num_fragments,
+            settings.fragment_patterns,
+            arguments.also_synced,
+        )
         check_trained_by(fragments, inner_optimizer)
         self._left_out = left_out(model_fragments, fragments)
         buffers = split_buffers(model_fragments, len(fragments))
         if settings.sync_buffers == "none":
             buffers = [{} for _ in fragments]
-        backup = torch.device(backup_device or "cpu")
+        backup = torch.device(arguments.backup_device or "cpu")
         num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
         sharded_over = None
         if num_shards > 1:
             sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
+        share = partial(
+            RankShare,
+            bucket=elements_of(settings.bucket_cap_mb),
+            ranks=ranks,
+            device=local_tensor(next(iter(fragments[0].values()))).device,
+            host_ranks=host_group(ranks) if ranks is not None else None,
+        )
         owned = [
             GlobalParameters(
-                parameters, outer_optimizer, backup, pin_memory, own_buffers, sharded_over
+                parameters,
+                outer_optimizer,
+                backup,
+                arguments.pin_memory,
+                own_buffers,
+                Shards([*parameters.values(), *own_buffers.values()], sharded_over),
+                share,
             )
             for parameters, own_buffers in zip(fragments, buffers, strict=True)
         ]
@@ -204,8 +151,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         }
         self._state = GlobalState(owned, fingerprint)
         self._clock = SyncClock()
-        roll_call = RollCall(cast(DiLoCoManager, manager), self._state, digest_every)
-        self._fragments: list[FragmentSync] = [  # pyright: ignore[reportIncompatibleVariableOverride]
+        message_device = arguments.message_device
+        self._fragments: list[FragmentSync] = []  # pyright: ignore[reportIncompatibleVariableOverride]
+        peer_table = PeerTable(
+            cast(DiLoCoManager, manager), self._state, self._fragments, arguments.digest_every
+        )
+        self._fragments += (
             FragmentSync(
                 manager,
                 index,
@@ -214,83 +165,88 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 settings,
                 self._clock,
                 self._state,
-                roll_call,
-                ranks,
+                peer_table,
                 None if message_device is None else torch.device(message_device),
             )
             for index, globals_ in enumerate(owned)
-        ]
-        roll_call.fragments = self._fragments
+        )
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager),
             self._fragments,
             self._state,
             settings,
             self._clock,
-            roll_call,
+            peer_table,
             inner_optimizer,
-            digest_every,
-            give_up_after_s,
+            arguments.digest_every,
+            arguments.give_up_after_s,
         )
         self.counts_steps = True
         self.has_joined_others = False
-        self._start = StartPolicy(num_replicas, start_timeout_s, on_start_timeout, must_not_start)
         self._samples = 0
-        self._hang_timeout_s = hang_timeout_s
         self._hang_watch: HangWatch | None = None
 
     # ---- the schedule is torchft's; behind it, the retry ------------------------------------
 
     def count_samples(self, num_samples: int) -> None:
-        """Say how many samples, over all ranks of the group, the next inner step trains on."""
+        """Add to the number of samples that the next inner step trains on.
+
+        Args:
+            num_samples: Over all ranks of the group.
+        """
         self._samples += num_samples
 
     def expect_last_step(self) -> None:
-        """Say that the next inner step ends training.
+        """Announce that the next inner step is the last one.
 
-        Groups that all know it in their last sync need no further one to find out.
+        If all groups announce it, their last sync ends the run. Otherwise one more sync is needed
+        to find out that no group has anything to send.
         """
         self._outer.ends_with_next_step = True
 
     def read_from(self, stream: int) -> None:
-        """Say that the samples of the next inner steps come from a stream, from its beginning.
+        """Begin a sample stream: the samples of the next inner steps come from its start.
 
-        The global state then records how much of it is in the model, see ``Ledger``.
+        The global state then records how much of the stream is in the model, see ``Ledger``.
 
         Args:
-            stream: From 1, and below 2^44; no two lives of replica groups read the same.
+            stream: The stream's number, from 1 to 2^44 - 1. No two incarnations of replica groups
+                read the same stream.
 
         Raises:
-            ValueError: Inner steps are thrown away, which no record could tell.
+            ValueError: The settings throw inner steps away, so no record would be right.
         """
         check_keeps_all_steps(self.settings)
         self._state.ledger.read_from(stream)
 
     def expect_position(self, position: int) -> None:
-        """Say how many samples of the stream have been read once the next inner step is done."""
+        """Set how many samples of the stream have been read after the next inner step."""
         self._state.ledger.position = position
 
     def make_local_global(self) -> None:
-        """Say that an average has replaced the local parameters and is to be the global ones.
+        """Make the local parameters the global ones at the next sync of each fragment.
 
-        For example Composer's SWA loads its average into the model. Call it in all groups. At the
-        next sync of each fragment the global parameters become the plain mean of the local ones
-        (outer learning rate 1, no momentum), and the outer momentum begins anew. If one group of a
-        sync has called it, that holds for all of them.
+        Call it in all groups after an average has replaced the local parameters, for example when
+        Composer's SWA loads its average into the model. The global parameters become the plain mean
+        of the local ones (outer learning rate 1, no momentum), and the outer momentum is reset. One
+        group of a sync that has called it is enough for all of them.
         """
         self._outer.make_local_global()
 
     @property
     def replaces_global(self) -> bool:
-        """Whether there is a fragment left that ``make_local_global`` has not reached yet."""
+        """Whether ``make_local_global`` still has to take effect in a fragment."""
         return any(fragment.replaces_global for fragment in self._fragments)
 
     def offer_settings(self, versions: Mapping[int, DiLoCoSettings]) -> None:
-        """Say which versions of the settings this group knows, from 1.
+        """Announce which versions of the settings this group knows.
 
-        The newest that all groups of a sync know is adopted by all of them after that sync. Only
-        ``sync_every``, ``outer_lr`` and ``outer_momentum`` are looked at. At the first call the
-        newest one is what this group has been built with.
+        After each sync, all groups adopt the newest version that all of them know. Only
+        ``sync_every``, ``outer_lr`` and ``outer_momentum`` can change that way.
+
+        Args:
+            versions: The settings by version, from 1. At the first call the newest version is the
+                one that this object was built with.
         """
         if not versions:
             return
@@ -300,7 +256,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._state.settings_version = max(versions)
 
     def _follow_schedule(self) -> None:
-        """Rounds are as long as the settings in force say."""
+        """Set the length of a round to that of the settings in force."""
         sync_every = self._state.fingerprint.get("sync_every", self.settings.sync_every)
         known = self._outer.known_settings.get(self._state.settings_version)
         if known is not None:
@@ -321,12 +277,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         counted = self._local_step
         with self._blocking():
             if counted + 1 == self._sync_every and self._is_to_be_sent_again:
-                # torchft's hook has no place for it: its time to send has passed.
+                # torchft's hook sends only at one inner step of a round, which has passed.
                 self._manager.allow_state_dict_read()
                 self._outer.send_again()
             super()._step_post_hook(*step)
             if self._local_step <= counted:  # back at 0: torchft has performed a sync
-                self._outer.settle()
+                self._outer.finish_sync()
                 self._follow_schedule()
 
     def _current_fragment(self) -> int:
@@ -340,7 +296,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
-        self._hang_watch = HangWatch(self._hang_timeout_s)
+        self._hang_watch = HangWatch(self._arguments.hang_timeout_s or HANG_TIMEOUT_S)
         try:
             self._join()
         except BaseException:
@@ -351,12 +307,15 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def _join(self) -> None:
         with self._blocking():
-            self.has_joined_others = self._outer.join(self._start)
+            self.has_joined_others = self._outer.join(
+                self._arguments, self._arguments.start_refusal
+            )
             if self.has_joined_others:
-                # As far from the next sync as the others, who apply this one after the delay.
+                # The others apply this sync after the delay: this puts the next sync at the same
+                # time in all groups.
                 self._local_step = -self.settings.fragment_sync_delay
             elif self._outer.has_healed:
-                self._local_step = 0  # all are resuming, and this group's checkpoint was behind
+                self._local_step = 0  # all are resuming, and this group's checkpoint was older
             self._follow_schedule()
 
     def __exit__(self, *raised: Any) -> Any:
@@ -374,36 +333,41 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     # ---- hangs ------------------------------------------------------------------------------
 
     def note_progress(self) -> None:
-        """Say that something other than an inner step or a sync was completed.
+        """Record that something other than an inner step or a sync was completed.
 
-        For example a batch of an evaluation, or the save of a checkpoint.
+        For example a batch of an evaluation, or the save of a checkpoint. It restarts
+        ``hang_timeout_s``.
         """
         if self._hang_watch is not None:
             self._hang_watch.note_progress()
 
     def waiting_for_others(self) -> AbstractContextManager[None]:
-        """A context in which this group waits for others, which is no hang of its own."""
+        """A context in which this group waits for others: ``hang_timeout_s`` does not count."""
         if self._hang_watch is None:
             return nullcontext()
         return self._hang_watch.waiting_for_others()
 
-    def stand_by(self) -> None:
-        """Take part in the others' next sync now, in mid-round: there are no samples to train on.
+    def sync_idle(self) -> None:
+        """Take part in the others' next sync, while there are no samples to train on.
 
-        Blocks until the others come to it. What has been trained since the last sync is in it; the
-        next inner step begins a new round.
+        It blocks until the others start that sync. This group contributes the inner steps since its
+        last sync, and its next inner step begins a new round.
         """
         with self.waiting_for_others():
-            self._outer.stand_by()
+            self._outer.sync_idle()
         self._local_step = -self.settings.fragment_sync_delay
         self._follow_schedule()
 
     def final_sync(self) -> None:
-        """Synchronise what has been trained since the last syncs, and end on the global parameters.
+        """Synchronise the inner steps since the last syncs, and end on the global parameters.
 
-        Call it when training ends, in every group: the model then holds the global parameters,
+        Call it when training ends, in every group. The model then holds the global parameters,
         whatever ``fragment_update_alpha`` is. Groups that end earlier stay until the last one has
-        ended, without contributing, so that all end on the same.
+        ended, without contributing, so that all end on the same parameters.
+
+        Raises:
+            SyncError: A sync failed more than ``max_sync_retries`` times.
+            DivergenceError: This group's global parameters differ from the others'.
         """
         with self.waiting_for_others():
             self._outer.finish()
@@ -428,52 +392,55 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     @property
     def stream(self) -> int:
-        """What this group reads from; 0 if nothing, or if steps of it were lost."""
+        """The number of this group's sample stream; 0 if it reads none, or has lost steps of it."""
         return self._state.ledger.stream
 
     @property
     def position(self) -> int:
-        """Samples of the stream that the local parameters have been trained on."""
+        """How many samples of the stream the local parameters have been trained on."""
         return self._state.ledger.position
 
     def ledger(self) -> list[list[int]]:
-        """Which samples are in the global parameters: rows of stream, position, in_part."""
+        """The ``SyncedSamples`` of all streams, as rows of stream, position and in_part."""
         return self._state.ledger.rows()
 
     def streams_in_last_sync(self) -> list[int]:
-        """The streams of the groups that took part in it."""
-        return [claim.stream for claim in self._outer.claims if claim.stream]
+        """The sample streams of the groups that took part in the last sync."""
+        return [synced.stream for synced in self._outer.synced_samples if synced.stream]
 
-    def global_parameters(self) -> dict[str, Tensor]:
+    def global_parameters(self) -> Mapping[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.
 
         With ``sync_buffers``, the global buffers too.
 
         The names are the model's own when one module was given, else ``<fragment>.<name>``. Under
-        FSDP2 a tensor is this rank's shard.
+        FSDP2 a tensor is this rank's shard. Under DDP each rank holds a share: a tensor is gathered
+        whenever it is looked up, and every rank of the group has to look it up.
         """
         return self._state.parameters()
 
     def global_digest(self) -> str:
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
 
-        Under FSDP2 it is one over the digests of all ranks' shards, and every rank of the group
-        has to call it.
+        Every rank of the group has to call it. Under FSDP2 it is one over the digests of all ranks'
+        shards.
         """
         return self._state.digest()
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """All that a resume needs beside the model and the inner optimizer.
+        """Return the state that a resume needs beside the model and the inner optimizer.
 
-        Tensors and plain containers only. Of a sync in flight it has what was sent: after a resume
-        that is sent again, when its outer step is due.
+        It consists of tensors and plain containers. If a sync is in flight, it contains the local
+        parameters that were sent: a resumed group sends them again when the outer step is due.
+
+        Every rank of the group has to call it.
 
         Args:
-            copies: Whether it has copies of the tensors. Without, it has to be written before the
-                next inner step, which saves twice the model in host memory.
+            copies: Whether to copy the tensors. Without copies, the state has to be written before
+                the next inner step; that saves host memory of twice the model's size.
         """
         in_flight = (fragment.in_flight_state() for fragment in self._fragments)
-        return self._state.state_dict(copies=copies) | {
+        return self._state.whole_state_dict(copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
             "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
@@ -488,16 +455,17 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave. The model's parameters are loaded elsewhere.
+        """Load what ``state_dict`` returned. The model's parameters are loaded elsewhere.
 
-        Settings may have changed, but for those that say what a fragment is; what has is logged.
+        Settings may have changed since it was saved, except those that define the fragments and the
+        messages. Changes are logged.
 
         Raises:
             SettingsMismatch: It was saved for another model, other fragments or another kind of
                 outer optimizer.
         """
         self._state.resume(state_dict)
-        self._outer.tell_torchft_the_step()
+        self._outer.set_torchft_step()
         self._outer.inner_steps = state_dict["inner_steps"]
         for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
             fragment.inner_steps, fragment.samples = counted
@@ -511,8 +479,27 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
         if in_flight and before_prepare < self._local_step < self._sync_every:
             self._fragments[in_flight["fragment"]].load_in_flight_state(in_flight)
-        else:  # under a new sync_every or delay, what was in flight is formed anew
+        else:  # under a new sync_every or delay, the pseudo-gradient is computed anew
             self._local_step = min(self._local_step, before_prepare)
 
     def _register_state_dict_fn(self) -> None:
         """torchft's own heal state is not used; the outer loop registers ours."""
+
+
+def _check_use(
+    settings: DiLoCoSettings, outer_optimizer: OuterOptimizer | None, named: Collection[str]
+) -> None:
+    unused = [name for name in named if name.startswith("outer_") and name != "outer_optimizer"]
+    if outer_optimizer is not None and unused:
+        raise ValueError(
+            f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
+            "these are of the SGD that DiLoCo makes without one"
+        )
+    if settings.discards_overlapped_steps:
+        delay = settings.fragment_sync_delay
+        warnings.warn(
+            f"fragment_sync_delay={delay} with fragment_update_alpha=0 throws away the {delay} "
+            "inner steps taken during every sync: use fragment_update_alpha=0.5, as arXiv "
+            "2501.18512 does",
+            stacklevel=4,
+        )

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import EncodedMean
@@ -21,24 +20,24 @@ from composer_replication.diloco.outer_optimizer import (
     local_tensor,
     pseudo_gradient,
 )
-from composer_replication.diloco.peer_table import RollCall
-from composer_replication.diloco.sample_ledger import Claim
+from composer_replication.diloco.peer_table import PeerTable
+from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncClock
 from composer_replication.diloco.torchft_api import DiLoCoManager, _StreamingDiLoCoFragment
 
 
 @dataclass
-class Formed:
-    """What a pseudo-gradient was formed of.
+class Packed:
+    """What the last pseudo-gradient was computed from.
 
     Attributes:
         inner_steps: Inner steps since the fragment was last synchronised.
-        samples: Samples in them.
-        position: How far the group had read its stream of samples.
+        samples: Samples in these steps.
+        position: The position in the sample stream.
         is_replacing: Whether the local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
-        local: The local parameters then, kept while the sync is in flight; None without a delay.
+        local: The local parameters, kept while the sync is in flight; None without a delay.
     """
 
     inner_steps: int
@@ -55,7 +54,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     allreduce, vote and outer step are theirs. They are given an empty module, so that torchft
     backs up and restores nothing, and call these instead:
 
-    * ``_save_grads``: form the pseudo-gradient as messages, weighted by the contribution;
+    * ``_save_grads``: compute the pseudo-gradient and pack it, weighted by the contribution;
     * ``_average_grads``: start the allreduces;
     * ``_set_grads``, after the commit vote: take the outer step and write the global parameters
       back into the model, while they are in cache; the step of the outer optimizer that torchft
@@ -67,15 +66,14 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     Args:
         manager: The torchft manager, or its simulated double.
-        fragment_id: Its place in the order of syncs, from 0.
+        fragment_id: The fragment's index in the order of syncs, from 0.
         global_parameters: Its parameters, local and global, and their outer optimizer.
         inner_optimizer: Passed on to torchft.
         settings: The run's settings.
-        clock: Told when a quorum has formed and when a vote is over.
-        state: What the outer step changes.
-        roll_call: Goes along with the messages.
-        ranks: Those of this group, if all hold the same parameters, see ``DiLoCo``.
-        message_device: See there.
+        clock: Records when a quorum has formed and when a vote is over.
+        state: The global state that the outer step changes.
+        peer_table: The table whose allreduce goes with this fragment's.
+        message_device: See ``DiLoCo``.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         settings: DiLoCoSettings,
         clock: SyncClock,
         state: GlobalState,
-        roll_call: RollCall,
-        ranks: ProcessGroup | None = None,
+        peer_table: PeerTable,
         message_device: torch.device | None = None,
     ) -> None:
         super().__init__(
@@ -106,26 +103,24 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.globals = global_parameters
         self._clock = clock
         self._state = state
-        self._roll_call = roll_call
+        self._peer_table = peer_table
         self._alpha = settings.fragment_update_alpha
         self._weight_by = settings.weight_by
         self._local = list(global_parameters.local.values())
-        self._theta = [theta.detach() for theta in global_parameters.theta.values()]
         model_device = local_tensor(self._local[0]).device
         self.device = message_device or model_device
-        self._sizes = [theta.numel() for theta in self._theta]
+        gathers = not global_parameters.is_shared  # else theta, once it has moved
         self._layout = MeanLayout(
-            self._sizes,
+            global_parameters.share,
             settings.bucket_cap_mb,
             self.device,
-            ranks,
-            model_device,
             global_parameters.shards,
+            gathers,
         )
         self.mean = WeightedMean(*self._layout)
         if settings.wire_format != WIRE_FORMATS[0]:
             self.mean = EncodedMean(
-                *self._layout,
+                self._layout,
                 wire_format=settings.wire_format,
                 error_feedback=settings.error_feedback,
             )
@@ -134,8 +129,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
         self.inner_steps = 0
         self.samples = 0
-        self._formed = Formed(0, 0, 0, False, None)
-        self._unsent: Formed | None = None
+        self._packed = Packed(0, 0, 0, False, None)
+        self._unsent: Packed | None = None
         self._keeps_what_it_sends = settings.fragment_sync_delay > 0
         self.total_contribution = 0.0
         self.is_joining = False
@@ -143,39 +138,39 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.replaces_global = False
         """Whether the local parameters are to be the global ones, from the next sync on."""
         self.frozen: list[bool] = []
-        """Of each tensor, whether this group has frozen it by the last pseudo-gradient."""
+        """Whether this group had frozen each tensor at the last pseudo-gradient."""
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether its allreduce has been started and its outer step not taken."""
+        """Whether an allreduce has been started and its outer step has not been taken."""
         return bool(self._allreduce_work)
 
     @property
     def is_to_be_sent_again(self) -> bool:
-        """Whether it was in flight when the state was saved that this group continues from."""
+        """Whether a sync was in flight in the checkpoint that this group resumes from."""
         return self._unsent is not None
 
     def in_flight_state(self) -> dict[str, Any] | None:
-        """What a group that continues from here has to send again; None if nothing.
+        """Return what a resumed group has to send again; None if no sync is in flight.
 
-        A sync without a delay is in flight only if it was broken off: it is formed anew.
+        Without a delay a sync is in flight only if it was interrupted. It is then computed anew.
         """
-        formed = self._formed if self.is_in_flight else self._unsent
-        if formed is None or formed.local is None:
+        packed = self._packed if self.is_in_flight else self._unsent
+        if packed is None or packed.local is None:
             return None
         return {
             "fragment": self.fragment_id,
-            "inner_steps": formed.inner_steps,
-            "samples": formed.samples,
-            "position": formed.position,
-            "is_replacing": formed.is_replacing,
-            "local": dict(zip(self.globals.theta, formed.local, strict=True)),
+            "inner_steps": packed.inner_steps,
+            "samples": packed.samples,
+            "position": packed.position,
+            "is_replacing": packed.is_replacing,
+            "local": dict(zip(self.globals.theta, packed.local, strict=True)),
         }
 
     def load_in_flight_state(self, state: dict[str, Any]) -> None:
-        """Send, at the next sync, what ``in_flight_state`` says was in flight."""
+        """Load what ``in_flight_state`` returned. The next sync sends it."""
         local = [state["local"][name] for name in self.globals.theta]
-        self._unsent = Formed(
+        self._unsent = Packed(
             state["inner_steps"],
             state["samples"],
             state["position"],
@@ -184,21 +179,19 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
 
     def residual_state(self) -> dict[str, Tensor]:
-        """What the wire format has kept back, by name in the shapes of the parameters, if any.
+        """Return the error-feedback residual by name, in the shapes of the parameters.
 
-        Under DDP a collective of the group's ranks.
+        Empty without error feedback. Under DDP a collective of the group's ranks.
         """
         residual = self.mean.gather_residual()
         if residual is None:
             return {}
-        parts = residual.split(self._sizes)
-        theta = self.globals.theta
-        return {
-            name: part.view(t.shape) for (name, t), part in zip(theta.items(), parts, strict=True)
-        }
+        parts = residual.split(self.globals.share.whole_sizes)
+        shapes = self.globals.shapes.items()
+        return {name: part.view(s) for (name, s), part in zip(shapes, parts, strict=True)}
 
     def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what another wire message has kept back."""
+        """Load what ``residual_state`` returned."""
         self.mean.load_residual([state[name].reshape(-1) for name in self.globals.theta])
 
     @property
@@ -213,17 +206,17 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     @property
     def is_replacing(self) -> bool:
-        """Whether what was sent is to be the global parameters."""
-        return self._formed.is_replacing
+        """Whether the local parameters that were sent are to be the global ones."""
+        return self._packed.is_replacing
 
     @property
-    def claim(self) -> Claim:
-        """How much of this group's samples the sync will have brought into the model."""
+    def synced_samples(self) -> SyncedSamples:
+        """How much of this group's samples is in the model once this sync has committed."""
         contributes = self.contribution > 0
-        return self._state.ledger.claim(self.fragment_id, self._formed.position, contributes)
+        return self._state.ledger.after_sync(self.fragment_id, self._packed.position, contributes)
 
     def prepare_sync(self) -> None:
-        """In a quorum: form the pseudo-gradient and start its allreduce, without waiting for it."""
+        """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
         self._clock.quorum_formed()
         self.committed = False
         try:
@@ -233,19 +226,19 @@ class FragmentSync(_StreamingDiLoCoFragment):
             raise
 
     def perform_sync(self) -> bool:
-        """Wait for the mean, vote, and on commit take the outer step. True if it committed."""
+        """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
         try:
             self.committed = super().perform_sync()
         except BaseException as error:
             if self.is_in_flight:  # not yet at the vote
                 self._break_off(error)
             raise
-        self._formed.local = None  # no longer in flight
+        self._packed.local = None  # no longer in flight
         self._clock.vote_over()
         return self.committed
 
     def _break_off(self, error: BaseException) -> None:
-        """Ctrl-C, or an error of this group's own: peers need not wait for what it has not sent."""
+        """Report an error of this group, or Ctrl-C: else peers wait for it until their timeout."""
         self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     def count_inner_step(self, samples: int) -> None:
@@ -253,61 +246,69 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.inner_steps += 1
         self.samples += samples
 
-    def settle(self) -> None:
-        """Forget the steps that the committed sync has used up.
+    def discard_synced_steps(self) -> None:
+        """Discard the inner steps that the committed sync has brought into the global parameters.
 
-        With a delay, those taken while it was in flight are still to be sent, unless alpha = 0
-        has thrown them away. A join in which nobody moved leaves all as it was.
+        With a delay, the steps taken while the sync was in flight are sent with the next one,
+        unless alpha = 0 has thrown them away. A join without an outer step changes nothing.
         """
         if self.is_joining and self.total_contribution == 0.0:
             return
         if self.contribution > 0:
-            self._state.ledger.has_synced(self.fragment_id, self._formed.position)
+            self._state.ledger.has_synced(self.fragment_id, self._packed.position)
         if self._write_back_alpha:
-            self.inner_steps -= self._formed.inner_steps
-            self.samples -= self._formed.samples
+            self.inner_steps -= self._packed.inner_steps
+            self.samples -= self._packed.samples
         else:
             self.inner_steps = self.samples = 0
-        if self._formed.is_replacing or self.is_joining:
+        if self._packed.is_replacing or self.is_joining:
             self.replaces_global = False
         self._unsent = None
 
     def take_global(self) -> None:
-        """Continue from the global parameters: nothing trained here since the last sync stays."""
+        """Continue from the global parameters: nothing trained here since the last sync stays.
+
+        With shares a collective of the group's ranks.
+        """
         self.globals.write_back()
+        self.forget_local()
+
+    def forget_local(self) -> None:
+        """What has been trained here since the last sync is none of this group's to send."""
         self.inner_steps = self.samples = 0
         self.replaces_global = False
         self._unsent = None
         self.mean.forget_residual()
 
     def _save_grads(self) -> None:
+        self._state.go_on_from_healed()
         if self._unsent is not None and not self.is_joining:
-            self._formed = self._unsent
+            self._packed = self._unsent
         else:
             keeps = self._keeps_what_it_sends and not self.is_joining
             kept = self.globals.copy_of_local() if keeps else None
             position = self._state.ledger.position
             replaces = self.replaces_global and not self.is_joining
-            self._formed = Formed(self.inner_steps, self.samples, position, replaces, kept)
+            self._packed = Packed(self.inner_steps, self.samples, position, replaces, kept)
         self.frozen = self.globals.freezing.own()
-        local = self._formed.local or self._local_now()
-        sources = self.mean.share.own(self._theta), self.mean.share.own(local)
+        local = self._packed.local or self._local_now()
+        sources = self.globals.own_parts(), self.globals.share.own(local)
         self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
         if not self.is_joining:
-            self._unsent = None  # should this attempt fail, the next one forms what is there then
+            self._unsent = None  # if this attempt fails, the next one computes a new one
 
     def _own_contribution(self) -> float:
-        formed = self._formed
-        if formed.is_replacing and not formed.inner_steps:
-            return 1.0  # an average that nothing has been trained on since
-        if self.is_joining or not formed.inner_steps:
+        packed = self._packed
+        if packed.is_replacing and not packed.inner_steps:
+            return 1.0  # an average, without inner steps since
+        if self.is_joining or not packed.inner_steps:
             return 0.0
-        if self._weight_by == "samples" and not formed.samples:
+        if self._weight_by == "samples" and not packed.samples:
             raise ValueError(
                 "weight_by='samples' but no samples were counted: call count_samples(n) before "
                 "each optimizer step, or use weight_by='steps'"
             )
-        by = {"uniform": 1, "steps": formed.inner_steps, "samples": formed.samples}
+        by = {"uniform": 1, "steps": packed.inner_steps, "samples": packed.samples}
         return float(by[self._weight_by])
 
     def _local_now(self) -> list[Tensor]:
@@ -316,22 +317,25 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
         if local.device != into.device:
             local = self._landing(local, into).copy_(local)
-        # To a CPU a copy that does not block would be read before it is there.
+        # A non-blocking copy to a CPU could be read before it has arrived.
         theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
         pseudo_gradient(theta, local, into)
 
     def _landing(self, local: Tensor, into: Tensor) -> Tensor:
-        """Where local parameters are copied to from another device."""
+        """Return the memory that local parameters on another device are copied to."""
         if self._staging is None:
             return into
         staging = self._staging.view(local.dtype)
         return staging[: local.numel()] if local.numel() <= staging.numel() else into
 
     def mean_of_local(self, contribution: float) -> WeightedMean:
-        """For the cold start: that of the local parameters, formed.
+        """Pack the local parameters for the initial broadcast, without a collective of the ranks.
 
-        Without a collective of the group's ranks. A rank that has just seen a peer die is not at
-        the start with the others, but at the vote, and they would wait for it here.
+        A rank that has just seen a peer die is already at the vote, while the other ranks come
+        here. In a collective they would wait for that rank.
+
+        Args:
+            contribution: 1 in the group that all others start from, and 0 in the others.
 
         Raises:
             ValueError: All groups are to start from these parameters, and they are not finite.
@@ -347,16 +351,16 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return mean
 
     def adopt_mean(self, mean: WeightedMean) -> None:
-        """Take the mean of ``mean_of_local`` as global and local parameters."""
+        """Make the result of ``mean_of_local`` the global and the local parameters."""
         if mean.receive():
-            for theta, value in zip(self._theta, mean.take(), strict=True):
-                theta.copy_(value.view(theta.shape))
+            for theta, value in zip(self.globals.theta.values(), mean.take(), strict=True):
+                theta.detach().copy_(value.view(theta.shape))
         self.take_global()
 
     def _average_grads(self) -> None:
-        # The table is sent first, since an encoded mean sends more once it has received; it is
-        # waited for last.
-        table = self._roll_call.send(self)
+        # The table is sent first, because a quantized mean sends more messages after the first ones
+        # have arrived. It is waited for last.
+        table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
         self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
 
@@ -368,15 +372,15 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean.clear()
 
     def _rules(self) -> StepRules:
-        frozen, alpha = self._roll_call.frozen, self._write_back_alpha
+        frozen, alpha = self._peer_table.frozen, self._write_back_alpha
         rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
-        if not self._roll_call.is_replacing:
+        if not self._peer_table.is_replacing:
             return rules
-        return replace(rules, plain=frozenset(range(len(self._theta))) - rules.held)
+        return replace(rules, plain=frozenset(range(len(self._local))) - rules.held)
 
     def _merge_parameters(self) -> None:
-        # Where something moved it has been done, piece by piece. If not, and all groups were
-        # resuming, each continues in mid-round where it stopped.
+        # After an outer step take_outer_step has already written back. If there was none and all
+        # groups were resuming, each continues in mid-round where it stopped.
         if self.total_contribution == 0.0 and not self.is_joining:
             self.globals.write_back(self._write_back_alpha)
 
@@ -384,6 +388,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _write_back_alpha(self) -> float:
         if self.is_joining:
             return 0.0
-        if self.replaces_global and not self._formed.is_replacing:
-            return 1.0  # what was in flight does not touch the average that came meanwhile
+        if self.replaces_global and not self._packed.is_replacing:
+            return 1.0  # the sync in flight must not change the average that came meanwhile
         return self._alpha

@@ -29,17 +29,19 @@ def split_model(
     """Split a model into fragments.
 
     Args:
-        model_fragments: One module, to be cut here, or one module a fragment (as torchft takes
-            them), whose parameters are then called ``<fragment>.<name>``.
-        num_fragments: How many fragments to cut a single module into, at block boundaries.
-        fragment_patterns: Or the shell patterns over parameter names that make each fragment.
-        also_synced: Names of frozen parameters that are in a fragment all the same.
+        model_fragments: One module, which is cut here, or one module per fragment, as torchft takes
+            them. Their parameters are then called ``<fragment>.<name>``.
+        num_fragments: Number of fragments to cut a single module into, at block boundaries.
+        fragment_patterns: Instead of it: the shell patterns over parameter names of each fragment.
+        also_synced: Names of frozen parameters that are in a fragment nevertheless.
 
     Returns:
-        The fragments in the order of their syncs. Frozen parameters are in none, tied ones once.
+        The fragments in the order of their syncs. Frozen parameters are in no fragment, tied
+        parameters are in one.
 
     Raises:
-        ValueError: A parameter is in no fragment or in two, or a fragment is empty; by name.
+        ValueError: A parameter is in no fragment or in two, or a fragment is empty. The message
+            names it.
     """
     if not isinstance(model_fragments, nn.Module):
         return _from_modules(list(model_fragments), num_fragments, fragment_patterns, also_synced)
@@ -58,8 +60,11 @@ def split_model(
 def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Optimizer) -> None:
     """Check that the inner optimizer trains exactly what the fragments synchronise.
 
-    A parameter outside all fragments would differ between the groups for ever; a fragment over
-    copies of the parameters would synchronise something nobody trains. torchft accepts both.
+    A parameter outside all fragments would never be synchronised, and a fragment over copies of the
+    parameters would synchronise tensors that no optimizer trains. torchft accepts both.
+
+    Raises:
+        ValueError: The parameters differ. The message names them.
     """
     trained = {
         id(parameter): f"param_groups[{group}]['params'][{index}], shape {tuple(parameter.shape)}"
@@ -98,11 +103,11 @@ def left_out(
 
 
 def check_none_thawed(left_out: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the inner optimizer still trains nothing that no fragment has.
+    """Check that the inner optimizer still trains no parameter outside the fragments.
 
     Raises:
         ValueError: A parameter was frozen when the fragments were made, and is trained now: it
-            would differ between the groups for ever.
+            would never be synchronised.
     """
     thawed = {id(p): name for name, p in left_out.items() if p.requires_grad}
     if not thawed:
@@ -118,10 +123,10 @@ def check_none_thawed(left_out: Parameters, optimizer: torch.optim.Optimizer) ->
 
 
 def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) -> list[Buffers]:
-    """The buffers that go with each of ``count`` fragments.
+    """Return the buffers that are synchronised with each of ``count`` fragments.
 
-    Those of a model cut here go with the first one: they are few, and need not move with the block
-    that they belong to.
+    All buffers of a single module are synchronised with the first fragment: they are small, and
+    need not be synchronised together with their blocks.
     """
     if isinstance(model_fragments, nn.Module):
         return [dict(_float_buffers(model_fragments)), *({} for _ in range(count - 1))]
@@ -134,7 +139,7 @@ def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) 
 def synced_tensors(
     model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
 ) -> list[dict[str, Tensor]]:
-    """All that is synchronised, by fragment and name: parameters, then buffers.
+    """Return every synchronised tensor by fragment and name: parameters, then buffers.
 
     Raises:
         ValueError: See ``split_model``.
@@ -155,7 +160,7 @@ def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
-    """SHA-256 over the sorted names, shapes and dtypes of what is synchronised."""
+    """Return the SHA-256 over the sorted names, shapes and dtypes of all synchronised tensors."""
     rows = sorted(
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         for fragment in tensors
@@ -180,7 +185,7 @@ def _from_modules(
     modules: list[nn.Module], num_fragments: int, patterns: object, also: Collection[str]
 ) -> list[Parameters]:
     if not modules:
-        raise ValueError("model_fragments=[]: pass the model, or one module a fragment")
+        raise ValueError("model_fragments=[]: pass the model, or one module per fragment")
     if patterns is not None or num_fragments not in (1, len(modules)):
         raise ValueError(
             f"model_fragments has {len(modules)} modules and is a split already: "
@@ -199,8 +204,8 @@ def _from_modules(
                 home[identity] = (index, owners[identity])
                 fragment[f"{index}.{name}"] = parameter
             elif home[identity][1] & owners[identity]:
-                # The same submodule twice is an overlap; one weight under two submodules is tied,
-                # and stays with the fragment that has it first.
+                # The same submodule twice is an overlap. A weight under two submodules is tied, and
+                # belongs to the first fragment that contains it.
                 raise ValueError(
                     f"parameter {name} is in model_fragments[{home[identity][0]}] and "
                     f"[{index}]: every parameter belongs to one fragment"
@@ -215,7 +220,7 @@ def _from_modules(
 
 
 def _owners(module: nn.Module) -> dict[int, set[int]]:
-    """Per parameter, the modules that hold it directly."""
+    """Return the modules that hold each parameter directly."""
     owners: dict[int, set[int]] = {}
     for submodule in module.modules():
         for parameter in submodule.parameters(recurse=False):
@@ -259,7 +264,7 @@ _ADAPTER = re.compile(r"\.(lora_\w+)\.[^.]+")
 
 
 def as_peft_writes(name: str) -> str:
-    """The name under which PEFT saves a LoRA parameter: without that of its adapter."""
+    """Return the name under which PEFT saves a LoRA parameter: without the adapter's name."""
     return _ADAPTER.sub(r".\1", name)
 
 
@@ -286,8 +291,11 @@ def _by_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) -> 
 
 
 def _units(module: nn.Module) -> Iterator[Iterable[nn.Parameter]]:
-    """What is never cut apart: a block (an entry of a ModuleList or Sequential), or a module
-    beside the blocks (an embedding, a head), in the model's order."""
+    """Yield the parameters of each unit that is never cut apart, in the model's order.
+
+    A unit is a block (an entry of a ModuleList or Sequential), or a module beside the blocks (an
+    embedding, a head).
+    """
     direct = list(module.parameters(recurse=False))
     if direct:
         yield direct
@@ -305,7 +313,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where to cut ``sizes`` into ``parts`` runs so that the largest run is as small as can be."""
+    """Return where to cut ``sizes`` into ``parts`` runs so that the largest run is minimal."""
     ends = list(itertools.accumulate(sizes, initial=0))
     # best[j]: (largest run, cuts) for the first j units in the number of parts so far.
     best: list[tuple[int, list[int]] | None] = [
@@ -322,7 +330,7 @@ def _balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
             following[stop] = min(options) if options else None
         best = following
     chosen = best[-1]
-    assert chosen is not None, "fewer units than parts, which the caller refuses"
+    assert chosen is not None, "fewer units than parts, which the caller rejects"
     return chosen[1]
 
 

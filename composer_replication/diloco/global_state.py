@@ -1,4 +1,4 @@
-"""What is bitwise equal in all groups: global parameters, outer state, outer step, settings."""
+"""The state that is bitwise identical in all groups: parameters, outer optimizer, settings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_replication.diloco.outer_optimizer import GlobalParameters, describe
-from composer_replication.diloco.sample_ledger import Claim, Ledger
+from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.settings import (
     DiLoCoSettings,
     adopt_changes,
@@ -23,14 +23,14 @@ from composer_replication.diloco.settings import (
 log = logging.getLogger(__name__)
 
 CHANGEABLE = ("outer_optimizer", "sync_every")
-"""Keys of the fingerprint that may change while a run goes on."""
+"""Keys of the fingerprint that may change during a run."""
 
 
 class GlobalState:
-    """The state a group hands to a joiner and writes into a checkpoint.
+    """The state that a group sends to a joiner and writes into a checkpoint.
 
-    Nothing local is in it: torchft picks a donor for each *rank*, so whatever differs between
-    donors would make the ranks of the healed group differ from each other for ever.
+    It contains nothing local: torchft picks a donor for each *rank*, so anything that differs
+    between donors would make the ranks of the healed group differ from each other.
 
     Args:
         fragments: The global parameters of each fragment.
@@ -44,22 +44,28 @@ class GlobalState:
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.settings_version = 0
-        """Of the settings in force, where a coordinator has versions of them."""
+        """Version of the settings in force; 0 without a coordinator."""
         self.ledger = Ledger(len(fragments))
-        self.was_given = self.was_taken = False
-        """Whether a peer has taken it over, or it is a peer's, since the last sync."""
+        self.is_behind = False
+        """Whether the local parameters are still those from before a heal."""
+        self.compare_next = self.was_healed = False
+        """Whether the next sync compares digests, and whether a heal has replaced this state since
+        the last sync."""
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The global parameters by name, fp32; the tensors themselves, not copies."""
-        return {
-            name: t.detach() for fragment in self._fragments for name, t in fragment.theta.items()
-        }
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The global parameters by name, fp32; the tensors themselves, not copies.
+
+        Where each rank holds a share a tensor is gathered whenever it is looked up, by a collective
+        of them.
+        """
+        homes = {name: fragment for fragment in self._fragments for name in fragment.theta}
+        return _Looked(homes)
 
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
 
-        Where each rank holds a shard: the SHA-256 over the digests of the ranks' shards, in the
-        order of the ranks, and a collective of them.
+        With shares a collective of the ranks. Where each rank holds a shard it is one too, and
+        gives the SHA-256 over the digests of the ranks' shards, in the order of the ranks.
         """
         return self._fragments[0].shards.digest(_digest(self.parameters()))
 
@@ -67,14 +73,29 @@ class GlobalState:
         """Of what this rank holds of each fragment alone: no collective."""
         return [_digest(fragment.theta) for fragment in self._fragments]
 
+    def go_on_from_healed(self) -> None:
+        """Once all ranks of the group have healed: continue from the global parameters.
+
+        With shares, writing them back is a collective. A heal is none: it may fail on one rank
+        alone, which the others would then wait for. All ranks of the group call this, at a sync.
+        """
+        first = self._fragments[0]
+        if not first.is_shared:
+            return
+        if float(first.share.sum(torch.tensor(float(self.is_behind)))) == first.share.num_ranks:
+            for fragment in self._fragments:
+                fragment.write_back()
+            self.is_behind = False
+
     def settings_digest(self) -> str:
         """SHA-256, in hex, of the settings and the model's names, shapes and dtypes."""
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """All of it, in tensors and plain containers; never that of half an outer step.
+        """All that this rank holds, in tensors and plain containers; never half an outer step's.
 
-        Runs on the threads that serve joiners, so it calls no collective.
+        Runs on the threads that serve joiners, so it calls no collective. A joiner's rank takes it
+        from the same rank of its donor.
 
         Args:
             copies: Whether of the tensors, or the tensors themselves.
@@ -97,27 +118,36 @@ class GlobalState:
                 "fragments": [f.state_dict(copies=copies) for f in self._fragments],
             }
 
+    def whole_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """The same of all ranks: a collective, where each holds a share."""
+        state = self.state_dict(copies=copies and not self._fragments[0].is_shared)
+        pairs = zip(self._fragments, state["fragments"], strict=True)
+        return state | {"fragments": [fragment.gathered(own) for fragment, own in pairs]}
+
     def begin_outer_step(self) -> None:
-        """The outer optimizer is about to move global parameters."""
+        """Lock the state for an outer step.
+
+        Without the lock a joiner could be sent parameters of which only a part has moved.
+        """
         self._whole.acquire()
         self._is_in_outer_step = True
 
-    def end_outer_step(self, claims: Iterable[Claim]) -> None:
-        """It has, for what the groups of the sync have trained on."""
+    def end_outer_step(self, synced_samples: Iterable[SyncedSamples]) -> None:
+        """Count the outer step, record the samples of its groups, and unlock the state."""
         self.outer_step += 1
-        self.ledger.commit(claims)
+        self.ledger.commit(synced_samples)
         self._is_in_outer_step = False
         self._whole.release()
 
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
-        """Take over what ``state_dict`` gave in another group.
+        """Load what ``state_dict`` returned in another group.
 
         Raises:
             SettingsMismatch: That group has other settings, or another model.
         """
         theirs = dict(state_dict["settings"])
         if self.settings_version and state_dict["settings_version"]:
-            # Both have them from the coordinator, and the donor's are those in force.
+            # Both groups have the settings from the coordinator, and the donor's are in force.
             changed = {key: theirs.get(key) for key in CHANGEABLE if key in theirs}
             compare_fingerprints(self.fingerprint | changed, theirs, whose)
         else:
@@ -125,13 +155,13 @@ class GlobalState:
         self._load(state_dict, keeps_hyperparameters=False)
         self.fingerprint = theirs
         self.settings_version = state_dict["settings_version"]
-        self.was_taken = True
+        self.was_healed = True
 
     def resume(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave in this group, perhaps under new settings.
+        """Continue from what ``whole_state_dict`` gave in this group, perhaps under new settings.
 
         Raises:
-            SettingsMismatch: They have changed in what the saved state does not allow.
+            SettingsMismatch: A setting has changed that the saved state does not allow to change.
         """
         changes = adopt_changes(self.fingerprint, state_dict["settings"])
         for change in changes:
@@ -139,12 +169,14 @@ class GlobalState:
         has_other_outer = self.fingerprint["outer_optimizer"] != state_dict["settings"].get(
             "outer_optimizer"
         )
-        self._load(state_dict, keeps_hyperparameters=has_other_outer)
+        pairs = zip(self._fragments, state_dict["fragments"], strict=True)
+        own = [fragment.cut(saved) for fragment, saved in pairs]
+        self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
         # Peers that resume as well may have another checkpoint of the same outer step: compare.
-        self.was_given = True
+        self.compare_next = True
 
     def adopt(self, version: int, settings: DiLoCoSettings) -> None:
-        """Go on under another version of the settings."""
+        """Adopt another version of the settings."""
         for fragment in self._fragments:
             fragment.set_hyperparameters(settings)
         self.fingerprint["outer_optimizer"] = describe(self._fragments[0].optimizer)
@@ -163,7 +195,26 @@ class GlobalState:
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items()):
-        flat = tensor.detach().cpu().contiguous().view(-1)
+    for name in sorted(tensors):
+        flat = tensors[name].detach().cpu().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+class _Looked(Mapping[str, Tensor]):
+    """Global parameters by name, looked up when they are asked for."""
+
+    def __init__(self, homes: Mapping[str, GlobalParameters]) -> None:
+        self._homes = homes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._homes[name].whole(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)

@@ -1,4 +1,4 @@
-"""Ends a process whose training hangs, so that the other groups do not wait for it for ever."""
+"""Ends a process whose training hangs, so that the other groups stop waiting for it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ HANG_TIMEOUT_S = 1800.0
 class HangWatch:
     """A thread that ends the process when training has made no progress for too long.
 
-    torchft's heartbeats come from a thread of their own, so a group whose training thread hangs (a
-    dead file server, a deadlocked loader, a hung card) looks alive, and the lighthouse has the
-    others wait for it: half of the groups, or one of two, stop all.
+    torchft sends heartbeats from a thread of its own. A group whose training thread hangs (a dead
+    file server, a deadlocked loader, a hung GPU) therefore looks alive, and the lighthouse lets the
+    other groups wait for it: one hung group of two stops the whole run.
 
-    Progress is what ``note_progress`` is called for. Without it a process is taken for hung after
-    ``timeout_s`` in which it did nothing at all, or after ``BUSY_FACTOR`` times that if it was
-    busy: a long backward pass, evaluation batch or save uses the processor or the disk, which a
-    thread that waits for something does not.
+    Each call of ``note_progress`` is progress. Without progress, a process counts as hung after
+    ``timeout_s`` if it was idle, and after ``BUSY_FACTOR`` times ``timeout_s`` if it was busy: a
+    long backward pass, evaluation batch or save uses the processor or the disk, and a thread that
+    waits uses neither.
 
     Args:
-        timeout_s: In seconds; ``math.inf`` for never.
+        timeout_s: How long a process may be without progress, in seconds; ``math.inf``: for any
+            time.
     """
 
     BUSY_FACTOR = 5
     BUSY_CPU = 0.2
-    """Of a core. Heartbeats, and threads that wait for an answer, use less."""
+    """Processor seconds per second. Heartbeats, and threads that wait for an answer, use less."""
     BUSY_BLOCKS_PER_S = 200
-    """Of 512 bytes, to and from storage. Log lines are less."""
+    """Blocks of 512 bytes read from and written to storage. Log lines cause less traffic."""
     EXIT_STATUS = 1
 
     def __init__(self, timeout_s: float) -> None:
@@ -49,12 +50,12 @@ class HangWatch:
         threading.Thread(target=self._run, name="hang_watch", daemon=True).start()
 
     def note_progress(self) -> None:
-        """Something was completed. Cheap enough for every event of a training loop."""
+        """Record that something was completed. Cheap enough for every event of a training loop."""
         self._progress_at = time.monotonic()
 
     @contextmanager
     def waiting_for_others(self) -> Iterator[None]:
-        """Whatever takes long in this context lies in other groups, and has limits of its own."""
+        """A context whose time does not count, since the wait for others has its own timeouts."""
         self._waits += 1
         try:
             yield
@@ -63,7 +64,7 @@ class HangWatch:
             self.note_progress()
 
     def stop(self) -> None:
-        """Training is over."""
+        """End the thread: training is over."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -72,7 +73,7 @@ class HangWatch:
         while not self._ended.wait(pause_s):
             now, now_used = time.monotonic(), self._used()
             passed = now - looked_at
-            if passed > 10 * pause_s:  # the process was stopped, as by Ctrl-Z: that is no hang
+            if passed > 10 * pause_s:  # the process was stopped, for example by Ctrl-Z
                 self._progress_at += passed
                 self._alive_at += passed
             cpu_s, blocks = now_used[0] - used[0], now_used[1] - used[1]
@@ -89,15 +90,15 @@ class HangWatch:
                 self._end(f"no step, sync, save or evaluation for {now - self._progress_at:.0f} s")
 
     def _used(self) -> tuple[float, int]:
-        """Processor seconds, and blocks of storage traffic, of this process so far."""
+        """Processor seconds and blocks of storage traffic that this process has used so far."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime, used.ru_inblock + used.ru_oublock
 
     def _end(self, why: str) -> None:
         log.error(
             "This replica group hangs: it has completed %s, above hang_timeout_s=%g. It ends, so "
-            "that the others can go on; what each of its threads was doing follows on stderr. "
-            "Raise hang_timeout_s if this was no hang",
+            "that the others can continue; the stacks of its threads follow on stderr. "
+            "Raise hang_timeout_s if the group was only slow",
             why,
             self.timeout_s,
         )

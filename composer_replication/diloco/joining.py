@@ -1,4 +1,4 @@
-"""Waiting for each other, and the cold start: what groups do before any of them has trained."""
+"""The cold start, and the wait for missing replica groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.settings import StartPolicy, compare_fingerprints
+from composer_replication.diloco.options import StartPolicy
+from composer_replication.diloco.settings import compare_fingerprints
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
@@ -23,74 +24,90 @@ class SyncError(RuntimeError):
 
 
 class NothingToContinueFromError(ValueError):
-    """All groups of a run are there, it has made outer steps, and none of them has its state."""
+    """All groups of a run are connected, it has made outer steps, and no group has its state."""
 
 
 FINGERPRINT_BYTES = 8192
-"""Room for one group's fingerprint as JSON."""
+"""Most bytes that one group's fingerprint may take as JSON."""
 
 
 class StartBarrier:
-    """Holds a start until enough groups are there.
+    """Holds a start until enough groups are connected.
 
-    A lone group would otherwise train by itself, and so would the next one, without a word.
+    Without it the first group would train alone, and so would the next one, unnoticed.
 
     Args:
         manager: The torchft manager, or its simulated double.
-        policy: How many groups to wait for, how long, and what then.
+        policy: How many groups to wait for, for how long, and what to do after that.
+        start_refusal: The reason why this group must not begin the run. None: it may begin it.
     """
 
     MAX_FAILURES = 2
-    """Attempts to join that may fail because of this group. It leaves early, since each of them
-    costs those in training an attempt of their sync."""
+    """How many attempts to join may fail because of this group before it leaves. There are few,
+    since each failure also costs the groups in training an attempt of their sync."""
 
     POLL_S = 0.5
-    SAY_EVERY_S = 30.0
+    LOG_EVERY_S = 30.0
 
-    def __init__(self, manager: DiLoCoManager, policy: StartPolicy) -> None:
+    def __init__(
+        self, manager: DiLoCoManager, policy: StartPolicy, start_refusal: str | None
+    ) -> None:
         self._manager = manager
         self._policy = policy
+        self._start_refusal = start_refusal
         self._failures = 0
         self._last_failure: str | None = None
         self._began = time.monotonic()
-        self._said = self._began - self.SAY_EVERY_S + 2.0
+        self._logged_at = self._began - self.LOG_EVERY_S + 2.0  # the first warning after 2 s
 
-    def hears_start(self, device: torch.device) -> bool:
-        """Whether the groups in this quorum start. If not, the manager has an error: vote.
+    def vote_to_start(self, device: torch.device) -> bool:
+        """Vote on the start with the other groups of this quorum.
 
-        One group's yes is enough, unless one must not start, and all of the quorum hear it: they
-        start together or not at all, however long each of them has been waiting.
+        The start takes one yes and no veto. All groups see the same sum of the votes, so they start
+        together or not at all, however long each of them has been waiting.
+
+        Args:
+            device: Where the votes are summed.
+
+        Returns:
+            Whether the groups start. If not, an error has been reported to the manager, and the
+            commit vote that the caller still has to take fails.
 
         Raises:
-            NothingToContinueFromError: This group must not start, and whoever could have the run's
-                state is here.
+            NothingToContinueFromError: This group must not start, and every group that could hold
+                the run's state is connected.
         """
         policy, num_present = self._policy, self._manager.num_participants()
-        is_enough = num_present >= policy.num_replicas
+        is_enough = num_present >= policy.num_awaited
         starts_late = policy.on_start_timeout == "start" and self._is_late()
-        may_not = policy.must_not_start is not None and self._manager.current_step() == 0
-        votes = torch.tensor([float(is_enough or starts_late), float(may_not)], device=device)
+        vetoes = self._start_refusal is not None and self._manager.current_step() == 0
+        votes = torch.tensor([float(is_enough or starts_late), float(vetoes)], device=device)
         self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
         if self._manager.errored() is not None:
             return False
-        situation = f"{num_present} of {policy.num_replicas} replica groups are there"
-        yes, no = votes.tolist()
-        if may_not:
-            situation += f", and none of them has the run's state. {policy.must_not_start}"
+        situation = f"{num_present} of {policy.num_awaited} replica groups are connected"
+        num_yes, num_vetoes = votes.tolist()
+        if vetoes:
+            situation += f", and none of them has the run's state. {self._start_refusal}"
             if is_enough:
                 raise NothingToContinueFromError(situation)
-        if no or not yes:
-            self._manager.report_error(TooFewGroups(situation))
+        if num_vetoes or not num_yes:
+            self._manager.report_error(StartPostponed(situation))
             return False
         if not is_enough:
             log.warning("Starting although %s", situation)
         return True
 
     def check_failures(self, was_anothers_fault: bool) -> None:
-        """In the quorum after a start that failed, which says whose fault that was.
+        """Count a start that failed because of this group.
+
+        Called in the quorum after the failed start, since that quorum names the group at fault.
+
+        Args:
+            was_anothers_fault: Whether that quorum names another group.
 
         Raises:
-            TimeoutError: It has failed too often because of this group.
+            TimeoutError: The start has failed ``MAX_FAILURES`` times because of this group.
         """
         failure, self._last_failure = self._last_failure, None
         if failure is None or was_anothers_fault:
@@ -100,73 +117,77 @@ class StartBarrier:
             raise TimeoutError(f"{failure}. This group has tried {self._failures} times and leaves")
 
     def wait(self, error: Exception | None, cause: str) -> None:
-        """After a start that did not commit: wait a moment.
+        """Wait ``POLL_S`` seconds after a start that did not commit.
+
+        Args:
+            error: The error that the manager has, if it has one.
+            cause: Why the start did not commit, for the log.
 
         Raises:
-            TimeoutError: Too few groups came in time.
+            TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected.
         """
         situation = str(error)
-        if not isinstance(error, TooFewGroups):  # for example since a group left again
+        if not isinstance(error, StartPostponed):  # for example because a group has left again
             situation = self._last_failure = f"the start did not commit: {cause}"
             log.warning("%s%s", situation[0].upper(), situation[1:])
-        ends = self._policy.on_start_timeout == "error" or self._policy.must_not_start is not None
+        ends = self._policy.on_start_timeout == "error" or self._start_refusal is not None
         if self._is_late() and ends:
             raise TimeoutError(
                 f"no start within start_timeout_s={self._policy.start_timeout_s:g}: {situation}. "
                 "Start the missing groups with the same lighthouse, or lower num_replicas"
             )
         now = time.monotonic()
-        if now - self._said > self.SAY_EVERY_S:
-            self._said = now
-            log.warning("Waiting to start: %s", situation)
+        if now - self._logged_at > self.LOG_EVERY_S:
+            self._logged_at = now
+            log.warning("Waiting for replica groups: %s", situation)
         time.sleep(self.POLL_S)
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._began > self._policy.start_timeout_s
 
 
-class TooFewGroups(Exception):
-    """Not an error: the start waits for more."""
+class StartPostponed(Exception):
+    """Fails the commit vote of a start that waits for more groups. It is never raised."""
 
 
-class Patience:
-    """How survivors that are fewer than ``min_replica_size`` wait for the others to come back.
+class MinSizeWait:
+    """Waits while fewer than ``min_replica_size`` groups are connected, for the others to return.
 
     Args:
         manager: The torchft manager, or its simulated double.
-        give_up_after_s: How long, in seconds; None for ever.
+        give_up_after_s: How long to wait, in seconds. None: without a limit.
     """
 
     POLL_S = 1.0
-    SAY_EVERY_S = 30.0
+    LOG_EVERY_S = 30.0
 
     def __init__(self, manager: DiLoCoManager, give_up_after_s: float | None) -> None:
         self._manager = manager
         self._give_up_after_s = give_up_after_s
         self._began = time.monotonic()
-        self._say_at = 0.0
+        self._log_after_s = 0.0
 
     def has_too_few(self) -> bool:
-        """Whether the last vote failed for no other reason."""
+        """Whether the last commit vote failed only because too few groups were connected."""
         present, needed = self._manager.num_participants(), self._manager._min_replica_size
         return self._manager.errored() is None and present < needed
 
     def wait(self) -> None:
-        """Wait a moment, and say so now and then.
+        """Wait ``POLL_S`` seconds, and log every ``LOG_EVERY_S`` that this group waits.
 
         Raises:
-            SyncError: It has been too long.
+            SyncError: The wait has taken longer than ``give_up_after_s``.
         """
         present, needed = self._manager.num_participants(), self._manager._min_replica_size
         waited = time.monotonic() - self._began
-        situation = f"{present} replica groups are there, and min_replica_size={needed}"
+        situation = f"{present} replica groups are connected, and min_replica_size={needed}"
         if self._give_up_after_s is not None and waited > self._give_up_after_s:
             raise SyncError(
                 f"{situation}, for {waited:.0f} s, above give_up_after_s={self._give_up_after_s:g}."
                 " Start the missing groups again, or lower min_replica_size"
             )
-        if waited >= self._say_at:
-            self._say_at = waited + self.SAY_EVERY_S
+        if waited >= self._log_after_s:
+            self._log_after_s = waited + self.LOG_EVERY_S
             log.warning("Waiting to sync for %.0f s: %s", waited, situation)
         time.sleep(self.POLL_S)
 
@@ -176,14 +197,22 @@ def agree_on_settings(
 ) -> None:
     """Compare this group's fingerprint and min_replica_size with those of the quorum's first group.
 
-    Before any tensor is sent: other shapes or dtypes at the far end would abort the process inside
-    gloo. The sum of a table, in which each group fills its own row, gathers the rows.
+    This comes before any other tensor is sent: if another group sent other shapes or dtypes, gloo
+    would abort the process. The rows are gathered by summing a table in which each group fills its
+    own row.
+
+    Args:
+        manager: The torchft manager, in a quorum.
+        fingerprint: This group's settings and model, as plain containers.
+        device: Where the table is summed.
 
     Raises:
         SettingsMismatch: They differ; the message lists every differing key with both values.
+        ValueError: The fingerprint is longer than ``FINGERPRINT_BYTES`` as JSON.
     """
-    # With unequal ones a group would go on alone while another waits for more. It is no part of the
-    # fingerprint, which is in checkpoints too: a resume may have another.
+    # With unequal values one group would train alone while another waits for more. The fingerprint
+    # does not contain min_replica_size: checkpoints hold the fingerprint, and a resume may change
+    # this value.
     compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
     text = json.dumps(compared, sort_keys=True).encode()
     if len(text) > FINGERPRINT_BYTES:
@@ -208,12 +237,15 @@ def agree_on_settings(
 def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[FragmentSync]) -> bool:
     """Give every group the initial parameters of the quorum's first group.
 
-    The same weighted mean as in a sync, over the parameters themselves, in which only that group
-    has weight. torchft's own way (``init_sync``) lets each *rank* copy from another group, after
-    which the ranks inside a group differ for ever (research: docs/adrs/ADR-006).
+    It computes the same weighted mean as a sync, over the parameters themselves, in which only the
+    first group has weight. torchft's own way (``init_sync``) lets each *rank* copy from another
+    group, after which the ranks inside a group never agree again (docs/adrs/ADR-006).
 
     Returns:
-        Whether it committed. If not, nothing has changed.
+        Whether the start committed. If not, no parameter has changed.
+
+    Raises:
+        ValueError: This is the first group, and its initial parameters are not finite.
     """
     weight = 1.0 if manager.participating_rank() == 0 else 0.0
     means = [fragment.mean_of_local(weight) for fragment in fragments]

@@ -1,4 +1,4 @@
-"""The outer loop of one group: join, sync until it commits, account for it, end."""
+"""The outer loop of one replica group: join, sync until it commits, report it, end."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.inner_optimizer import clear_state
 from composer_replication.diloco.joining import (
-    Patience,
+    MinSizeWait,
     StartBarrier,
     SyncError,
     agree_on_settings,
     share_initial_parameters,
 )
-from composer_replication.diloco.peer_table import RollCall
-from composer_replication.diloco.sample_ledger import Claim
-from composer_replication.diloco.settings import DiLoCoSettings, StartPolicy
+from composer_replication.diloco.options import StartPolicy
+from composer_replication.diloco.peer_table import PeerTable
+from composer_replication.diloco.sample_ledger import SyncedSamples
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
-from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
+from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager, fault_of_last_sync
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Back-off between the attempts of a sync: what fails at once may work a moment later."""
+"""Back-off between the attempts of a sync, in seconds."""
 
 
 class OuterLoop:
@@ -36,14 +37,14 @@ class OuterLoop:
 
     Args:
         manager: The torchft manager, or its simulated double.
-        fragments: In the order of their turns.
-        state: The global state they make up.
+        fragments: The fragments in the order of their turns.
+        state: The global state of all fragments.
         settings: The run's settings.
-        clock: The one that the fragments tell of quorums and votes.
-        roll_call: The one that the fragments send.
-        inner_optimizer: Its state is dropped when the group's training has gone wrong.
-        digest_every: Every how many outer steps a report has the digest; 0 for never.
-        give_up_after_s: How long a sync waits for enough groups; None for ever.
+        clock: The clock that the fragments report quorums and votes to.
+        peer_table: The table that the fragments send.
+        inner_optimizer: Its state is reset after a pseudo-gradient that is not finite.
+        digest_every: Every how many outer steps a report contains the digest; 0: never.
+        give_up_after_s: How long a sync waits for enough groups, in seconds. None: without a limit.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class OuterLoop:
         state: GlobalState,
         settings: DiLoCoSettings,
         clock: SyncClock,
-        roll_call: RollCall,
+        peer_table: PeerTable,
         inner_optimizer: torch.optim.Optimizer,
         digest_every: int,
         give_up_after_s: float | None,
@@ -63,86 +64,86 @@ class OuterLoop:
         self._state = state
         self._max_retries = settings.max_sync_retries
         self._clock = clock
-        self._roll_call = roll_call
+        self._peer_table = peer_table
         self._inner_optimizer = inner_optimizer
         self._digest_every = digest_every
         self._give_up_after_s = give_up_after_s
         self.has_healed = False
         self._sick_in_a_row = 0
         self._steps_lost = 0
-        self.ends_with_next_step = self._is_standing_by = False
+        self.ends_with_next_step = self._is_idle = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.known_settings: dict[int, DiLoCoSettings] = {}
-        manager.register_state_dict_fn("diloco", self._heal, self._hand_over)
+        manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
 
     @property
     def turn(self) -> int:
-        """Whose turn it is.
+        """The index of the fragment that is synchronised next.
 
-        By outer steps and not, as in torchft, by the manager's step: a join commits without being
-        an outer step.
+        It counts outer steps, and not the manager's step as torchft does: a join commits, but is no
+        outer step.
         """
         return self._state.outer_step % len(self._fragments)
 
     @property
-    def claims(self) -> Sequence[Claim]:
-        """How far the groups of the last sync had read."""
-        return self._roll_call.claims
+    def synced_samples(self) -> Sequence[SyncedSamples]:
+        """How much of each group's samples the last sync has brought into the model."""
+        return self._peer_table.synced_samples
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step, of ``samples`` samples."""
         self.inner_steps += 1
-        self._roll_call.is_over = False
-        self._roll_call.is_training = not self.ends_with_next_step
+        self._peer_table.is_over = False
+        self._peer_table.is_training = not self.ends_with_next_step
         for fragment in self._fragments:
             fragment.count_inner_step(samples)
 
     def make_local_global(self) -> None:
         """Have the local parameters become the global ones, see ``DiLoCo.make_local_global``."""
-        self._roll_call.is_over = False  # this group has more to send, even after its last step
+        self._peer_table.is_over = False  # this group has more to send, even after its last step
         for fragment in self._fragments:
             fragment.replaces_global = True
 
     def offer(self, version: int) -> None:
-        """Tell the others which version of the settings this group knows."""
-        self._roll_call.known_version = max(version, self._roll_call.known_version)
+        """Report to the other groups, at the next sync, which version of the settings is known."""
+        self._peer_table.known_version = max(version, self._peer_table.known_version)
 
     def send_again(self) -> None:
-        """Send what was in flight when the state was saved that this group continues from."""
+        """Send again what was in flight in the checkpoint that this group resumes from."""
         self._manager.start_quorum()
         self._fragments[self.turn].prepare_sync()
 
     def sync(self) -> None:
-        """One sync from quorum to vote, and again until it commits."""
+        """Run one sync from quorum to vote, and retry it until it commits."""
         with self._clock.blocking():
             self._manager.start_quorum()
             self._sync_in_quorum()
-            self.settle()
+            self.finish_sync()
 
     def _sync_in_quorum(self) -> None:
         fragment = self._fragments[self.turn]
         fragment.prepare_sync()
         fragment.perform_sync()
 
-    def settle(self) -> None:
-        """Account for a sync that committed; keep and retry one that did not.
+    def finish_sync(self) -> None:
+        """Retry the sync until it commits, then report it.
 
-        Local and global parameters are untouched until the vote, so that the retry forms the same
+        Local and global parameters do not change before the vote, so a retry computes the same
         pseudo-gradient again. (torchft resets the model and drops the round.)
 
-        An attempt counts against ``max_sync_retries`` if nobody can be blamed for its failure. (A
-        group in training that is to blame leaves after a time, see ``QuorumWatch``.)
+        A failed attempt counts against ``max_sync_retries`` if no group is known to have caused it.
+        (A group in training that causes failures leaves after a while, see ``QuorumWatch``.)
 
         Raises:
             SyncError: Too many such attempts in a row have failed.
         """
         attempts = unexplained = 0
-        patience = Patience(self._manager, self._give_up_after_s)
+        min_size_wait = MinSizeWait(self._manager, self._give_up_after_s)
         while not self._fragments[self.turn].committed:
-            cause, has_too_few = self._why_not_committed(), patience.has_too_few()
+            cause, has_too_few = self._why_not_committed(), min_size_wait.has_too_few()
             if has_too_few:
-                patience.wait()
+                min_size_wait.wait()
             else:
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempts)
                 attempts += 1
@@ -156,20 +157,27 @@ class OuterLoop:
                 )
                 time.sleep(pause_s)
             self._manager.start_quorum()
-            # Only this quorum says who is to blame for the failure before it.
+            # Only this quorum says which group caused the failure before it.
             counts = None if not self._fragments[self.turn].is_joining else "this"
             if fault_of_last_sync(self._manager) not in (None, counts):
                 unexplained = 0
             elif not has_too_few:
                 unexplained += 1
                 self._check_attempts(unexplained, cause)
-            # If a peer has committed it, that quorum healed us, and the next fragment has its turn.
+            # If a peer has committed the sync, this quorum has healed this group, and the next
+            # fragment has its turn.
             self._sync_in_quorum()
         self._account(self._fragments[self.turn], attempts)
 
     def _check_attempts(self, failed: int, cause: str) -> None:
-        """Give up after too many attempts: a joiner before those in training, and of those one
-        group at a time, the last of the quorum first. The others may go on without it."""
+        """Give up after too many failed attempts.
+
+        A joiner gives up before the groups in training. Of these, one gives up at a time, the last
+        of the quorum first: the others may then succeed without it.
+
+        Raises:
+            SyncError: ``failed`` is above this group's limit.
+        """
         if self._fragments[self.turn].is_joining:
             limit = StartBarrier.MAX_FAILURES - 1
         else:
@@ -182,7 +190,7 @@ class OuterLoop:
                 "kept. Check that the other replica groups and the lighthouse are alive, or "
                 f"raise max_sync_retries={self._max_retries}"
             )
-            self._manager.report_error(error)  # the others have this group in their quorum
+            self._manager.report_error(error)  # the other groups are in a quorum with this one
             raise error
 
     def _why_not_committed(self) -> str:
@@ -199,17 +207,17 @@ class OuterLoop:
         moved = fragment.total_contribution > 0
         if moved:
             self._state.end_outer_step(
-                self._roll_call.claims
-            )  # begun when the fragment was handed the mean
+                self._peer_table.synced_samples
+            )  # ends what FragmentSync._set_grads has begun
         else:
-            self.tell_torchft_the_step()
+            self.set_torchft_step()
         if fragment.mean.is_finite:
-            fragment.settle()
+            fragment.discard_synced_steps()
             self._sick_in_a_row = 0
         else:
             self._recover()
         sync_seconds, wait_seconds, compute_fraction = self._clock.read()
-        is_idle = self._is_standing_by or not self._roll_call.is_training
+        is_idle = self._is_idle or not self._peer_table.is_training
         if not moved and (fragment.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
         has_digest = self._digest_every and self._state.outer_step % self._digest_every == 0
@@ -238,85 +246,101 @@ class OuterLoop:
         )
         self.has_healed = False
         self._steps_lost = 0
-        if moved:  # whoever missed this commit is healed then, and else would not hear of them
+        if moved:  # a group that missed this commit gets the settings by a heal
             self._adopt_agreed_settings()
 
     def _adopt_agreed_settings(self) -> None:
-        """All groups of this sync have read the same table, so all adopt after the same one."""
-        version = self._roll_call.agreed_version
+        """Adopt the newest settings that all groups know: all have read the same table."""
+        version = self._peer_table.agreed_version
         if version > self._state.settings_version and version in self.known_settings:
             self._state.adopt(version, self.known_settings[version])
 
     def _recover(self) -> None:
-        """After a pseudo-gradient that was not finite: continue from the global parameters.
+        """Continue from the global parameters, after a pseudo-gradient that was not finite.
 
         Raises:
-            SyncError: It has happened too often in a row.
+            SyncError: More than ``max_sync_retries`` syncs in a row had such a pseudo-gradient.
         """
         self._sick_in_a_row += 1
         if self._sick_in_a_row > self._max_retries:
             raise SyncError(
                 f"this group's pseudo-gradient was not finite in {self._sick_in_a_row} syncs in a "
                 "row, the last one outer step "
-                f"{self._state.outer_step}: it leaves, and the others go on. Look at its data, its "
-                "learning rate and its hardware"
+                f"{self._state.outer_step}: it leaves, and the others continue. Check its data, "
+                "its learning rate and its hardware"
             )
         log.warning(
             "This group's pseudo-gradient is not finite at outer step %d: it contributed nothing; "
-            "the group goes on from the global parameters with a fresh inner optimizer state",
+            "the group continues from the global parameters with a fresh inner optimizer state",
             self._state.outer_step,
         )
         self._drop_local()
         clear_state(self._inner_optimizer)
 
-    def _drop_local(self) -> None:
+    def _drop_local(self, *, is_healing: bool = False) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
         self._steps_lost += max(fragment.inner_steps for fragment in self._fragments)
+        self._state.is_behind = is_healing and self._fragments[0].globals.is_shared
         for fragment in self._fragments:
-            fragment.take_global()
+            if self._state.is_behind:
+                fragment.forget_local()
+            else:
+                fragment.take_global()
         self._state.ledger.stop_reading()
 
-    def join(self, policy: StartPolicy) -> bool:
-        """Take the global state and contribute nothing, before the first inner step.
+    def join(self, policy: StartPolicy, start_refusal: str | None) -> bool:
+        """Obtain the global state before the first inner step, without contributing.
 
-        At a cold start nobody has one: all wait for each other and take the initial parameters of
-        the first. Later the peers' next sync is this group's join (its heal is torchft's). If all
-        are resuming they wait for each other too, and each goes on where it stopped.
+        At a cold start no group has a global state: all wait for each other and take the initial
+        parameters of the first. In a run that has begun, this group joins at the peers' next sync,
+        where torchft heals it. If all groups are resuming, they also wait for each other, and each
+        continues where it stopped.
+
+        Args:
+            policy: How a cold start waits for the others.
+            start_refusal: The reason why this group must not begin the run. None: it may begin it.
 
         Returns:
             Whether this group has joined others in training.
+
+        Raises:
+            TimeoutError: Too few groups were connected in time, or the join failed too often.
+            SettingsMismatch: This group's settings differ from the others'.
+            NothingToContinueFromError: All groups are connected, and none may begin the run.
         """
-        barrier = StartBarrier(self._manager, policy)
+        barrier = StartBarrier(self._manager, policy, start_refusal)
         device = self._fragments[0].device
         while True:
             self._manager.start_quorum()
             barrier.check_failures(fault_of_last_sync(self._manager) == "another")
             if self._manager.current_step() == 0:
-                starts = barrier.hears_start(device)
+                starts = barrier.vote_to_start(device)
                 if self._start() if starts else self._manager.should_commit():
                     return False
             else:
-                if self._manager.num_participants() > 1 or policy.num_replicas == 1:
+                if self._manager.num_participants() > 1 or policy.num_awaited == 1:
                     self._sync_joining()
-                    if not self._roll_call.are_all_joining:
+                    if not self._peer_table.are_all_joining:
                         self._state.ledger.stop_reading()  # resumed steps may be lost in part
                         return True
                     agree_on_settings(self._manager, self._state.fingerprint, device)
-                # Alone, or all are resuming: whoever else resumes would find us training.
-                barrier.hears_start(device)
+                # This group is alone, or all are resuming. Without the vote it would begin to
+                # train, and a group that resumes later would have to join it.
+                barrier.vote_to_start(device)
                 if self._manager.should_commit():
-                    self.tell_torchft_the_step()
+                    self._state.go_on_from_healed()
+                    self.set_torchft_step()
                     return False
             error = self._manager.errored()
             barrier.wait(getattr(error, "original_exception", error), self._why_not_committed())
 
-    def tell_torchft_the_step(self) -> None:
-        """Have torchft's step be the outer step and one, after a commit that was no outer step.
+    def set_torchft_step(self) -> None:
+        """Set torchft's step to the outer step + 1, after a commit that was no outer step.
 
-        torchft counts commits, and those with the highest count heal the others. A join, a start
-        and an end commit too: groups that wait for others to resume would count up meanwhile, and
-        heal one that comes with a newer checkpoint. The one is for the cold start: a group at
-        step 0 holds nothing.
+        torchft counts commits, and the groups with the highest count heal the others. A join, a
+        start and an end also commit. Without this, groups that wait for others to resume would
+        count up meanwhile, and would heal a group that comes with a newer checkpoint. The + 1 is
+        for the cold start: to torchft, a group at step 0 has no state.
         """
         step = self._state.outer_step + 1
         self._manager.load_state_dict(self._manager.state_dict() | {"step": step})
@@ -326,60 +350,61 @@ class OuterLoop:
         if not share_initial_parameters(self._manager, self._fragments):
             return False
         log.info("Started with %d replica groups", self._manager.num_participants())
-        self._clock.read()  # the wait for the start is no sync's
+        self._clock.read()  # the wait for the start belongs to no sync
         return True
 
     def _sync_joining(self) -> None:
         for fragment in self._fragments:
             fragment.is_joining = True
         self._sync_in_quorum()
-        self.settle()
+        self.finish_sync()
         for fragment in self._fragments:
             fragment.is_joining = False
 
     def finish(self) -> None:
-        """Synchronise what is left, until no group has more; continue from the global parameters.
+        """Sync until no group has anything to send, and end on the global parameters.
 
-        Groups that have ended take part in the syncs of those that still train, with nothing.
+        Groups that have ended take part in the syncs of those that still train, and contribute
+        nothing.
         """
         self._land()
-        self._roll_call.is_training = False
+        self._peer_table.is_training = False
         is_alone = self._manager.num_participants() == 1
-        while not self._roll_call.is_over:
+        while not self._peer_table.is_over:
             if is_alone and not any(fragment.has_more for fragment in self._fragments):
                 break
             self.sync()
-        self._roll_call.is_training, self.ends_with_next_step = True, False
+        self._peer_table.is_training, self.ends_with_next_step = True, False
         for fragment in self._fragments:
             fragment.take_global()
 
-    def stand_by(self) -> None:
-        """Take part in the others' next sync, with what has been trained since the last.
+    def sync_idle(self) -> None:
+        """Take part in the others' next sync, with the inner steps since the last one.
 
-        For a group that has no samples to train on now, and may get some. It keeps the others from
-        ending, and they keep it from falling behind.
+        For a group that has no samples to train on at the moment, and may get some. Without it the
+        others could end the run, or this group would fall behind and be healed.
         """
         self._land()
-        self._roll_call.is_training = self._is_standing_by = True
+        self._peer_table.is_training = self._is_idle = True
         try:
             self.sync()
         finally:
-            self._is_standing_by = False
+            self._is_idle = False
 
     def _land(self) -> None:
         if any(fragment.is_in_flight for fragment in self._fragments):
             with self._clock.blocking():
                 self._fragments[self.turn].perform_sync()
-                self.settle()
+                self.finish_sync()
 
-    def _hand_over(self) -> dict[str, Any]:
-        """What a joiner takes over from this group."""
-        self._state.was_given = True
+    def _state_for_joiner(self) -> dict[str, Any]:
+        """Return the state that a joiner takes over. torchft calls it in a donor's quorum."""
+        self._state.compare_next = True
         return self._state.state_dict()
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
         self._state.take_over(state, "the replica groups in training")
-        self._drop_local()
+        self._drop_local(is_healing=True)
         self.has_healed = True
         log.info("Took over the global state after outer step %d", self._state.outer_step)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.freezing import Freezing, StepRules
@@ -95,13 +96,17 @@ class GlobalParameters:
     The optimizer is built over *these* tensors and never over the model's, so it cannot step
     another fragment, decay a frozen weight, round to bf16, or clear the model's ``p.grad``.
 
+    Under DDP each rank holds and steps only its share of them, if the outer optimizer is DiLoCo's:
+    what SGD does to an element depends on no other. Any other one gets whole tensors on all ranks.
+
     Args:
         parameters: The fragment's parameters in the model, of any floating dtype and device.
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
         pin_memory: Whether to pin them for copies to an accelerator, if there is one.
         buffers: Buffers that are averaged with them; they simply become the mean.
-        ranks: All ranks of the group, if they hold shards of the model.
+        shards: Of the model, if the ranks of the group hold such.
+        share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
@@ -115,22 +120,27 @@ class GlobalParameters:
         backup_device: torch.device,
         pin_memory: bool,
         buffers: Buffers | None = None,
-        ranks: ProcessGroup | None = None,
+        shards: Shards | None = None,
+        share: Callable[[list[int]], RankShare] = RankShare,
     ) -> None:
         self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
-        self.shards = Shards(self.local.values(), ranks)
+        self.shards = shards or Shards()
         pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
-        shards = {name: local_tensor(tensor) for name, tensor in self.local.items()}
-        self._sizes = [shard.numel() for shard in shards.values()]
+        held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
+        self.shapes = {name: tensor.shape for name, tensor in held.items()}
+        self.share = share([tensor.numel() for tensor in held.values()])
+        self.is_shared = self.share.num_ranks > 1 and _is_elementwise(outer_optimizer, parameters)
+        """Whether ``theta`` has this rank's part of each tensor, 1-D, and not all of it."""
         self.flat = torch.empty(
             sum(self._sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
         )
         """All of them, one after the other. ``theta`` has the views."""
         self._momentum: Tensor | None = None
         with torch.no_grad():
+            own = self.share.own(held.values()) if self.is_shared else held.values()
             self.theta = {
-                name: nn.Parameter(view.copy_(shard))
-                for (name, shard), view in zip(shards.items(), self._views(self.flat), strict=True)
+                name: nn.Parameter(view.copy_(part))
+                for name, part, view in zip(held, own, self._views(self.flat), strict=True)
             }
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
@@ -167,11 +177,20 @@ class GlobalParameters:
         plain |= rules.plain
         for place in plain | rules.held:
             self.optimizer.state.pop(theta[place], None)
-        self.freezing.settle(rules)
+        self.freezing.record_frozen(rules)
         if mean.device.type == self.flat.device.type == "cpu" and is_plain_sgd(self.optimizer):
             self._descend(mean, plain, rules)
-            return
-        for place, (parameter, delta) in enumerate(zip(theta, mean.take(), strict=True)):
+            if not self.is_shared:
+                return  # each chunk has been written back
+        else:
+            self._step(mean, plain, rules)
+        self._write_back(rules, self._gather(mean) if self.is_shared else self.theta.values())
+
+    def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+        """The outer optimizer's own."""
+        for place, (parameter, delta) in enumerate(
+            zip(self.theta.values(), mean.take(), strict=True)
+        ):
             if place in plain:
                 parameter.sub_(delta.view(parameter.shape).to(parameter.device))
             elif place not in rules.held:
@@ -179,44 +198,76 @@ class GlobalParameters:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        self._write_back(rules)
+
+    def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
+        """All of each tensor, in the memory of a mean that is used up."""
+        mean.flat[self.share.start :][: self.flat.numel()] = self.flat
+        self.share.gather(mean.flat)
+        sizes = self.share.whole_sizes
+        parts = mean.flat[: sum(sizes)].split(sizes)
+        return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
 
     def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
-        """Torch's outer step, and the way back, while a chunk is in cache."""
+        """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
         momentum = self._views(self._own_momentum())
         descent = ChunkedDescent(self.optimizer, momentum, mean.divisor)
         squares = [torch.zeros(())]
         for place, (theta, parameter, sums) in enumerate(
             zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
         ):
-            local = local_tensor(parameter)
+            local = None if self.is_shared else local_tensor(parameter)
             # A tensor whose elements do not lie one after the other is written back at once.
-            chunk = CHUNK if local.is_contiguous() else max(1, local.numel())
-            parts = local.view(-1).split(chunk) if local.is_contiguous() else [local]
+            is_cut = local is None or local.is_contiguous()
+            chunk = CHUNK if is_cut else max(1, theta.numel())
             if place in plain or place in rules.held:
                 if place in plain:
                     theta.view(-1).sub_(sums.div_(mean.divisor))
                 moved = ((each, each[:0]) for each in theta.detach().view(-1).split(chunk))
             else:
                 moved = descent.steps(theta, place, sums, chunk)
-            for part, (global_part, momentum) in zip(parts, moved, strict=True):
+            parts = () if local is None else local.view(-1).split(chunk) if is_cut else (local,)
+            for part, (global_part, momentum) in itertools.zip_longest(parts, moved):
                 squares.append(self.shards.own_part(torch.dot(momentum, momentum), place))
-                _mix(part, global_part.view(part.shape), rules.alpha_of(place))
+                if part is not None:
+                    _mix(part, global_part.view(part.shape), rules.alpha_of(place))
         self._momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
 
+    @property
+    def _sizes(self) -> list[int]:
+        return self.share.sizes if self.is_shared else self.share.whole_sizes
+
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each tensor's part of a flat buffer, in its shape."""
+        """Each tensor's part of a flat buffer, in its shape if it is whole."""
         parts = flat.split(self._sizes)
-        shapes = [local_tensor(tensor).shape for tensor in self.local.values()]
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        if self.is_shared:
+            return list(parts)
+        return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
+
+    def own_parts(self) -> Iterator[Tensor]:
+        """This rank's part of each global parameter, 1-D."""
+        theta = [parameter.detach() for parameter in self.theta.values()]
+        return iter(theta) if self.is_shared else self.share.own(theta)
+
+    def whole(self, name: str) -> Tensor:
+        """All of a global parameter: itself, or gathered by a collective if it is shared."""
+        return self._whole(name, self.theta[name].detach())
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        if not self.is_shared:
+            return part
+        shape = self.shapes[name]
+        return self.share.whole(list(self.theta).index(name), part).view(shape)
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
-        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12)."""
-        self._write_back(StepRules(alpha))
+        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
 
-    def _write_back(self, rules: StepRules) -> None:
-        pairs = zip(self.local.values(), self.theta.values(), strict=True)
+        A collective of the ranks, if they share.
+        """
+        self._write_back(StepRules(alpha), map(self.whole, self.theta))
+
+    def _write_back(self, rules: StepRules, whole: Iterable[Tensor]) -> None:
+        pairs = zip(self.local.values(), whole, strict=True)
         for place, (parameter, theta) in enumerate(pairs):
             _mix(local_tensor(parameter), theta, rules.alpha_of(place))
 
@@ -228,7 +279,7 @@ class GlobalParameters:
         ]
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """The global parameters by name, and the outer optimizer's state.
+        """The global parameters by name, and the outer optimizer's state; of its share, if any.
 
         Args:
             copies: Whether of the tensors, or the tensors themselves.
@@ -236,7 +287,7 @@ class GlobalParameters:
         state = {
             "theta": dict(self.theta),
             "optimizer": self.optimizer.state_dict(),
-            "frozen": sorted(self.freezing.settled),
+            "frozen": sorted(self.freezing.frozen_by_all),
         }
 
         def take(x: Any) -> Any:
@@ -245,6 +296,53 @@ class GlobalParameters:
             return x.detach().clone() if copies else x.detach()
 
         return tree_map(take, state)
+
+    def gathered(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What ``state_dict`` gives without copies, of all shares. A collective, if there are."""
+        return self._each_tensor(state_dict, self._whole)
+
+    def cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's share of what ``gathered`` gave, on whatever number of ranks.
+
+        Raises:
+            ValueError: A tensor is missing or has another shape or dtype.
+        """
+        if not self.is_shared:
+            return state_dict
+        self._check(state_dict, self.shapes)
+        return self._each_tensor(
+            state_dict, lambda name, whole: self.share.part_of(list(self.theta).index(name), whole)
+        )
+
+    def _each_tensor(
+        self, state_dict: dict[str, Any], change: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Any]:
+        if not self.is_shared:
+            return state_dict
+        optimizer, names = state_dict["optimizer"], list(self.theta)
+        return state_dict | {
+            "theta": {name: change(name, t) for name, t in state_dict["theta"].items()},
+            "optimizer": optimizer
+            | {
+                "state": {
+                    place: {
+                        key: change(names[place], value) if isinstance(value, Tensor) else value
+                        for key, value in state.items()
+                    }
+                    for place, state in optimizer["state"].items()
+                }
+            },
+        }
+
+    def _check(self, state_dict: dict[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+        for name, shape in shapes.items():
+            given = state_dict["theta"].get(name)
+            if given is None or given.shape != shape or given.dtype != torch.float32:
+                what = "is missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
+                raise ValueError(
+                    f"global parameter {name} of a saved or received state {what}, and here it is "
+                    f"{torch.float32} {tuple(shape)}: it is another model's state"
+                )
 
     @torch.no_grad()
     def load_state_dict(
@@ -259,18 +357,11 @@ class GlobalParameters:
         Raises:
             ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
         """
-        for name, theta in self.theta.items():
-            given = state_dict["theta"].get(name)
-            if given is None or given.shape != theta.shape or given.dtype != theta.dtype:
-                what = "is missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
-                raise ValueError(
-                    f"global parameter {name} of a saved or received state {what}, and here it is "
-                    f"{theta.dtype} {tuple(theta.shape)}: it is another model's state"
-                )
+        self._check(state_dict, {name: theta.shape for name, theta in self.theta.items()})
         for name, theta in self.theta.items():
             theta.copy_(state_dict["theta"][name])
-        self.freezing.settled = frozenset(state_dict.get("frozen", ()))
-        self.freezing.freeze_settled()
+        self.freezing.frozen_by_all = frozenset(state_dict.get("frozen", ()))
+        self.freezing.freeze_like_global()
         self._momentum_norm = None
         groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
         state = state_dict["optimizer"]["state"]
@@ -315,10 +406,12 @@ class GlobalParameters:
     def momentum_norm(self) -> float:
         """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step.
 
-        Over all shards of the group, if it has shards; then a collective of its ranks.
+        Over all shards or shares of the group, if it has such; then a collective of its ranks.
         """
         if self._momentum_norm is None:
             self._momentum_norm = self._compute_momentum_norm()
+        if self.is_shared:
+            return self.share.norm(self._momentum_norm)
         return self.shards.norm(self._momentum_norm)
 
     def _compute_momentum_norm(self) -> float:
@@ -335,3 +428,10 @@ def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
         local.copy_(theta)
     else:
         local.copy_(theta.to(local.device).lerp(local.float(), alpha))
+
+
+def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Parameters) -> bool:
+    """Whether the outer optimizer treats each element by itself, as far as we know."""
+    shapes = (local_tensor(parameter).shape for parameter in parameters.values())
+    like = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    return is_plain_sgd(outer_optimizer(like))

@@ -1,10 +1,11 @@
-"""What travels beside every sync: who took part, who has more to send, and what each one holds."""
+"""The table that travels beside every sync: a row per replica group, summed like the messages."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,35 +14,84 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.sample_ledger import Claim
+from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-(
-    _PRESENT,
-    _PENDING,
-    _JOINING,
-    _HEALED,
-    _OUTER_STEP,
-    _VERSION,
-    _MIN_SIZE,
-    _REPLACING,
-    _CLAIM,
-) = range(9)
-_SETTINGS = _CLAIM + 6  # three numbers, of two columns each
-_DIGESTS = _SETTINGS + 2
 _BITS = 22
-"""Of a number that a sum in fp32 keeps exactly, with room for the 1 that says it was given."""
+"""Bits of a number that a sum in fp32 keeps exactly, with room for the 1 that marks it as set."""
 
 
 class DivergenceError(RuntimeError):
     """Replica groups hold different global parameters, which no sync can mend."""
 
 
+@dataclass(frozen=True)
+class PeerRow:
+    """What one replica group reports to the others beside a sync.
+
+    Attributes:
+        has_more: Whether it still trains, or has steps that no sync has brought in.
+        is_joining: Whether it joins with this sync and contributes nothing.
+        was_healed: Whether it has taken over the global state since its last sync.
+        outer_step: Its outer step, modulo 2**22.
+        settings_version: The newest version of the settings that it knows, modulo 2**22.
+        min_replica_size: Its ``min_replica_size``.
+        is_replacing: Whether its local parameters are to be the global ones, see
+            ``DiLoCo.make_local_global``.
+        samples: How much of its sample stream is in the model once this sync has committed.
+        settings: 44 bits of the digest of its settings, as two numbers above 0.
+        digests: The same of each fragment's global parameters; zeros where none is due.
+        frozen: A 1 for each tensor of the fragment that it has frozen.
+    """
+
+    has_more: bool
+    is_joining: bool
+    was_healed: bool
+    outer_step: int
+    settings_version: int
+    min_replica_size: int
+    is_replacing: bool
+    samples: SyncedSamples
+    settings: tuple[int, ...]
+    digests: tuple[tuple[int, ...], ...]
+    frozen: tuple[int, ...]
+
+    def encode(self) -> list[float]:
+        """The row as numbers, each exact in fp32. The first is a 1: this group is in the sum."""
+        numbers = [
+            1,
+            self.has_more,
+            self.is_joining,
+            self.was_healed,
+            self.outer_step,
+            self.settings_version,
+            self.min_replica_size,
+            self.is_replacing,
+            *(half for number in self.samples for half in divmod(number, 2**_BITS)),
+            *self.settings,
+            *(half for digest in self.digests for half in digest),
+            *self.frozen,
+        ]
+        return [float(number) for number in numbers]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[float], num_fragments: int) -> PeerRow:
+        """The row of which ``encode`` made these numbers."""
+        _, more, joining, healed, step, version, min_size, replacing, *rest = map(int, numbers)
+        samples, settings, rest = rest[:6], rest[6:8], rest[8:]
+        digests, frozen = rest[: 2 * num_fragments], rest[2 * num_fragments :]
+        whole = ((high << _BITS) + low for high, low in _pairs(samples))
+        return cls(
+            bool(more), bool(joining), bool(healed), step, version, min_size, bool(replacing),
+            SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)), tuple(frozen),
+        )  # fmt: skip
+
+
 class Syncing(Protocol):
-    """What a roll call asks of a fragment."""
+    """What the table asks of a fragment."""
 
     is_joining: bool
     device: torch.device
@@ -49,7 +99,7 @@ class Syncing(Protocol):
 
     @property
     def is_replacing(self) -> bool:
-        """Whether what this group sends is to be the global parameters."""
+        """Whether the local parameters that were sent are to be the global ones."""
         ...
 
     @property
@@ -58,95 +108,112 @@ class Syncing(Protocol):
         ...
 
     @property
-    def claim(self) -> Claim:
-        """How much of this group's samples its sync will have brought into the model."""
+    def synced_samples(self) -> SyncedSamples:
+        """How much of this group's samples the sync will have brought into the model."""
         ...
 
 
-class RollCall:
-    """A small table that the groups of a sync fill in, a row each, and sum with the messages.
+class PeerTable:
+    """Sends this group's row with a sync, and checks the rows of all its groups before the vote.
 
-    It tells six things that torchft does not:
+    The table answers six questions that torchft does not:
 
-    * whether all groups of the quorum were in this sum (under a quorum id that was used before they
-      can be others, or fewer);
-    * whether any group still trains or has steps to send: when none has, training is over for all;
-    * whether all groups hold the same: their settings, ``min_replica_size`` and outer step at every
-      sync, and a digest of each fragment every ``digest_every`` outer steps, after a heal and after
-      a resume;
-    * which version of the settings all groups know, so that all adopt it at the same outer step;
-    * how far each group's stream of samples is in the model once the sync has committed;
-    * which parameters each group has frozen, and whether one of them has replaced its local
-      parameters by an average that is to be the global ones.
+    * Were all groups of the quorum in this sum? Under a quorum id that was used before, the
+      connections can be those to other groups, or to fewer.
+    * Does any group still train, or have steps to send? If none has, training is over for all.
+    * Do all groups hold the same? Their settings, ``min_replica_size`` and outer step are compared
+      at every sync, and a digest of each fragment every ``digest_every`` outer steps, after a heal
+      and after a resume.
+    * Which version of the settings do all groups know? All adopt it at the same outer step.
+    * How much of each group's sample stream is in the model once the sync has committed?
+    * Which parameters has each group frozen, and has one of them replaced its local parameters by
+      an average that is to be the global ones?
 
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state.
+        fragments: All fragments of the model.
         digest_every: Every how many outer steps the digests are compared; 0 for never.
+
+    Attributes:
+        is_training: Whether this group still trains. The outer loop sets it.
+        known_version: The newest version of the settings that this group knows.
+        agreed_version: The newest one that all groups of the last sync know.
+        is_over: Whether no group of the last sync trains or has anything to send.
+        are_all_joining: Whether no group of the last sync was in training.
+        is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
+        synced_samples: How far the groups of the last sync have read their sample streams.
+        frozen: What each group in training of the last sync has frozen, by its rank in the quorum:
+            1-D, a 1 for each frozen tensor of the fragment.
     """
 
-    def __init__(self, manager: DiLoCoManager, state: GlobalState, digest_every: int) -> None:
+    def __init__(
+        self,
+        manager: DiLoCoManager,
+        state: GlobalState,
+        fragments: Sequence[Syncing],
+        digest_every: int,
+    ) -> None:
         self._manager = manager
         self._state = state
+        self._fragments = fragments
         self._digest_every = digest_every
-        self.fragments: Sequence[Syncing] = ()
         self.is_training = True
-        self.is_over = self.are_all_joining = False
+        self.is_over = self.are_all_joining = self.is_replacing = False
         self.known_version = self.agreed_version = 0
-        """The newest settings that this group knows, and that all of the last sync knew."""
-        self.claims: list[Claim] = []
-        """Of the groups in the last sync."""
-        self.is_replacing = False
-        """Whether a group of the last sync wants the plain mean as the global parameters."""
+        self.synced_samples: list[SyncedSamples] = []
         self.frozen: dict[int, Tensor] = {}
-        """What the groups in training of the last sync have frozen, by their places in it."""
 
-    def send(self, fragment: Syncing) -> RollCallWork:
+    def send(self, fragment: Syncing) -> PeerTableWork:
         """Start the table's allreduce, for the sync of a fragment."""
-        left = any(other.has_more for other in self.fragments if other is not fragment)
         rows, rank = self._manager.num_participants(), self._manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        frozen = torch.tensor(fragment.frozen, dtype=torch.float32)
-        table = torch.zeros(rows, self._end_of_digests + len(frozen))
-        table[rank, _PRESENT] = 1
-        table[rank, _PENDING] = float(self.is_training or left)
-        table[rank, _JOINING] = float(fragment.is_joining)
-        table[rank, _HEALED] = float(self._state.was_taken)
-        table[rank, _OUTER_STEP] = self._state.outer_step % 2**_BITS
-        table[rank, _VERSION] = self.known_version % 2**_BITS
-        table[rank, _MIN_SIZE] = self._manager._min_replica_size
-        table[rank, _REPLACING] = float(fragment.is_replacing)
-        table[rank, _CLAIM:_SETTINGS] = torch.tensor(_as_columns(fragment.claim))
-        table[rank, _SETTINGS:_DIGESTS] = torch.tensor(_as_numbers(self._state.settings_digest()))
-        if self._digest_is_due():
-            numbers = [n for digest in self._state.fragment_digests() for n in _as_numbers(digest)]
-            table[rank, _DIGESTS : self._end_of_digests] = torch.tensor(numbers)
-        table[rank, self._end_of_digests :] = frozen
+        own = self._own_row(fragment).encode()
+        table = torch.zeros(rows, len(own))
+        table[rank] = torch.tensor(own)
         table = table.to(fragment.device)
         work = self._manager.allreduce(table, reduce_op=ReduceOp.SUM)  # pyright: ignore
-        return RollCallWork(self, work, table)
+        return PeerTableWork(self, work, table)
 
-    @property
-    def _end_of_digests(self) -> int:
-        return _DIGESTS + 2 * len(self.fragments)
+    def _own_row(self, fragment: Syncing) -> PeerRow:
+        others = (other for other in self._fragments if other is not fragment)
+        digests = [(0, 0)] * len(self._fragments)
+        if self._digest_is_due():
+            digests = [_as_numbers(digest) for digest in self._state.fragment_digests()]
+        return PeerRow(
+            has_more=self.is_training or any(other.has_more for other in others),
+            is_joining=fragment.is_joining,
+            was_healed=self._state.was_healed,
+            outer_step=self._state.outer_step % 2**_BITS,
+            settings_version=self.known_version % 2**_BITS,
+            min_replica_size=self._manager._min_replica_size,
+            is_replacing=fragment.is_replacing,
+            samples=fragment.synced_samples,
+            settings=_as_numbers(self._state.settings_digest()),
+            digests=tuple(digests),
+            frozen=tuple(map(int, fragment.frozen)),
+        )
 
     def _digest_is_due(self) -> bool:
         by_count = self._digest_every and self._state.outer_step % self._digest_every == 0
-        return bool(by_count) or self._state.was_given or self._state.was_taken
+        return bool(by_count) or self._state.compare_next or self._state.was_healed
 
     def read(self, table: Tensor) -> None:
-        """Look at the finished table.
+        """Check the finished table, and keep what it says.
+
+        Args:
+            table: The sum: (groups in the quorum, columns), fp32.
 
         Raises:
-            DivergenceError: This group holds other global parameters than most, or there is no
-                majority.
+            DivergenceError: This group holds other global parameters than most groups, or there is
+                no majority.
             SettingsMismatch: It joins groups in training that have other settings.
         """
         self.is_over = False
         if self._manager.errored():
             return
-        table = table.cpu()
-        present = table[:, _PRESENT].tolist()
+        columns = table.cpu().tolist()
+        present = [row[0] for row in columns]
         if present != [1.0] * len(present):
             self._manager.report_error(
                 ConnectionError(
@@ -155,69 +222,64 @@ class RollCall:
                 )
             )
             return
-        self._check_settings(table)
-        self._check_agreement(table)
-        self.is_over = not table[:, _PENDING].any()
-        self.are_all_joining = bool(table[:, _JOINING].all())
-        self.agreed_version = int(table[:, _VERSION].min())
-        self.is_replacing = bool(table[:, _REPLACING].any())
-        training = (table[:, _JOINING] == 0).nonzero().flatten().tolist()
-        self.frozen = {rank: table[rank, self._end_of_digests :] for rank in training}
-        self.claims = [_as_claim(row) for row in table[:, _CLAIM:_SETTINGS].int().tolist()]
-        self._state.was_given = self._state.was_taken = False
+        rows = [PeerRow.decode(row, len(self._fragments)) for row in columns]
+        self._check_settings(rows)
+        self._check_agreement(rows)
+        self.is_over = not any(row.has_more for row in rows)
+        self.are_all_joining = all(row.is_joining for row in rows)
+        self.agreed_version = min(row.settings_version for row in rows)
+        self.is_replacing = any(row.is_replacing for row in rows)
+        self.synced_samples = [row.samples for row in rows]
+        self.frozen = {
+            rank: torch.tensor(row.frozen) for rank, row in enumerate(rows) if not row.is_joining
+        }
+        self._state.compare_next = self._state.was_healed = False
 
-    def _check_settings(self, table: Tensor) -> None:
+    def _check_settings(self, rows: Sequence[PeerRow]) -> None:
         """A group that resumes at the outer step of those in training is not healed by them."""
-        joining = table[:, _JOINING].bool().tolist()
-        if all(joining):
-            return  # they compare them key by key
-        first = joining.index(False)  # of those in training, who have compared theirs already
-        settings = [tuple(row) for row in table[:, _SETTINGS:_DIGESTS].tolist()]
-        self._refuse_odd(
-            settings, first, "settings", f"with {self._state.fingerprint}: make its settings equal"
-        )
-        sizes = [int(size) for size in table[:, _MIN_SIZE].tolist()]
+        if all(row.is_joining for row in rows):
+            return  # they compare their settings key by key
+        # One of those in training; they have compared theirs already.
+        first = next(rank for rank, row in enumerate(rows) if not row.is_joining)
+        fix = f"with {self._state.fingerprint}: make its settings equal"
+        self._reject_odd([row.settings for row in rows], first, "settings", fix)
+        sizes = [row.min_replica_size for row in rows]
         own = self._manager._min_replica_size
         fix = f"with {own}, and theirs is {sizes[first]}: set it to {sizes[first]}"
-        self._refuse_odd(sizes, first, "min_replica_size", fix)
+        self._reject_odd(sizes, first, "min_replica_size", fix)
 
-    def _refuse_odd(self, given: Sequence[object], first: int, what: str, fix: str) -> None:
-        odd = [rank for rank, value in enumerate(given) if value != given[first]]
+    def _reject_odd(self, values: Sequence[object], first: int, what: str, fix: str) -> None:
+        odd = [rank for rank, value in enumerate(values) if value != values[first]]
         if not odd:
             return
         mismatch = SettingsMismatch(
-            f"replica groups {', '.join(map(str, odd))} (by their place in the quorum) have other "
+            f"replica groups {', '.join(map(str, odd))} (by their rank in the quorum) have other "
             f"{what} than those in training"
         )
         if self._manager.participating_rank() in odd:
             raise SettingsMismatch(f"{mismatch}. This group is one of them, {fix}")
         self._manager.report_error(mismatch)
 
-    def _check_agreement(self, table: Tensor) -> None:
-        healed = table[:, _HEALED].bool().tolist()
-        self._compare(table[:, _OUTER_STEP : _OUTER_STEP + 1], healed, "the outer step")
-        for fragment in range(len(self.fragments)):
-            start = _DIGESTS + 2 * fragment
-            what = f"the global parameters of {fragment=}"
-            self._compare(table[:, start : start + 2], healed, what)
+    def _check_agreement(self, rows: Sequence[PeerRow]) -> None:
+        steps = {rank: row.outer_step for rank, row in enumerate(rows)}
+        self._compare(rows, steps, "the outer step")
+        for fragment in range(len(self._fragments)):
+            digests = {rank: row.digests[fragment] for rank, row in enumerate(rows)}
+            # A group for which no digest was due has sent none.
+            sent = {rank: digest for rank, digest in digests.items() if any(digest)}
+            self._compare(rows, sent, f"the global parameters of {fragment=}")
 
-    def _compare(self, columns: Tensor, healed: list[bool], what: str) -> None:
-        is_digest = columns.shape[1] > 1
-        held = {
-            rank: tuple(row)
-            for rank, row in enumerate(columns.tolist())
-            if any(row) or not is_digest  # a group for which none was due gives none
-        }
+    def _compare(self, rows: Sequence[PeerRow], held: dict[int, Any], what: str) -> None:
         if len(set(held.values())) < 2:
             return
-        # Who has just taken over the state is not asked what is right.
-        trusted = [value for rank, value in held.items() if not healed[rank]]
+        # A group that has just been healed holds a copy, which is no evidence of what is right.
+        trusted = [value for rank, value in held.items() if not rows[rank].was_healed]
         most, count = Counter(trusted or held.values()).most_common(1)[0]
         has_majority = 2 * count > len(trusted)
         odd = [rank for rank, value in held.items() if not has_majority or value != most]
         message = (
             f"after outer step {self._state.outer_step} replica groups "
-            f"{', '.join(map(str, odd))} (by their place in the quorum, in the order of their "
+            f"{', '.join(map(str, odd))} (by their rank in the quorum, in the order of their "
             f"names) differ in {what}"
         )
         if self._manager.participating_rank() in odd:
@@ -228,32 +290,27 @@ class RollCall:
         self._manager.report_error(DivergenceError(message))
 
 
-class RollCallWork:
-    """Stands last among a sync's allreduces, so that the table is read before the vote."""
+class PeerTableWork:
+    """Comes last among a sync's allreduces, so that the table is read before the vote."""
 
-    def __init__(self, roll_call: RollCall, work: Any, table: Tensor) -> None:
-        self._roll_call = roll_call
+    def __init__(self, peer_table: PeerTable, work: Any, table: Tensor) -> None:
+        self._peer_table = peer_table
         self._work = work
         self._table = table
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the table and look at it."""
-        del timeout  # the manager's
+        """Wait for the table and read it. The manager's timeout bounds the wait."""
+        del timeout
         self._work.wait()
-        self._roll_call.read(self._table)
+        self._peer_table.read(self._table)
         return True
 
 
-def _as_columns(claim: Claim) -> list[int]:
-    return [half for number in claim for half in divmod(number, 2**_BITS)]
-
-
-def _as_claim(columns: list[int]) -> Claim:
-    pairs = zip(columns[::2], columns[1::2], strict=True)
-    return Claim(*((high << _BITS) + low for high, low in pairs))
+def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _as_numbers(digest: str) -> tuple[int, int]:
-    """44 bits of a digest as two numbers above 0."""
+    """44 bits of a digest in hex, as two numbers above 0."""
     bits = int(digest[:11], 16)
     return (bits >> _BITS) + 1, bits % 2**_BITS + 1

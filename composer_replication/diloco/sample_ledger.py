@@ -1,4 +1,9 @@
-"""Which samples the global parameters have been trained on."""
+"""Which samples the global parameters have been trained on.
+
+A *sample stream* is what one incarnation of a replica group reads, one sample after the other. A
+*position* in it is a number of samples from its start. Each fragment is synchronised by itself, so
+a sample can be in one fragment's global parameters and not yet in another's.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,13 @@ from typing import Any, NamedTuple
 from composer_replication.diloco.settings import DiLoCoSettings
 
 
-class Claim(NamedTuple):
-    """How far a replica group's stream of samples is in the global parameters after a sync.
+class SyncedSamples(NamedTuple):
+    """How much of one sample stream is in the global parameters after a sync.
 
     Attributes:
-        stream: Which stream; 0 for a group that reads none.
-        position: Samples of it that every fragment has been trained on.
-        in_part: Samples of it that at least one fragment has been trained on.
+        stream: The stream's number; 0 for a group that reads none.
+        position: All fragments have been trained on the samples up to here.
+        in_part: At least one fragment has been trained on the samples up to here.
     """
 
     stream: int
@@ -23,10 +28,10 @@ class Claim(NamedTuple):
 
 
 def check_keeps_all_steps(settings: DiLoCoSettings) -> None:
-    """Refuse settings under which no record of trained samples could be right.
+    """Reject settings under which no record of trained samples could be right.
 
     Raises:
-        ValueError: Inner steps are thrown away.
+        ValueError: The settings throw inner steps away.
     """
     if settings.discards_overlapped_steps:
         raise ValueError(
@@ -37,73 +42,73 @@ def check_keeps_all_steps(settings: DiLoCoSettings) -> None:
 
 
 class Ledger:
-    """A part of the global state: of every stream of samples, how much is in the model.
+    """The part of the global state that records, for every sample stream, how much is in the model.
 
-    A stream is what one life of a replica group reads, one sample after the other. Its samples are
-    in the model when the sync that was formed after them has committed, fragment by fragment. Every
-    group of a sync tells its claim in the roll call, so all that commit it write the same ledger:
-    whoever survives knows what the dead have contributed (docs/adrs/ADR-015).
+    A group's samples are in the model when the sync that packed them has committed, fragment by
+    fragment. Every group sends its ``SyncedSamples`` with each sync in the peer table, so all
+    groups that commit the sync write the same ledger. Every survivor therefore knows what a
+    group that has died has contributed (docs/adrs/ADR-015).
 
     Args:
         num_fragments: Fragments of the model.
 
     Attributes:
-        entries: The claims of all streams that ever were in a commit, by stream.
-        stream: What this group reads from; 0 for none.
-        position: Samples of it up to the end of the batch that is being trained on.
+        entries: The ``SyncedSamples`` of all streams that ever were in a commit, by stream.
+        stream: The stream that this group reads; 0 for none.
+        position: This group's position, at the end of the batch that is being trained on.
     """
 
     def __init__(self, num_fragments: int) -> None:
-        self.entries: dict[int, Claim] = {}
+        self.entries: dict[int, SyncedSamples] = {}
         self.stream = self.position = 0
         self._synced = [0] * num_fragments
 
     def read_from(self, stream: int) -> None:
-        """Go on with a stream of which nothing has been trained on."""
+        """Start a new stream, of which nothing has been trained on."""
         self.stream, self.position = stream, 0
         self._synced = [0] * len(self._synced)
 
     def stop_reading(self) -> None:
-        """What was trained and not synchronised is lost, so that no later claim may cover it."""
+        """End the stream: what was trained on and not synchronised stays unrecorded."""
         self.read_from(0)
 
-    def claim(self, fragment: int, formed_at: int, contributes: bool) -> Claim:
+    def after_sync(self, fragment: int, packed_at: int, contributes: bool) -> SyncedSamples:
         """What holds of this group's stream once a fragment's sync has committed.
 
         Args:
-            fragment: Which one.
-            formed_at: The position when its pseudo-gradient was formed.
-            contributes: Whether that is in the mean.
+            fragment: The fragment that is synchronised.
+            packed_at: The position when its pseudo-gradient was packed.
+            contributes: Whether that pseudo-gradient is in the mean.
         """
         synced = list(self._synced)
         if contributes:
-            synced[fragment] = formed_at
-        return Claim(self.stream, min(synced), max(synced))
+            synced[fragment] = packed_at
+        return SyncedSamples(self.stream, min(synced), max(synced))
 
-    def commit(self, claims: Iterable[Claim]) -> None:
-        """A sync has committed: note what its groups have claimed."""
-        for claim in claims:
-            known = self.entries.get(claim.stream, claim)
-            if claim.stream:
-                self.entries[claim.stream] = Claim(*map(max, known, claim))
+    def commit(self, synced_samples: Iterable[SyncedSamples]) -> None:
+        """Record what the groups of a committed sync have sent."""
+        for synced in synced_samples:
+            known = self.entries.get(synced.stream, synced)
+            if synced.stream:
+                self.entries[synced.stream] = SyncedSamples(*map(max, known, synced))
 
-    def has_synced(self, fragment: int, formed_at: int) -> None:
-        """This group's own part of that, for its next claims."""
-        self._synced[fragment] = formed_at
+    def has_synced(self, fragment: int, packed_at: int) -> None:
+        """Remember that this group's samples up to ``packed_at`` are in a fragment."""
+        self._synced[fragment] = packed_at
 
     def rows(self) -> list[list[int]]:
         """The entries as plain containers: stream, position, in_part."""
-        return [list(claim) for _, claim in sorted(self.entries.items())]
+        return [list(entry) for _, entry in sorted(self.entries.items())]
 
     def load_rows(self, rows: Iterable[Iterable[int]]) -> None:
-        """Take over another group's, or a checkpoint's."""
-        self.entries = {claim.stream: claim for claim in (Claim(*row) for row in rows)}
+        """Replace the entries by those of ``rows()``, of another group or of a checkpoint."""
+        self.entries = {entry.stream: entry for entry in (SyncedSamples(*row) for row in rows)}
 
     def local_state(self) -> dict[str, Any]:
-        """Where this group itself stands."""
+        """This group's own stream and position, for its checkpoint."""
         return {"stream": self.stream, "position": self.position, "synced": list(self._synced)}
 
     def load_local_state(self, state: Mapping[str, Any]) -> None:
-        """Stand there again."""
+        """Restore what ``local_state`` returned."""
         self.stream, self.position = state["stream"], state["position"]
         self._synced = list(state["synced"])

@@ -1,4 +1,4 @@
-"""What all replica groups of a run must agree on, checked before any network is touched."""
+"""The settings that all replica groups of a run must agree on, checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
-
-START_TIMEOUT_S = 600.0
-"""How long a cold start waits for the other replica groups, in seconds."""
-
-ON_START_TIMEOUT = ("error", "start")
-"""What a cold start does when too few replica groups have come in time."""
+from composer_replication.diloco.checks import check_integer, check_number
 
 WEIGHT_BY = ("uniform", "steps", "samples")
 
 SYNC_BUFFERS = ("none", "mean")
 
 FIXED = ("num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers", "wire_format")
-"""What a resume cannot change: what a fragment is, and what a message is. Others that resume have
-these from their checkpoints, and messages of other sizes would abort them inside gloo before
-anything could be compared."""
+"""Settings that a resume cannot change: they define the fragments and the messages. Other groups
+that resume have them from their checkpoints, and a message of another size would abort these groups
+inside gloo before the settings could be compared."""
 
 
 class SettingsMismatch(ValueError):
@@ -33,39 +28,40 @@ class SettingsMismatch(ValueError):
 class DiLoCoSettings:
     """The settings of one run, equal in every replica group.
 
-    Used three times and defined once: the arguments of ``DiLoCo`` and ``DiLoCoCallback``, and the
-    fingerprint that groups compare when they join.
+    ``DiLoCo`` and ``DiLoCoCallback`` take these arguments, and the groups compare them, as the
+    fingerprint, when they join.
 
     Args:
-        sync_every: Inner steps in a round; every fragment is synchronised once in it.
-        num_fragments: Into how many fragments the model is cut, at block boundaries. 1 is vanilla
+        sync_every: Inner steps in a round. Every fragment is synchronised once a round.
+        num_fragments: Number of fragments that the model is cut into, at block boundaries. 1 is
             DiLoCo (arXiv 2311.08105), more is Streaming DiLoCo (arXiv 2501.18512).
-        fragment_patterns: Instead of ``num_fragments``: one entry a fragment, each a shell pattern
-            over parameter names or a list of them, e.g. ``["*blocks.0.*", ["*blocks.1.*", "*"]]``.
-            A parameter belongs to the first fragment that matches it. A LoRA parameter that none
-            matches may also be called as PEFT saves it (``lora_A.weight``, without its adapter's
-            name).
-        fragment_sync_delay: Inner steps between forming a fragment's pseudo-gradient and applying
-            the outer step (tau in 2501.18512). 0 waits for the allreduce at once.
-        fragment_update_alpha: How much of the local parameters survives a sync:
+        fragment_patterns: Instead of ``num_fragments``: one entry per fragment, each a shell
+            pattern over parameter names or a list of patterns, for example
+            ``["*blocks.0.*", ["*blocks.1.*", "*"]]``. A parameter belongs to the first fragment
+            that matches it. A LoRA parameter that no pattern matches is also matched under the
+            name that PEFT saves it with (``lora_A.weight``, without the adapter's name).
+        fragment_sync_delay: Inner steps between computing a fragment's pseudo-gradient and applying
+            the outer step (tau in 2501.18512). With 0 the sync waits for the allreduce at once.
+        fragment_update_alpha: The share of the local parameters that a sync keeps:
             ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1].
         outer_lr: Learning rate of the outer SGD.
         outer_momentum: Momentum of the outer SGD, in [0, 1).
         outer_nesterov: Whether that momentum is Nesterov's.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
             (``steps``) or its samples (``samples``) since the fragment was last synchronised. With
-            ``uniform`` a joiner's first round, which is only a part of one, counts as much as any
-            other group's. With ``steps`` it counts as much as the joiner has trained.
-        sync_buffers: What becomes of floating-point buffers, such as BatchNorm's running
+            ``uniform`` a joiner's first round counts fully, although the joiner has trained in only
+            a part of it. With ``steps`` it counts as much as the joiner has trained.
+        sync_buffers: How floating-point buffers are treated, such as BatchNorm's running
             statistics: each group keeps its own (``none``), or they are averaged with the
-            parameters and are then part of the global state (``mean``). Buffers of integers and
-            booleans, and those that are not persistent, are always each group's own.
+            parameters and are part of the global state (``mean``). Each group always keeps its own
+            integer, boolean and non-persistent buffers.
         bucket_cap_mb: Largest message of a sync, in MiB of fp32.
-        wire_format: How pseudo-gradients travel: ``float32``, or in half, a quarter or an eighth of
-            its bytes ``bfloat16``, ``int8`` or ``fp4``. They are summed in fp32 in any case.
-        error_feedback: Whether a group adds to its next pseudo-gradient what the wire format has
-            rounded away from the last.
-        max_sync_retries: How often in a row a sync that did not commit is tried again.
+        wire_format: The format of pseudo-gradients on the network: ``float32``, or ``bfloat16``,
+            ``int8`` or ``fp4`` in half, a quarter or an eighth of the bytes. Sums are in fp32 in
+            any case.
+        error_feedback: Whether a group adds the rounding error of the wire format to its next
+            pseudo-gradient.
+        max_sync_retries: How often in a row a sync that did not commit is retried.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -88,13 +84,13 @@ class DiLoCoSettings:
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "num_fragments"):
-            _check_integer(name, getattr(self, name), at_least=1)
+            check_integer(name, getattr(self, name), at_least=1)
         for name in ("fragment_sync_delay", "max_sync_retries"):
-            _check_integer(name, getattr(self, name), at_least=0)
-        _check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
-        _check_number("outer_lr", self.outer_lr, 0.0, math.inf)
-        _check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
-        _check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
+            check_integer(name, getattr(self, name), at_least=0)
+        check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
+        check_number("outer_lr", self.outer_lr, 0.0, math.inf)
+        check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
+        check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
         for name in ("outer_nesterov", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
@@ -102,7 +98,7 @@ class DiLoCoSettings:
             raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
         if self.sync_buffers not in SYNC_BUFFERS:
             raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
-        encoded_bytes(self.wire_format, 0)  # refuses one that there is not
+        encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
         check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
 
@@ -112,7 +108,7 @@ class DiLoCoSettings:
             return
         if isinstance(patterns, str) or not patterns or not all(patterns):
             raise ValueError(
-                f"fragment_patterns={patterns!r}: give a list with one entry a fragment, each a "
+                f"fragment_patterns={patterns!r}: give a list with one entry per fragment, each a "
                 'pattern or a list of patterns, e.g. ["*blocks.0.*", "*"]'
             )
         if self.num_fragments not in (1, len(patterns)):
@@ -123,7 +119,7 @@ class DiLoCoSettings:
 
     @property
     def fragment_count(self) -> int:
-        """Number of fragments, whichever way they were given."""
+        """Number of fragments, from ``num_fragments`` or ``fragment_patterns``."""
         return self.num_fragments if self.fragment_patterns is None else len(self.fragment_patterns)
 
     @property
@@ -133,14 +129,14 @@ class DiLoCoSettings:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether there is something that a wire format keeps back."""
+        """Whether rounding errors are kept for the next sync (error feedback)."""
         return self.error_feedback and self.wire_format != WIRE_FORMATS[0]
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that must be equal in all groups, as plain containers.
+        """Return the settings that must be equal in all groups, as plain containers.
 
-        The outer optimizer is described by whoever built it (it may be the user's own), and
-        ``sync_every`` is left out where ``weight_by`` gives unequal numbers of steps a meaning.
+        The outer optimizer is not among them: it may be the user's own, so ``DiLoCo`` describes it.
+        ``sync_every`` may differ if ``weight_by`` weights groups by their steps or samples.
         """
         agreed = asdict(self)
         for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
@@ -155,40 +151,14 @@ class DiLoCoSettings:
         return agreed
 
 
-@dataclass(frozen=True)
-class StartPolicy:
-    """How a cold start waits for the other replica groups.
-
-    Args:
-        num_replicas: How many groups it waits for.
-        start_timeout_s: How long, in seconds.
-        on_start_timeout: What it does then, one of ``ON_START_TIMEOUT``.
-        must_not_start: Why this group must not begin a run, for example since the run has made
-            outer steps already: it waits for a group that has the run's state. None: it may.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-
-    num_replicas: int = 1
-    start_timeout_s: float = START_TIMEOUT_S
-    on_start_timeout: str = ON_START_TIMEOUT[0]
-    must_not_start: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_integer("num_replicas", self.num_replicas, at_least=1)
-        _check_number("start_timeout_s", self.start_timeout_s, 0.0, math.inf)
-        if self.on_start_timeout not in ON_START_TIMEOUT:
-            raise ValueError(
-                f"on_start_timeout={self.on_start_timeout!r}: use one of "
-                f"{', '.join(ON_START_TIMEOUT)}"
-            )
-
-
 def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
     """Check that every fragment gets its turn in a round, one at a time.
 
-    torchft's rule (``torchft/local_sgd.py``, ``DiLoCo.__init__``), whose message is inverted there.
+    torchft has the same rule (``torchft/local_sgd.py``, ``DiLoCo.__init__``), but its error message
+    states the opposite.
+
+    Raises:
+        ValueError: The rounds cannot be divided among the fragments, or the delay is too long.
     """
     if sync_every % num_fragments:
         below = sync_every - sync_every % num_fragments
@@ -206,7 +176,16 @@ def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int
 
 
 def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:
-    """Raise :class:`SettingsMismatch` with every key in which two groups differ."""
+    """Check that two groups have the same fingerprint.
+
+    Args:
+        mine: This group's fingerprint.
+        theirs: The other one.
+        whose: Who has the other one, for the message.
+
+    Raises:
+        SettingsMismatch: They differ. The message lists every differing key with both values.
+    """
     keys = sorted(mine.keys() | theirs.keys())
     differing = [key for key in keys if mine.get(key) != theirs.get(key)]
     if differing:
@@ -221,10 +200,10 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     """Compare the settings of a resume with those of its checkpoint.
 
     Returns:
-        What has changed and is adopted, one phrase each.
+        One phrase for each change that is adopted.
 
     Raises:
-        SettingsMismatch: Something has changed that the saved state does not allow.
+        SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
     compare_fingerprints(
         {key: mine.get(key) for key in ("model", *FIXED)},
@@ -240,17 +219,3 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
         for key in keys
         if mine.get(key) != saved.get(key)
     ]
-
-
-def _check_integer(name: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name}={value!r}: use an integer of at least {at_least}")
-
-
-def _check_number(
-    name: str, value: object, low: float, high: float, *, below: bool = False
-) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (below and value == high):  # pyright: ignore
-        bounds = f"{low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name}={value!r}: use a number {bounds}{', exclusive' if below else ''}")

@@ -1,4 +1,4 @@
-"""Which part of the model each rank of a replica group holds: under FSDP2 a shard of its own."""
+"""Norms and digests of a model that is sharded over the ranks of a replica group (FSDP2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 def count_shards(tensor: Tensor) -> int:
-    """Into how many different parts the ranks divide a tensor; 1 if each has all of it."""
+    """Return into how many shards a tensor is divided; 1 if every rank holds all of it."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -21,15 +21,16 @@ def count_shards(tensor: Tensor) -> int:
 
 
 class Shards:
-    """Norms and digests over the shards of all ranks of a group, equal on all of them.
+    """Computes norms and digests over the shards of all ranks of a group, equal on all ranks.
 
-    Without shards every rank holds all, and knows the answer by itself. With them each method that
-    says so is a collective: all ranks of the group call it, in the same order.
+    Without sharding every rank holds the whole model, and nothing is sent. With sharding, ``norm``
+    and ``digest`` are collectives: all ranks of the group call them, in the same order.
 
     Args:
-        tensors: The model's on this rank.
-        ranks: All ranks of the group, if they hold shards. Some may hold the same one, as the
-            ranks of a mesh that shards in one dimension and replicates in the other do.
+        tensors: The model's tensors on this rank.
+        ranks: All ranks of the group, if they hold shards; None without sharding. Several ranks may
+            hold the same shard, as in a mesh that shards in one dimension and replicates in the
+            other (HSDP).
 
     Raises:
         ValueError: A tensor is divided among other ranks than ``ranks``.
@@ -48,20 +49,26 @@ class Shards:
                 "pass the process group of all ranks of this replica group as ranks"
             )
         self._copies = [ranks.size() // count for count in counts]
-        # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend is not.
+        # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not be able
+        # to reduce tensors there.
         sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
         self._device = torch.device(next(sharded, None) or next(iter(tensors)).device)
 
-    def own_part(self, square: Tensor, place: int) -> Tensor:
-        """This rank's part of a sum of squares over a tensor, of which others hold the same."""
-        copies = self._copies[place] if self._copies else 1
+    def own_part(self, square: Tensor, index: int) -> Tensor:
+        """This rank's part of a sum of squares, divided by the ranks that hold the same shard.
+
+        Args:
+            square: The sum of squares over this rank's shard.
+            index: The index of the tensor.
+        """
+        copies = self._copies[index] if self._copies else 1
         return square if copies == 1 else square / copies
 
     def norm(self, own: float) -> float:
-        """The L2 norm over all shards; with shards a collective.
+        """The L2 norm over all shards. With sharding, a collective.
 
         Args:
-            own: The root of what ``own_part`` gave of this rank's.
+            own: The square root of the sum of ``own_part`` over this rank's tensors.
         """
         if self._ranks is None:
             return own
@@ -70,14 +77,14 @@ class Shards:
         return math.sqrt(float(square))
 
     def digest(self, own: str) -> str:
-        """The SHA-256 over the digests of all ranks' shards; with shards a collective.
+        """The SHA-256 over the digests of all ranks' shards. With sharding, a collective.
 
         Args:
-            own: The SHA-256 of this rank's, in hex.
+            own: The SHA-256 of this rank's shards, in hex.
         """
         if self._ranks is None:
             return own
-        given = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8).to(self._device)
-        gathered = given.new_empty(self._ranks.size() * given.numel())
-        torch.distributed.all_gather_into_tensor(gathered, given, group=self._ranks)
+        digest = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8).to(self._device)
+        gathered = digest.new_empty(self._ranks.size() * digest.numel())
+        torch.distributed.all_gather_into_tensor(gathered, digest, group=self._ranks)
         return hashlib.sha256(gathered.cpu().numpy().data).hexdigest()

@@ -1,4 +1,4 @@
-"""What a committed sync reports, and the clock behind its seconds."""
+"""The report of a committed sync, and the clock that measures its seconds."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ class SyncReport:
         contribution: This group's weight in the mean; 0 if it had not trained.
         total_contribution: The sum of all weights; 0 means that nothing moved.
         inner_steps: Inner steps of this group since the run began.
-        sync_seconds: How long training stood still for it.
-        wait_seconds: The part of that spent waiting for the quorum.
-        compute_fraction: Of the time since the sync before, the part spent training.
-        bytes_sent: Size of this rank's messages, as they travel. Of k groups each sends 2 (k - 1) /
-            k of it to the others: with two, all of it.
-        bytes_float32: The size that they would have in float32.
+        sync_seconds: How long training was blocked by it, in seconds.
+        wait_seconds: The part of ``sync_seconds`` spent waiting for the quorum.
+        compute_fraction: The fraction of the time since the previous sync spent training.
+        bytes_sent: Size of this rank's messages in the wire format. Each of k groups sends
+            2 (k - 1) / k times this size to the others: with two groups, this size once.
+        bytes_float32: The size that the messages would have in float32.
         pseudo_gradient_norm: L2 norm of this group's own pseudo-gradient.
         outer_momentum_norm: L2 norm of the fragment's momentum after the outer step.
-        steps_lost: Inner steps that this group has thrown away since the sync before, because it
-            took the global state from a peer or was not finite. 0 for a joiner.
+        steps_lost: Inner steps that this group has thrown away since the previous sync, because it
+            took the global state from a peer or its pseudo-gradient was not finite. 0 for a joiner.
         retries: Attempts that did not commit before this one did.
-        healed: Whether this group took the global state from a peer in it.
-        outer_lr: Learning rate of the outer optimizer in it.
-        settings_version: Of the settings in force in it; 0 without a coordinator.
-        global_digest: SHA-256 of the global parameters after it, as often as asked for.
+        healed: Whether this group took the global state from a peer in this sync.
+        outer_lr: Learning rate of the outer optimizer in this sync.
+        settings_version: Version of the settings in force in this sync; 0 without a coordinator.
+        global_digest: SHA-256 of the global parameters after this sync, every ``digest_every``
+            outer steps; None in between.
     """
 
     outer_step: int
@@ -58,7 +59,7 @@ class SyncReport:
 
 
 class SyncClock:
-    """Measures how long training stands still, from one committed sync to the next."""
+    """Measures how long training is blocked, from one committed sync to the next."""
 
     def __init__(self) -> None:
         self._began = self._waiting_since = time.monotonic()
@@ -67,7 +68,7 @@ class SyncClock:
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """Count the time inside as not training; at first it waits for a quorum."""
+        """A context whose time counts as blocked. It begins with the wait for a quorum."""
         self._blocked_since = self._waiting_since = time.monotonic()
         try:
             yield
@@ -76,19 +77,19 @@ class SyncClock:
             self._blocked_since = None
 
     def quorum_formed(self) -> None:
-        """The wait for a quorum is over."""
+        """Record that the wait for a quorum is over."""
         self._waited_s += time.monotonic() - self._waiting_since
 
     def vote_over(self) -> None:
-        """What comes next, if the sync is tried again, is the wait for another quorum."""
+        """Record that the vote is over: a retry begins with a wait for another quorum."""
         self._waiting_since = time.monotonic()
 
     def read(self) -> tuple[float, float, float]:
-        """Seconds blocked, seconds waited, fraction of the time training; and start again."""
+        """Return seconds blocked, seconds waited and the fraction spent training; reset all."""
         now = time.monotonic()
         elapsed = max(now - self._began, 1e-9)
         blocked_s = self._blocked_s
-        if self._blocked_since is not None:  # the sync being accounted for is what blocks
+        if self._blocked_since is not None:  # the sync that is accounted for has not ended yet
             blocked_s += now - self._blocked_since
             self._blocked_since = now
         reading = blocked_s, self._waited_s, max(0.0, 1.0 - blocked_s / elapsed)

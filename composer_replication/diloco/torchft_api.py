@@ -1,6 +1,6 @@
-"""What we use of torchft, private names included.
+"""The part of torchft that this package uses, private names included.
 
-``tests/replica/test_torchft_contract.py`` pins it.
+``tests/replica/test_torchft_contract.py`` checks that the installed torchft has it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torchft.local_sgd import _StreamingDiLoCoFragment
 
-__all__ = ["PRIVATE_NAMES", "DiLoCoManager", "_StreamingDiLoCoFragment"]
+__all__ = ["HEAL_STATE", "PRIVATE_NAMES", "DiLoCoManager", "_StreamingDiLoCoFragment"]
 
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # Attributes we set or read, methods we override: all on instances of these classes.
@@ -67,15 +67,20 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
     "torchft._torchft.LighthouseServer": ("address", "shutdown"),
 }
-"""Every private torchft name this package touches, by the class that has it."""
+"""Every private torchft name that this package uses, by the class that has it."""
+
+
+HEAL_STATE = "diloco"
+"""Key under which DiLoCo registers the global state with ``Manager.register_state_dict_fn``. It is
+the large part of what a joiner fetches, so ``replica.heal`` also serves it before a quorum."""
 
 
 class DiLoCoManager(Protocol):
     """The part of ``torchft.manager.Manager`` that DiLoCo needs.
 
-    Of ``all_to_all`` and ``all_gather``, which torchft's does not have, it has need where the wire
-    format is not float32. They treat errors as ``allreduce`` does, and take 1-D tensors of as many
-    equal parts as there are groups (``own``: one part).
+    torchft's Manager lacks ``all_to_all`` and ``all_gather``; DiLoCo needs them where the wire
+    format is not float32. They handle errors as ``allreduce`` does. Their tensors are 1-D and
+    consist of as many equal parts as there are groups (``own`` is one part).
     """
 
     _use_async_quorum: bool
@@ -103,9 +108,10 @@ class DiLoCoManager(Protocol):
 
 
 def fault_of_last_sync(manager: Any) -> str | None:
-    """Where the reason lies why the last sync failed: in ``this`` group, or in ``another`` one.
+    """Return which group made the last sync fail: ``this`` one, or ``another`` one.
 
-    The quorum after it says so, where members report to each other (``ReplicaManager``). None if
-    nobody can be named; torchft's own Manager, and the simulated one, can name nobody.
+    With a ``ReplicaManager`` the members report failures to each other, and the next quorum has the
+    answer. None if no group can be named: torchft's own Manager and the simulated one have no such
+    reports.
     """
     return getattr(manager, "fault", None)

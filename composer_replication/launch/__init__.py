@@ -1,24 +1,21 @@
-"""Replica groups on this machine: start them, watch them, restart them, report on them.
+"""Runs replica groups on this machine: starts, watches and restarts them, and writes a report.
 
-Read ``launcher.py`` first. This package may import ``training``, the coordinator's server and all
-that is below.
+Read ``launcher.py`` first. This package may import ``training``, the coordinator's server and the
+packages below them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer_replication import lazily
 
 if TYPE_CHECKING:
-    from composer_replication.launch.launcher import launch
+    from composer_replication.launch.launcher import launch_groups
 
-__all__ = ["launch"]
+__all__ = ["launch_groups"]
 
-_HOME = {
-    "launch": "composer_replication.launch.launcher",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # The command answers --help before any of it is imported.
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "launch_groups": "composer_replication.launch.launcher",
+    },
+)

@@ -1,4 +1,4 @@
-"""Train under faults of all kinds, and tell what they cost."""
+"""Trains under injected faults and measures what they cost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from rich.table import Table
 
 from composer_replication.callback.run_folder import make_run_folder
 from composer_replication.launch.chaos_history import History
-from composer_replication.launch.chaos_saboteur import HANG_TIMEOUT_S, KINDS, Saboteur, plan
+from composer_replication.launch.chaos_injector import (
+    HANG_TIMEOUT_S,
+    KINDS,
+    RandomFaultInjector,
+    plan_faults,
+)
 from composer_replication.launch.group_process import train_command
-from composer_replication.launch.launcher import launch
+from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run
 from composer_replication.training.config import ConfigError
 
@@ -22,7 +27,7 @@ ENDLESS = "1000000000ba"
 MAX_RESTARTS = 1000
 
 
-def chaos(
+def run_chaos(
     config: dict[str, Any],
     config_path: str | Path,
     *,
@@ -33,27 +38,27 @@ def chaos(
     seed: int,
     kinds: Sequence[str] | None = None,
 ) -> int:
-    """Launch a config for a while under faults, and write ``chaos.json`` and a table.
+    """Launch a config under faults for some time, write ``chaos.json`` and print a table.
 
     Args:
         config: From ``load_config``. It trains for ``duration_s`` instead of ``max_duration``, at a
             constant learning rate, and digests are compared at every outer step.
-        config_path: Where it was read.
-        replicas: Replica groups, 2 or more.
-        nproc: Processes in each.
-        faults_per_minute: How often a fault strikes.
-        duration_s: How long training takes.
-        seed: Of what strikes whom, and when.
-        kinds: Which of ``KINDS``; None: all.
+        config_path: The file that the config was read from.
+        replicas: Number of replica groups, 2 or more.
+        nproc: Processes in each group.
+        faults_per_minute: Mean number of faults in a minute.
+        duration_s: Length of the training, in seconds.
+        seed: Seed of the kinds, victims and times of the faults.
+        kinds: Kinds of faults to inject. None: all of ``KINDS``.
 
     Returns:
-        An exit status: 0 if nothing was lost and nobody diverged.
+        An exit status: 0 if nothing was lost and no group diverged, else 1.
 
     Raises:
-        ConfigError: There are too few groups, or there is no such kind.
+        ConfigError: There are fewer than two groups, or a kind does not exist.
     """
     if replicas < 2:
-        raise ConfigError(f"--replicas {replicas}: chaos needs 2 or more, one has to survive")
+        raise ConfigError(f"--replicas {replicas}: use 2 or more, since one has to survive")
     kinds = KINDS if kinds is None else kinds
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
@@ -62,24 +67,26 @@ def chaos(
     callbacks["diloco"] = dict(callbacks.get("diloco") or {}) | {"digest_every": 1}
     config = config | {"callbacks": callbacks, "max_duration": ENDLESS}
     config.pop("eval_interval", None)
-    config.pop("scheduler", None)  # it has no end to go to
+    config.pop("scheduler", None)  # a run without an end has no schedule
     run_dir = make_run_folder(config, config_path)
     config["run_dir"] = str(run_dir)
     repeat = {"seed": seed, "kinds": list(kinds), "faults_per_minute": faults_per_minute}
     history = History(run_dir, replicas, repeat | {"duration_s": duration_s})
-    saboteur = Saboteur(history, plan(seed, kinds, replicas), faults_per_minute, duration_s)
-    status = launch(
+    fault_injector = RandomFaultInjector(
+        history, plan_faults(seed, kinds, replicas), faults_per_minute, duration_s
+    )
+    status = launch_groups(
         config,
         config_path,
         replicas=replicas,
         nproc=nproc,
         max_restarts=MAX_RESTARTS,
         hang_timeout_s=HANG_TIMEOUT_S,
-        saboteur=saboteur,
+        fault_injector=fault_injector,
         command=partial(train_command, run_dir, nproc, module=f"{__package__}.fault_injection"),
-        make_coordinator=saboteur.make_coordinator,
+        make_coordinator=fault_injector.make_coordinator,
     )
-    saboteur.finish()
+    fault_injector.finish()
     verdict = history.verdict(read_run(run_dir).digests)
     history.write(verdict)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

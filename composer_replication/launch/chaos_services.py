@@ -1,4 +1,4 @@
-"""A run's coordinator and lighthouse as processes that can be killed and started again."""
+"""Runs a coordinator and a lighthouse as processes that can be killed and started again."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LOCAL = "127.0.0.1"
 class Service:
     """A coordinator or a lighthouse in a process of its own, always at the same address.
 
-    It ends when the process that started it does: its standard input is then at its end.
+    The process ends with the one that started it, because its standard input then ends.
 
     Args:
         role: ``coordinator`` or ``lighthouse``.
-        arguments: Of ``Coordinator`` or of ``start_lighthouse``, as JSON can hold them.
+        arguments: Arguments of ``Coordinator`` or ``start_lighthouse``, as JSON can hold them.
 
     Raises:
-        OSError: It has not started.
+        OSError: The service has not started.
     """
 
     def __init__(self, role: str, arguments: dict[str, Any]) -> None:
@@ -38,24 +38,25 @@ class Service:
             raise OSError(f"the {role} has not started: standard error says why")
 
     def start(self) -> None:
-        """Start it, also again after a ``kill``, without a wait."""
+        """Start the process, also again after ``kill``. It does not wait for the service."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "composer_replication.launch.chaos_services"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher
+            start_new_session=True,  # else the terminal's Ctrl-C would end the service too
         )
         assert self._process.stdin is not None, "opened as a pipe"
-        self._process.stdin.write(self._request + "\n")  # no argument: the token is in it
+        # Not as an argument, which every user of the machine could read: it holds the token.
+        self._process.stdin.write(self._request + "\n")
         self._process.stdin.flush()
 
     def signal(self, number: int) -> None:
-        """Send the service's process a signal."""
+        """Send a signal to the service's process."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the service's process and wait for its end."""
+        """Kill the service's process and wait until it has ended."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -64,10 +65,12 @@ class Service:
 
 
 class KillableCoordinator:
-    """In the place of ``Coordinator``, with the lighthouse in a process beside it.
+    """Replaces ``Coordinator``: coordinator and lighthouse are processes that can be killed.
 
     Args:
-        settings: As for ``Coordinator``, like everything else.
+        settings: As for ``Coordinator``.
+        source: As for ``Coordinator``.
+        **arguments: All other arguments of ``Coordinator``.
     """
 
     def __init__(self, settings: DiLoCoSettings, source: str, **arguments: Any) -> None:
@@ -75,7 +78,7 @@ class KillableCoordinator:
         if arguments.get("tls") is not None:
             arguments["tls"] = asdict(arguments["tls"])
         arguments |= {"settings": asdict(settings), "source": source}
-        # On the port after it the coordinator starts a lighthouse that nobody uses here.
+        # The coordinator starts a lighthouse of its own on the next port. Nobody uses that one.
         self.services = {
             "coordinator": Service("coordinator", arguments | {"bind": f"{LOCAL}:{ports[0]}"}),
             "lighthouse": Service(
@@ -91,19 +94,19 @@ class KillableCoordinator:
         self.lighthouse_addr = self.services["lighthouse"].address
 
     def group_has_ended(self, replica_id: int | str) -> None:
-        """As on many machines nobody tells it: it finds out by the heartbeats."""
+        """Do nothing: as between machines, missing heartbeats have to tell the coordinator."""
 
     def shutdown(self) -> None:
-        """End the coordinator and the lighthouse."""
+        """Kill the coordinator and the lighthouse."""
         for service in self.services.values():
             service.kill()
 
 
 def _free_ports() -> tuple[int, int, int]:
-    """Three free ports in a row.
+    """Find three free ports in a row.
 
-    Below those that the kernel gives to outgoing connections: one of these could take the place of
-    a service while that is killed.
+    They lie below the ports that the kernel assigns to outgoing connections. Else such a connection
+    could take the port of a service while that is killed.
     """
     for _ in range(100):
         first = random.randrange(20_000, 30_000)
@@ -118,7 +121,7 @@ def _free_ports() -> tuple[int, int, int]:
 
 
 def serve(role: str, arguments: dict[str, Any]) -> None:
-    """Serve until standard input ends, and print the address."""
+    """Start the service, print its address, and serve until standard input ends."""
     if role == "lighthouse":
         from composer_replication.replica.lighthouse import start_lighthouse
 

@@ -1,4 +1,4 @@
-"""The command ``coordinator``: a config becomes a running coordinator."""
+"""The command ``coordinator``: runs a coordinator for a config."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def coordinate(
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     tls: TlsFiles | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+    """Serve a coordinator until SIGTERM or Ctrl-C.
 
     Raises:
         ConfigError: The config or an option cannot be used.
-        ValueError: Another process serves the state folder, or it is of another run.
-        OSError: Nothing can listen at ``bind``.
+        ValueError: Another process serves the state folder, or the folder belongs to another run.
+        OSError: The address ``bind`` cannot be listened at.
         StorageError: The state cannot be read or written.
     """
     section = (config.get("callbacks") or {}).get("diloco") or {}
@@ -66,7 +66,9 @@ def coordinate(
     ):
         console.print(line, markup=False, soft_wrap=True)
     if not tokens:
-        console.print(f"No token: whoever reaches it can change the run. Set {TOKEN}.")
+        console.print(
+            f"No token: everybody who reaches this address can change the run. Set {TOKEN}."
+        )
     try:
         while not ended.wait(0.5) and coordinator.is_serving:
             pass
@@ -77,41 +79,44 @@ def coordinate(
 def choose_tokens(
     token_file: Path | None, no_token: bool, bind: str, state_dir: Path
 ) -> tuple[str, ...]:
-    """The tokens that a coordinator accepts.
+    """Choose the tokens that a coordinator accepts.
 
-    They come from ``token_file``, else from the environment. If there are none and others than this
-    machine reach the service, one is made and kept in the state folder.
+    They come from ``token_file``, else from the environment. If neither has one and other machines
+    can reach the service, a token is made and kept in the state folder.
 
     Args:
         token_file: A file with one or two tokens.
-        no_token: Whether to do without, even if others reach the service.
-        bind: Where the service listens.
+        no_token: Whether to go without a token even if other machines can reach the service.
+        bind: The address at which the service listens.
         state_dir: The state folder.
 
+    Returns:
+        The tokens; empty if none is needed.
+
     Raises:
-        ConfigError: There is no such file, nothing in it, or a token beside ``no_token``.
+        ConfigError: The file is missing or empty, or ``no_token`` is set and there is a token.
         ValueError: A token is malformed.
     """
-    given = read_token_file(token_file) if token_file else ReplicaEnv.from_env().tokens
-    if no_token and given:
+    tokens = read_token_file(token_file) if token_file else ReplicaEnv.from_env().tokens
+    if no_token and tokens:
         source = f"--token-file {token_file}" if token_file else f"{TOKEN} in the environment"
         raise ConfigError(f"--no-token and {source}: use one of them")
-    if given or no_token or is_loopback(bind):
-        return given
+    if tokens or no_token or is_loopback(bind):
+        return tokens
     path = (state_dir / TOKEN_FILE).absolute()
-    made = make_token_file(path)
-    print(f"token: {path}  (groups need it in {TOKEN}, people on the page)")
-    return made
+    tokens = make_token_file(path)
+    print(f"token: {path}  (set {TOKEN} to it in every group; the page asks for it)")
+    return tokens
 
 
 def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
-    """The settings of a run, from its config."""
+    """The DiLoCo settings that a config names; defaults for the others."""
     section = (config.get("callbacks") or {}).get("diloco") or {}
     names = {field.name for field in dataclasses.fields(DiLoCoSettings)}
     return DiLoCoSettings(**{name: value for name, value in section.items() if name in names})
 
 
 def tls_dir_of(config: Mapping[str, Any]) -> str | None:
-    """The folder of certificates that a config names, or else the environment."""
+    """The folder of certificates that the config names, else the one of the environment."""
     section = (config.get("callbacks") or {}).get("diloco") or {}
     return section.get("tls_dir") or ReplicaEnv.from_env().tls_dir

@@ -1,4 +1,4 @@
-"""A run as it goes: a live table, or a line now and then where nobody watches."""
+"""Shows a run while it goes on: a live table on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_replication.callback.run_folder import METRICS, OUTER_STEP, STATUS
-from composer_replication.launch.run_record import duration, implied_sync_every
+from composer_replication.launch.run_record import format_duration, implied_sync_every
 from composer_replication.replica.json_files import JsonLineReader, read_json
 
 log = logging.getLogger(__name__)
@@ -27,11 +27,20 @@ TABLE_EVERY_S = 0.3
 LINE_EVERY_S = 10.0
 
 MAX_DIGESTS = 1000
-"""How many of a group's digests are kept, to be compared with those of the groups behind it."""
+"""Digests of a group that are kept, for comparison with those of slower groups."""
 
 
-class Progress:
-    """Where one replica group is, by its ``status.json`` and ``metrics.jsonl``."""
+class GroupView:
+    """What the display shows of one replica group, from its ``status.json`` and ``metrics.jsonl``.
+
+    Args:
+        folder: The group's folder.
+
+    Attributes:
+        status: The newest ``status.json``.
+        participants: Groups in the newest sync; None before any.
+        digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,25 +49,31 @@ class Progress:
         self.participants: int | None = None
         self.digests: dict[int, str] = {}
 
-    def read(self, exit_status: int | None) -> None:
-        """Read what is new; a group that has ended has its exit status for a phase."""
+    def update(self, exit_status: int | None) -> None:
+        """Read what the group has written since the last call.
+
+        Args:
+            exit_status: The group's exit status, which becomes its phase; None while it runs.
+        """
         self.status = read_json(self._folder / STATUS) or self.status
         if exit_status is not None:
             self.status["phase"] = "failed" if exit_status else "finished"
         for line in self._metrics.read():
             self.participants = int(line["diloco/num_participants"])
             if line.get("diloco/global_digest"):
-                self.digests.pop(line[OUTER_STEP], None)  # made again after a resume
+                self.digests.pop(line[OUTER_STEP], None)  # repeated after a resume
                 self.digests[line[OUTER_STEP]] = line["diloco/global_digest"]
                 if len(self.digests) > MAX_DIGESTS:
                     del self.digests[next(iter(self.digests))]
 
     @property
     def phase(self) -> str:
+        """What the group does now."""
         return self.status.get("phase", "starting")
 
     @property
     def round(self) -> str:
+        """The group's round, and the number of rounds if it is known."""
         if "round" not in self.status:
             return "-"
         batches, sync_every = self.status.get("max_batches"), implied_sync_every(self.status)
@@ -67,23 +82,26 @@ class Progress:
 
     @property
     def loss(self) -> str:
+        """The newest training loss."""
         loss = self.status.get("loss")
         return "-" if loss is None else f"{loss:.3f}"
 
     @property
     def time_left(self) -> str:
+        """The time until the group has trained all batches."""
         seconds = self.status.get("seconds_left")
-        return "-" if seconds is None or self.phase != "training" else duration(seconds)
+        return "-" if seconds is None or self.phase != "training" else format_duration(seconds)
 
 
 class Display:
-    """The groups' progress: a table on a terminal, else a line every ``LINE_EVERY_S``.
+    """Shows the groups: a table on a terminal, else a line every ``LINE_EVERY_S`` seconds.
 
     Args:
-        console: Where to.
+        console: Where the display is written.
         run_dir: The run's folder.
         replicas: Number of groups.
-        seconds_left: Asked for the time left, where the groups do not know when they end.
+        seconds_left: Returns the seconds of training that are left, if the groups do not know when
+            they end.
     """
 
     def __init__(
@@ -95,9 +113,10 @@ class Display:
     ) -> None:
         self._console = console
         self._seconds_left = seconds_left
-        # Drawn when we say, by this thread: nothing flickers, and nothing is drawn after the end.
+        # Without auto_refresh rich starts no thread of its own, so that the table does not flicker
+        # and nothing is drawn after the end.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._groups = [Progress(run_dir / f"replica_{i}") for i in range(replicas)]
+        self._groups = [GroupView(run_dir / f"replica_{i}") for i in range(replicas)]
         self._began = self._shown = time.monotonic()
         self._has_failed = False
 
@@ -112,7 +131,7 @@ class Display:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Refresh by itself while something else keeps this thread busy."""
+        """Refresh the display from a thread while the caller's thread is busy."""
         over = threading.Event()
 
         def keep_refreshing() -> None:
@@ -130,27 +149,32 @@ class Display:
                 self.refresh({}, is_last=True)
 
     def refresh(self, exit_statuses: Mapping[int, int | None], *, is_last: bool = False) -> None:
-        """Show where the groups are, if it is time to."""
+        """Show the groups, if the last time was long enough ago.
+
+        Args:
+            exit_statuses: Exit status of each group; None or missing while it runs.
+            is_last: Whether the run is over. The display is then refreshed in any case.
+        """
         every = TABLE_EVERY_S if self._live else LINE_EVERY_S
         if time.monotonic() < self._shown + every and not is_last:
             return
         self._shown = time.monotonic()
         try:
             for replica_id, group in enumerate(self._groups):
-                group.read(exit_statuses.get(replica_id))
+                group.update(exit_statuses.get(replica_id))
                 if self._seconds_left is not None:
                     group.status |= {"max_batches": None, "seconds_left": self._seconds_left()}
             self._show()
-        except OSError as error:  # the disk of the run's folder or of stdout: the groups train on
+        except OSError as error:  # a full or broken disk must not end the groups, which go on
             if not self._has_failed:
-                log.warning("Cannot show how the groups are doing (%s)", error)
+                log.warning("Cannot show how the groups are doing, training goes on: %s", error)
             self._has_failed = True
 
     def _show(self) -> None:
         if self._live:
             self._live.update(Group(self._table(), Text(self._agreement())), refresh=True)
         else:
-            self._console.print(self._line(), markup=False, soft_wrap=True)
+            self._console.print(self._status_line(), markup=False, soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -172,17 +196,18 @@ class Display:
             )
         return table
 
-    def _line(self) -> str:
+    def _status_line(self) -> str:
         groups = [
             f"group {replica_id} {group.phase}, round {group.round}, loss {group.loss}"
             for replica_id, group in enumerate(self._groups)
         ]
         left = [group.time_left for group in self._groups if group.time_left != "-"]
         parts = [*groups, self._agreement(), *(f"{left[0]} left" for _ in left[:1])]
-        return f"{duration(time.monotonic() - self._began):>12}  {'; '.join(filter(None, parts))}"
+        elapsed = format_duration(time.monotonic() - self._began)
+        return f"{elapsed:>12}  {'; '.join(filter(None, parts))}"
 
     def _agreement(self) -> str:
-        """The outer step, who took part in it, and whether the groups hold the same."""
+        """The outer step, its number of participants, and whether the groups' digests are equal."""
         outer_step = max(group.status.get("outer_step", 0) for group in self._groups)
         counts = [group.participants for group in self._groups if group.participants is not None]
         if not counts:

@@ -1,8 +1,8 @@
-"""A replica group that hangs, or cannot be reached, when it is ordered to: for ``chaos`` only.
+"""A replica group that hangs or becomes unreachable on request. Only ``chaos`` uses it.
 
 ``python -m composer_replication.launch.fault_injection train CONFIG`` is ``composer-replication
-train``, with a thread that reads orders from a file in the group's folder. What the group then
-does, no signal from outside could make it do. Everything else of a group is as always.
+train`` with a thread that reads requests from a file in the group's folder. No signal from outside
+could cause these faults. Everything else in the group works as usual.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import Any
 
 from composer_replication.replica.json_files import read_json, replace_json
 
-ORDER = "order.json"
-OBEYED = "obeyed.json"
-ORDERED = ("hang", "unreachable", "one_way")
+REQUEST_FILE = "fault_request.json"
+"""In the group's folder: the newest request for a fault."""
+BEGAN_FILE = "fault_began.json"
+"""In the group's folder: when the newest fault began."""
+IN_GROUP_KINDS = ("hang", "unreachable", "one_way")
+"""Kinds of faults that a group inflicts on itself."""
 NOWHERE = "127.0.0.1:9"
 """An address at which nothing listens."""
 
@@ -30,16 +33,16 @@ POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a group shall suffer.
+class FaultRequest:
+    """A fault that a group shall inflict on itself.
 
     Args:
-        number: Different from that of any order before.
-        kind: ``hang``: its training thread stands still for good. ``unreachable``: its connections
+        number: A number that no earlier request had.
+        kind: ``hang``: the training thread stops for good. ``unreachable``: the group's connections
             are closed, and no other group can connect to it. ``one_way``: its connections are
             closed, and it cannot connect to ``target``, which can connect to it.
-        seconds: For how long, from its next sync on; None for good.
-        target: The replica id of another group.
+        seconds: Duration from the group's next sync on; None: for good.
+        target: Replica id of the other group, for ``one_way``.
     """
 
     number: int
@@ -48,90 +51,97 @@ class Order:
     target: str | None = None
 
 
-def give_order(folder: Path, order: Order) -> None:
-    """Order the group of this folder to fail."""
-    replace_json(folder / ORDER, asdict(order))
+def request_fault(folder: Path, request: FaultRequest) -> None:
+    """Write a request for a fault into the folder of a group."""
+    replace_json(folder / REQUEST_FILE, asdict(request))
 
 
-def obeyed_at(folder: Path, number: int) -> float | None:
-    """When the group began to obey an order, by ``time.monotonic``; None before."""
-    obeyed = read_json(folder / OBEYED)
-    return obeyed["at"] if obeyed.get("number") == number else None
+def fault_began_at(folder: Path, number: int) -> float | None:
+    """When a group began a requested fault, by ``time.monotonic``; None before."""
+    fault = read_json(folder / BEGAN_FILE)
+    return fault["at"] if fault.get("number") == number else None
 
 
-class Faults:
-    """The faults of this process.
+class GroupFaults:
+    """The faults that this process inflicts on itself.
 
-    An order that was given before the process started is not for it: it was its last life's.
+    It ignores a request that was there before the process started, which was for an earlier
+    process.
 
     Args:
-        folder: The group's.
+        folder: The group's folder, in which requests are read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._order = self._past = self._read()
+        self._request = self._stale_request = self._read_request()
         self._began: float | None = None
 
     def watch(self) -> None:
-        """Look for orders, in a thread; call it in the main thread."""
+        """Start the thread that looks for requests. Call it in the main thread."""
         signal.signal(signal.SIGUSR1, self._hang)
         threading.Thread(target=self._watch, name="fault injection", daemon=True).start()
 
     def begin(self) -> bool:
-        """In the training thread before a sync: whether a fault of the network begins here."""
-        if self._order == self._past or self._began is not None:
+        """Begin a requested fault of the network. The training thread calls it before every sync.
+
+        Returns:
+            Whether a fault has begun.
+        """
+        if self._request == self._stale_request or self._began is not None:
             return False
         self._begin()
         return True
 
-    def current(self, kind: str) -> Order | None:
-        """The order of this kind that holds now."""
-        order, began = self._order, self._began
-        if order is None or began is None or order.kind != kind:
+    def current(self, kind: str) -> FaultRequest | None:
+        """The request of this kind whose fault is active now."""
+        request, began = self._request, self._began
+        if request is None or began is None or request.kind != kind:
             return None
-        is_over = order.seconds is not None and time.monotonic() > began + order.seconds
-        return None if is_over else order
+        is_over = request.seconds is not None and time.monotonic() > began + request.seconds
+        return None if is_over else request
 
     def _watch(self) -> None:
         while True:
-            order = self._read()
-            if order not in (self._order, self._past):
-                self._order, self._began = order, None
-                if order is not None and order.kind == "hang":
+            request = self._read_request()
+            if request not in (self._request, self._stale_request):
+                self._request, self._began = request, None
+                if request is not None and request.kind == "hang":
                     os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(POLL_S)
 
     def _hang(self, *signal_and_frame: object) -> None:
         self._begin()
-        while True:  # in the main thread, which trains; heartbeats come from others
+        while True:  # a signal handler runs in the main thread, which trains; others go on
             time.sleep(1.0)
 
     def _begin(self) -> None:
-        assert self._order is not None, "there is one to obey"
+        assert self._request is not None, "a fault begins only on request"
         self._began = time.monotonic()
-        if os.environ.get("RANK", "0") == "0":  # one of the group's processes tells
-            told = {"number": self._order.number, "at": self._began}
-            replace_json(self._folder / OBEYED, told)
+        if os.environ.get("RANK", "0") == "0":  # one process of the group is enough
+            fault = {"number": self._request.number, "at": self._began}
+            replace_json(self._folder / BEGAN_FILE, fault)
 
-    def _read(self) -> Order | None:
-        order = read_json(self._folder / ORDER)
-        return Order(**order) if order else None
+    def _read_request(self) -> FaultRequest | None:
+        request = read_json(self._folder / REQUEST_FILE)
+        return FaultRequest(**request) if request else None
 
 
-def install(faults: Faults) -> None:
-    """Make this process's managers suffer the faults of the network."""
+def install(faults: GroupFaults) -> None:
+    """Replace this process's manager class by one that fails on request."""
     from composer_replication.replica.manager import ReplicaManager
 
     class UnreliableManager(ReplicaManager):
+        """A manager whose connections fail while a fault of the network is active."""
+
         def start_quorum(self, *arguments: Any, **named: Any) -> None:
             if faults.begin():
                 self._close_connections()
             super().start_quorum(*arguments, **named)
 
         def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
-            order = faults.current("one_way")
-            target = None if order is None else order.target
+            request = faults.current("one_way")
+            target = None if request is None else request.target
             super()._check_reachable(
                 {
                     name: handle | ({"store": NOWHERE} if _group(name) == target else {})
@@ -139,18 +149,18 @@ def install(faults: Faults) -> None:
                 }
             )
 
-        def take_over(self, *arguments: Any, **named: Any) -> ReplicaManager:
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
             pg: Any = self._pg
             own_handle = pg.get_reconfigure_handle
 
             def handle() -> str:
-                told = json.loads(own_handle())
-                return json.dumps(
-                    told | ({"store": NOWHERE} if faults.current("unreachable") else {})
-                )
+                addresses = json.loads(own_handle())
+                if faults.current("unreachable"):
+                    addresses["store"] = NOWHERE
+                return json.dumps(addresses)
 
             pg.get_reconfigure_handle = handle
-            return super().take_over(*arguments, **named)
 
     from composer_replication.replica import factory as replica
 
@@ -158,16 +168,16 @@ def install(faults: Faults) -> None:
 
 
 def _group(member: str) -> str:
-    """The replica id in the lighthouse's name of a member."""
+    """The replica id in a member's name as the lighthouse has it."""
     return member.partition(":")[0]
 
 
 def main() -> None:
-    """Run the command, under faults."""
+    """Run ``composer-replication`` with faults on request."""
     from composer_replication.replica.options import ReplicaEnv
 
     env = ReplicaEnv.from_env()
-    faults = Faults(Path(env.run_dir or ".") / f"replica_{env.replica_id}")
+    faults = GroupFaults(Path(env.run_dir or ".") / f"replica_{env.replica_id}")
     install(faults)
     faults.watch()
     runpy.run_module("composer_replication", run_name="__main__")

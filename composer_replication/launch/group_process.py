@@ -1,4 +1,4 @@
-"""What one replica group of a launch runs, and in which environment."""
+"""The command and the environment of one replica group of a launch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from composer_replication.coordinator.server import Coordinator
 from composer_replication.replica.options import HOSTNAME
 
 Command = Callable[[int], list[str]]
-"""The command line of a replica group, by its id."""
+"""Returns the command line of a replica group, by its id."""
 
 HANG_TIMEOUT = "COMPOSER_REPLICATION_HANG_TIMEOUT_S"
-"""Names the environment variable with a group's ``hang_timeout_s``."""
+"""The environment variable that holds a group's ``hang_timeout_s``."""
 
-# What torchrun or Composer's launcher sets; a group must not take its place in theirs for its own.
-_PLACE_IN_A_JOB = (
+# Set by torchrun or Composer's launcher. A group that inherited them would take the ranks of the
+# launcher's job for its own.
+_RANK_VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK BASE_RANK MASTER_ADDR MASTER_PORT"
 ).split()
 
@@ -27,14 +28,22 @@ _PLACE_IN_A_JOB = (
 def train_command(
     run_dir: Path, nproc: int, replica_id: int, module: str = "composer_replication"
 ) -> list[str]:
-    """The command of a replica group: of one process, or of several under Composer's launcher."""
+    """The command line that trains a replica group.
+
+    Args:
+        run_dir: The run's folder.
+        nproc: Processes in the group. With more than one, Composer's launcher starts them.
+        replica_id: The group's id.
+        module: The module that is run.
+    """
     train = [module, "train", str(run_dir / CONFIG)]
     if nproc == 1:
         return [sys.executable, "-m", *train]
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    # Composer's launcher passes rank 0's output on; without a file the others' would be dropped.
+    # Composer's launcher forwards the output of rank 0. Without a file, that of the other ranks
+    # would be lost.
     folder = str(log_path(run_dir, replica_id).parent).replace("{", "{{").replace("}", "}}")
     other_ranks = folder + "/log_rank{rank}.txt"
     return [
@@ -48,8 +57,16 @@ def train_command(
 def environment(
     replica_id: int, replicas: int, nproc: int, coordinator: Coordinator, run_dir: Path
 ) -> dict[str, str]:
-    """The environment of a replica group, with its place in the run."""
-    environ = {name: value for name, value in os.environ.items() if name not in _PLACE_IN_A_JOB}
+    """The environment variables of a replica group.
+
+    Args:
+        replica_id: The group's id.
+        replicas: Number of groups.
+        nproc: Processes in each group.
+        coordinator: The run's coordinator.
+        run_dir: The run's folder.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environ |= {
         "REPLICA_GROUP_ID": str(replica_id),
         "NUM_REPLICA_GROUPS": str(replicas),
@@ -58,10 +75,11 @@ def environment(
         "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
         "PYTHONUNBUFFERED": "1",
     }
-    environ.setdefault(HOSTNAME, "127.0.0.1")  # all groups are here: let nobody else reach them
+    environ.setdefault(HOSTNAME, "127.0.0.1")  # all groups are here: no other machine may connect
     processes = replicas * nproc
     if processes > 1:
-        # Torch takes every core in each process, and they slow each other down several times.
+        # By default torch uses every core in each process, which makes all of them several times
+        # slower.
         cores = len(os.sched_getaffinity(0))
         environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     gpus = visible_gpus()
@@ -72,7 +90,7 @@ def environment(
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """The GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name]

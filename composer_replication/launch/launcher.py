@@ -1,4 +1,4 @@
-"""Run n replica groups and their lighthouse on this machine: all of them, or none."""
+"""Runs n replica groups, a coordinator and a lighthouse on this machine, and ends all of them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from composer_replication.launch.group_process import (
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
 from composer_replication.launch.report import write_report
 from composer_replication.launch.run_record import (
-    count,
     describe,
-    duration,
+    format_duration,
     last_lines,
+    plural,
     read_run,
     write_summary,
 )
@@ -46,7 +46,7 @@ from composer_replication.launch.run_token import TOKEN_FILE, write_token_file
 from composer_replication.launch.supervision import (
     HANG_TIMEOUT_S,
     MAX_RESTARTS,
-    Saboteur,
+    FaultInjector,
     Supervisor,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
@@ -54,13 +54,16 @@ from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptio
 from composer_replication.training.config import ConfigError, save_config
 
 _LOCAL = "127.0.0.1"
-"""Where the coordinator listens: the groups are on this machine."""
+"""The address at which the coordinator listens: all groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
-"""After how long a silent group is gone: short, since on one machine no network loses packets."""
+"""Milliseconds of silence after which the lighthouse drops a group.
+
+It is short, since no network on one machine loses packets.
+"""
 
 
-def launch(
+def launch_groups(
     config: dict[str, Any],
     config_path: str | Path,
     *,
@@ -69,32 +72,35 @@ def launch(
     max_restarts: int = MAX_RESTARTS,
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
     hang_timeout_s: float = HANG_TIMEOUT_S,
-    saboteur: Saboteur | None = None,
+    fault_injector: FaultInjector | None = None,
     command: Command | None = None,
     make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:
-    """Train a config in several replica groups on this machine, and say what came of it.
+    """Train a config in several replica groups on this machine, and print the result.
 
     Args:
         config: From ``load_config``.
-        config_path: Where it was read: it names the run's folder unless ``run_dir`` does.
-        replicas: Replica groups.
-        nproc: Processes in each, one a GPU.
+        config_path: The file that the config was read from. It names the run's folder unless
+            ``run_dir`` does.
+        replicas: Number of replica groups.
+        nproc: Processes in each group, one for each GPU.
         max_restarts: How often in a row a group that dies is started again.
-        straggler_timeout_s: How long a sync waits for a group that is alive and not there yet. It
-            then goes on without it, and that group takes over the others' state, losing its steps.
-        hang_timeout_s: After how long without any progress a group ends itself, to be started
-            again; unless the config names another ``hang_timeout_s``.
-        saboteur: Does harm on purpose.
-        command: What a group runs, by its id. None: ``composer-replication train``.
-        make_coordinator: ``Coordinator``, or what stands in for it.
+        straggler_timeout_s: Seconds that a sync waits for a group that is alive and has not joined
+            it. The sync then goes on without the group, which later loads the others' state and
+            loses its own inner steps.
+        hang_timeout_s: Seconds without any progress after which a group ends itself, to be started
+            again. The config's ``hang_timeout_s`` has precedence.
+        fault_injector: Injects faults. None: nobody does.
+        command: Returns the command line of a group, by its id. None: ``composer-replication
+            train``.
+        make_coordinator: ``Coordinator``, or a replacement for it.
 
     Returns:
         An exit status: 0, 1 if the run failed, 130 if it was interrupted.
 
     Raises:
-        ConfigError: The config cannot be run like this. Nothing has been started or written.
-        ValueError: Nor has it if the run's folder cannot be used.
+        ConfigError: The config cannot be launched. Nothing has been started or written.
+        ValueError: The run's folder cannot be used. Nothing has been started.
     """
     check_launch(config, replicas, nproc)
     tls = TlsFiles.of_folder(tls_dir_of(config))
@@ -105,8 +111,8 @@ def launch(
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     began = time.monotonic()
-    given = ReplicaEnv.from_env().tokens
-    tokens = given or (secrets.token_hex(16),)
+    tokens_of_env = ReplicaEnv.from_env().tokens
+    tokens = tokens_of_env or (secrets.token_hex(16),)
     coordinator = make_coordinator(
         settings_of(config),
         str(config_path),
@@ -121,27 +127,29 @@ def launch(
         all_start=True,
         model_section=config.get("model"),
     )
-    # The display tells people; the coordinator's own words would be drawn over it.
+    # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
     logging.getLogger("composer_replication.replica.audit").setLevel(logging.WARNING)
-    page = f"Page: {coordinator.address}/" + _token_hint(tokens[0], bool(given), run_dir)
+    page = f"Page: {coordinator.address}/" + _token_hint(tokens[0], bool(tokens_of_env), run_dir)
     console.print(page, markup=False, soft_wrap=True)
     with Interrupts() as interrupts:
         try:
             with ReplicaGroups(run_dir, interrupts) as groups:
 
                 def start(replica_id: int) -> None:
-                    coordinator.group_has_ended(replica_id)  # if there was one before
-                    place = environment(replica_id, replicas, nproc, coordinator, run_dir)
-                    place |= {TOKEN: ",".join(tokens), HANG_TIMEOUT: f"{hang_timeout_s:g}"}
-                    groups.start(replica_id, command(replica_id), place)
+                    # Without this a restarted group would be rejected as a duplicate until its
+                    # predecessor's heartbeats have timed out.
+                    coordinator.group_has_ended(replica_id)
+                    environ = environment(replica_id, replicas, nproc, coordinator, run_dir)
+                    environ |= {TOKEN: ",".join(tokens), HANG_TIMEOUT: f"{hang_timeout_s:g}"}
+                    groups.start(replica_id, command(replica_id), environ)
 
                 supervisor = Supervisor(groups, run_dir, start, replicas, max_restarts, interrupts)
                 for replica_id in range(replicas):
                     start(replica_id)
-                seconds_left = None if saboteur is None else saboteur.seconds_left
+                seconds_left = None if fault_injector is None else fault_injector.seconds_left
                 display = Display(console, run_dir, replicas, seconds_left)
-                failed = watch(supervisor, display, saboteur)
+                failed = _watch(supervisor, display, fault_injector)
                 for replica_id, status in failed.items():
                     _explain_failure(run_dir, replica_id, status)
                 if interrupts.count:
@@ -150,29 +158,38 @@ def launch(
             coordinator.shutdown()
     if failed or interrupts.count:
         return FAILED if failed else INTERRUPTED
-    not_back = [id for id, record in supervisor.records.items() if record.is_given_up]
-    if not_back:
+    given_up = [id for id, record in supervisor.records.items() if record.is_given_up]
+    if given_up:
         _print_error(
-            f"Replica groups {', '.join(map(str, not_back))} died when the others were finishing, "
-            "and were not back in time. The others' global parameters are complete"
+            f"Replica groups {', '.join(map(str, given_up))} died while the others finished, and "
+            "could not rejoin in time. The others' global parameters are complete"
         )
     left_out = {id: r.deaths[-1] for id, r in supervisor.records.items() if r.is_left_out}
-    present = [id for id in range(replicas) if id not in not_back and id not in left_out]
-    status = finish(run_dir, present, time.monotonic() - began, supervisor.restarts)
+    finished = [id for id in range(replicas) if id not in given_up and id not in left_out]
+    status = finish(run_dir, finished, time.monotonic() - began, supervisor.restarts)
     for replica_id, exit_status in left_out.items():
         _explain_failure(run_dir, replica_id, exit_status, "the others went on without it")
     return FAILED if left_out else status
 
 
 def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
-    """Refuse what cannot run as several groups on one machine."""
+    """Reject a config that cannot run as several groups on one machine.
+
+    Args:
+        config: From ``load_config``.
+        replicas: Number of replica groups.
+        nproc: Processes in each group.
+
+    Raises:
+        ConfigError: A setting contradicts the launch. The message names it and the fix.
+    """
     if replicas < 1 or nproc < 1:
         raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
     section = _section(config)
     for key, fix in (
         ("replica_id", "launch numbers the groups"),
-        ("coordinator_addr", "launch brings its own"),
-        ("lighthouse_addr", "launch brings its own lighthouse; `train` joins another"),
+        ("coordinator_addr", "launch starts its own coordinator"),
+        ("lighthouse_addr", "launch starts its own lighthouse; `train` joins another"),
         ("run_dir", "set run_dir at the top of the config"),
     ):
         if section.get(key) is not None:
@@ -185,61 +202,62 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
     if section.get("min_replica_size", 1) > replicas:
         raise ConfigError(
             f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
-            f"{replicas}: no sync could ever commit. Use at most {replicas}"
+            f"{replicas}, so no sync could commit: use at most {replicas}"
         )
 
 
-def _token_hint(token: str, is_given: bool, run_dir: Path) -> str:
-    """How people tell the page the token; one that would stay in a log is not printed."""
-    if is_given:
+def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
+    """What a user needs to open the page. A token that would end up in a log is not printed."""
+    if is_from_env:
         return f"  (it asks for {TOKEN})"
     if sys.stdout.isatty():
         return f"#token={token}"
     write_token_file(run_dir / TOKEN_FILE, token)
-    return f"  (it asks for what is in {run_dir / TOKEN_FILE})"
+    return f"  (it asks for the token in {run_dir / TOKEN_FILE})"
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return (config.get("callbacks") or {}).get("diloco") or {}
 
 
-def watch(
-    supervisor: Supervisor, display: Display, saboteur: Saboteur | None = None
+def _watch(
+    supervisor: Supervisor, display: Display, fault_injector: FaultInjector | None = None
 ) -> dict[int, int]:
-    """Show the groups until the supervisor has seen their end.
+    """Show the groups, and inject faults, until all groups have ended.
 
     Returns:
-        The exit statuses of those that failed.
+        The exit statuses of the groups that failed for good.
     """
 
     def show(statuses: dict[int, int | None], is_last: bool) -> None:
         display.refresh(statuses, is_last=is_last)
-        if saboteur is not None and not is_last:
-            saboteur(supervisor)
+        if fault_injector is not None and not is_last:
+            fault_injector(supervisor)
 
     with display:
         return supervisor.watch(show)
 
 
 def finish(
-    run_dir: Path, present: Sequence[int], seconds: float, restarts: Mapping[str, int]
+    run_dir: Path, finished: Sequence[int], seconds: float, restarts: Mapping[str, int]
 ) -> int:
-    """Write the summary and the picture, and say what came out.
+    """Write the summary and the picture, and print the result.
 
     Args:
         run_dir: The run's folder.
-        present: The groups that were there at the end.
-        seconds: How long it took.
-        restarts: How often each group was started again, by its name.
+        finished: Ids of the groups that trained to the end.
+        seconds: Duration of the run.
+        restarts: How often each group was started again, by its id.
 
     Returns:
-        An exit status: 1 if a result is missing, or the groups ended with different parameters.
+        An exit status: 1 if a result is missing or the groups ended with different parameters, else
+        0.
     """
     run = read_run(run_dir)
-    silent = [id for id in present if str(id) not in run.results]
-    if silent:
-        _print_error(f"{log_path(run_dir, silent[0]).parent}/{RESULT} is missing")
-        _explain_failure(run_dir, silent[0], 0)
+    missing = [id for id in finished if str(id) not in run.results]
+    if missing:
+        _print_error(f"{log_path(run_dir, missing[0]).parent}/{RESULT} is missing")
+        _explain_failure(run_dir, missing[0], 0)
         return FAILED
     write_summary(run, restarts)
     try:
@@ -249,28 +267,28 @@ def finish(
         return FAILED
     rows = describe(run)
     if any(restarts.values()):
-        each = ", ".join(f"group {id} {count(n, 'time')}" for id, n in restarts.items() if n)
+        each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in restarts.items() if n)
         rows.append(("started again", each))
-    rows += [("time", duration(seconds)), ("picture", str(picture))]
+    rows += [("time", format_duration(seconds)), ("picture", str(picture))]
     for name, value in [*rows, ("all files", str(run_dir))]:
         print(f"{name:<24}{value}")
     if len(set(run.digests.values())) > 1:
         _print_error(
-            "The groups ended with different global parameters, so their last syncs were not the "
-            f"same ones: compare diloco/num_participants at the end of replica_<id>/{METRICS}"
+            "The groups ended with different global parameters, so their last syncs differ. "
+            f"Compare diloco/num_participants at the end of replica_<id>/{METRICS}"
         )
         return FAILED
     return 0
 
 
 def _explain_failure(
-    run_dir: Path, replica_id: int, status: int, then: str = "the run is stopped"
+    run_dir: Path, replica_id: int, status: int, consequence: str = "the run is stopped"
 ) -> None:
-    how = f"ended with exit status {status}"
+    end = f"ended with exit status {status}"
     if status < 0:
-        how = f"was ended by {signal.Signals(-status).name}"
+        end = f"was ended by {signal.Signals(-status).name}"
     path = log_path(run_dir, replica_id)
-    _print_error(f"Replica group {replica_id} {how}, so {then}. {path} ends with:")
+    _print_error(f"Replica group {replica_id} {end}, so {consequence}. {path} ends with:")
     _print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
 
 

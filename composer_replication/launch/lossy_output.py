@@ -1,4 +1,4 @@
-"""Standard output that a full disk does not turn into an error."""
+"""Keeps training alive when standard output cannot be written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 
 class _LossyFile(io.FileIO):
-    """Drops what it cannot write."""
+    """A file that drops what it cannot write."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         with contextlib.suppress(OSError):
@@ -18,15 +18,15 @@ class _LossyFile(io.FileIO):
         return len(data)
 
 
-def lose_what_cannot_be_printed() -> None:
-    """Let training go on when stdout or stderr is a file and its disk is full or broken.
+def ignore_output_errors() -> None:
+    """Drop output instead of raising, if stdout or stderr is a file on a full or broken disk.
 
-    Loggers of Composer's print, and an error of a print in the training loop would end the group.
-    Terminals and pipes stay as they are.
+    Composer's loggers print, and an error of a print in the training loop would end the group.
+    Terminals and pipes are not changed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        with contextlib.suppress(OSError, ValueError):  # it is none of the system's
+        with contextlib.suppress(OSError, ValueError):  # a replaced stream has no file descriptor
             if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 stream.flush()
                 file = _LossyFile(stream.fileno(), "wb", closefd=False)

@@ -1,4 +1,4 @@
-"""Replica groups as processes of this machine: started together, and none left behind."""
+"""Starts replica groups as processes of this machine, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from composer_replication.callback.run_folder import log_path
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long processes may take to end after SIGTERM before they are killed, in seconds."""
+"""Seconds that processes have to end after SIGTERM before they are killed."""
 
 
 POLL_S = 0.1
 
 
-# Reads which process groups live, all of them in each line; when the launcher is gone, however it
-# died, ends these. Not those that have ended before: their numbers may be a stranger's by then.
+# Every line that it reads lists the process groups that live. When the launcher is gone, however it
+# died, it ends those of the last line. It spares earlier ones: the kernel may have given their
+# numbers to other processes.
 _WATCHDOG = """
 while read -r line; do groups=$line; done
 [ -z "$groups" ] || { kill -s TERM -- $groups; sleep 5; kill -s KILL -- $groups; }
@@ -36,7 +37,10 @@ while read -r line; do groups=$line; done
 class Interrupts:
     """Counts Ctrl-C and SIGTERM while it is open.
 
-    They raise nothing: an exception in the middle of a start or a stop would leave processes.
+    It raises nothing: an exception in the middle of a start or a stop would leave processes behind.
+
+    Attributes:
+        count: Signals received so far.
     """
 
     def __init__(self) -> None:
@@ -45,26 +49,26 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, self._count_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, *signal_and_frame: object) -> None:
+    def _count_signal(self, *signal_and_frame: object) -> None:
         self.count += 1
 
 
 class ReplicaGroups:
-    """The processes of the replica groups; leaving the context ends every one of them.
+    """The processes of the replica groups. Leaving the context ends every one of them.
 
-    Each group is a session of its own: the terminal's Ctrl-C reaches the launcher alone, and a
-    group's ranks and loader workers can be found when the process that started them is dead.
+    Each group is a session of its own. The terminal's Ctrl-C then reaches the launcher alone, and a
+    group's ranks and loader workers can be found after the process that started them has died.
 
     Args:
-        run_dir: The run's folder; a group's output goes to ``replica_<id>/log.txt`` in it.
-        interrupts: One that comes while processes are being stopped kills them at once.
+        run_dir: The run's folder. A group's output is appended to ``replica_<id>/log.txt`` in it.
+        interrupts: A further interrupt while processes are being stopped kills them at once.
     """
 
     def __init__(self, run_dir: Path, interrupts: Interrupts) -> None:
@@ -72,9 +76,9 @@ class ReplicaGroups:
         self._interrupts = interrupts
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._leaders: dict[int, int] = {}
-        """The pids, which are sessions too, of the groups of which something may be alive."""
-        # A process of its own, since no handler runs in a launcher that is killed; a pipe, since
-        # PR_SET_PDEATHSIG reaches children only, and not the ranks below Composer's launcher.
+        """Pid, and so session id, of each group of which a process may be alive."""
+        # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
+        # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
         self._watchdog = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHDOG],
             stdin=subprocess.PIPE,
@@ -92,9 +96,18 @@ class ReplicaGroups:
         self._watchdog.communicate()
 
     def start(self, replica_id: int, command: list[str], environ: dict[str, str]) -> None:
-        """Start a replica group."""
+        """Start a replica group.
+
+        Args:
+            replica_id: The group's id.
+            command: Its command line.
+            environ: Its environment variables.
+
+        Raises:
+            OSError: The command cannot be started.
+        """
         path = log_path(self._run_dir, replica_id)
-        with _open_log(path) as output:  # a group that is started again goes on in it
+        with _open_log(path) as output:  # a restarted group appends to the same log
             process = subprocess.Popen(
                 command,
                 env=environ,
@@ -105,52 +118,53 @@ class ReplicaGroups:
             )
         self._processes[replica_id] = process
         self._leaders[replica_id] = process.pid
-        self._tell_watchdog()
+        self._update_watchdog()
 
     def exit_statuses(self) -> dict[int, int | None]:
         """The exit status of each group; None while it runs, negative if a signal ended it."""
         return {replica_id: process.poll() for replica_id, process in self._processes.items()}
 
     def end(self, replica_id: int) -> None:
-        """Kill what is left of one group: ranks and loader workers of a leader that has ended."""
+        """Kill what is left of a group that has ended: ranks and loader workers."""
         pid = self._leaders.pop(replica_id, None)
         if pid is not None:
-            _send(self._members({pid}), psutil.Process.kill)
-            self._tell_watchdog()
+            _send(self._processes_of({pid}), psutil.Process.kill)
+            self._update_watchdog()
 
     def members(self, replica_id: int) -> set[psutil.Process]:
-        """Every process of one group; empty if it has ended."""
+        """All processes of a group; empty if it has ended."""
         pid = self._leaders.get(replica_id)
-        return set() if pid is None else self._members({pid})
+        return set() if pid is None else self._processes_of({pid})
 
     def signal(self, replica_id: int, number: int) -> None:
-        """Send a signal to every process of one group."""
+        """Send a signal to all processes of a group."""
         _send(self.members(replica_id), lambda process: process.send_signal(number))
 
-    def _tell_watchdog(self) -> None:
+    def _update_watchdog(self) -> None:
         assert self._watchdog.stdin is not None, "opened as a pipe"
         line = " ".join(f"-{pid}" for pid in self._leaders.values())
         self._watchdog.stdin.write(f"{line}\n".encode())
         self._watchdog.stdin.flush()
 
     def stop(self) -> None:
-        """End every process of every group: SIGTERM, and SIGKILL after ``GRACE_S``."""
-        members = self._members(set(self._leaders.values()))
-        _send(members, psutil.Process.resume)  # a process that is stopped does not end on SIGTERM
+        """End all processes of all groups: SIGTERM, then SIGKILL after ``GRACE_S`` seconds."""
+        members = self._processes_of(set(self._leaders.values()))
+        _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
         _send(members, psutil.Process.terminate)
         deadline = time.monotonic() + GRACE_S
-        patience = min(self._interrupts.count, 1)  # the one that made us stop
+        count_before = min(self._interrupts.count, 1)  # the interrupt that led here
         while self._any_alive(members) and time.monotonic() < deadline:
-            if self._interrupts.count > patience:
+            if self._interrupts.count > count_before:
                 break
             time.sleep(0.05)
-        members |= self._members(set(self._leaders.values()))  # what was started in the meantime
+        # Again: the processes may have started others meanwhile, which would be left behind.
+        members |= self._processes_of(set(self._leaders.values()))
         _send(members, psutil.Process.kill)
         while self._any_alive(members) and time.monotonic() < deadline + 2:
             time.sleep(0.02)
 
-    def _members(self, leaders: set[int]) -> set[psutil.Process]:
-        """Every process of these groups: of a leader's session, or below one that is."""
+    def _processes_of(self, leaders: set[int]) -> set[psutil.Process]:
+        """All processes in the sessions of these leaders, and those below them."""
         members = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -159,7 +173,7 @@ class ReplicaGroups:
         return members
 
     def _any_alive(self, members: set[psutil.Process]) -> bool:
-        self.exit_statuses()  # reaps our children, which would stay as zombies
+        self.exit_statuses()  # reaps our children, which would otherwise stay as zombies
         return any(_is_alive(process) for process in members)
 
 
@@ -168,7 +182,7 @@ def _open_log(path: Path) -> BinaryIO:
         path.parent.mkdir(exist_ok=True)
         return path.open("ab")
     except OSError as error:  # a full disk must not end the groups that train
-        log.warning("Cannot open %s (%s): what the group says is lost", path, error)
+        log.warning("Cannot open %s, the group's output is lost: %s", path, error)
         return open(os.devnull, "ab")
 
 
@@ -180,7 +194,7 @@ def _send(members: set[psutil.Process], send: Callable[[psutil.Process], None]) 
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
-        # An orphan whose new parent does not reap it stays a zombie, which is as good as gone.
+        # An orphan whose new parent does not reap it stays a zombie, which has ended.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

@@ -1,4 +1,4 @@
-"""What a run wrote into its folder -> ``loss.png``."""
+"""Draws ``loss.png`` from what a run wrote into its folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from composer_replication.callback.run_folder import METRICS, OUTER_STEP
-from composer_replication.launch.run_record import Run, count, read_run
+from composer_replication.launch.run_record import Run, plural, read_run
 
 PICTURE = "loss.png"
 
@@ -19,19 +19,25 @@ _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.")
 
 MAX_POINTS = 4000
-"""How many syncs of a group are drawn; of a longer run, evenly spaced ones."""
+"""Most syncs of a group that are drawn. Of a longer run, evenly spaced ones are drawn."""
 
 _DRAWN = (OUTER_STEP, "inner_steps", "loss", "diloco/sync_seconds")
 
 Points = dict[str, list[dict[str, Any]]]
-"""The syncs of each group that are drawn."""
+"""The syncs to draw, by group."""
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Draw ``loss.png``: training loss by round for every group, and what its syncs cost.
+    """Draw ``loss.png``: every group's training loss by round, and how long its syncs blocked.
+
+    Args:
+        run_dir: The run's folder.
+
+    Returns:
+        The path of the picture.
 
     Raises:
-        FileNotFoundError: There is no run in this folder.
+        FileNotFoundError: The folder holds no run.
         ValueError: The run has committed no sync yet.
     """
     run = read_run(run_dir)
@@ -41,7 +47,7 @@ def write_report(run_dir: str | Path) -> Path:
             "to draw. The first comes after sync_every inner steps; if the run failed before, "
             "replica_<id>/log.txt says why"
         )
-    # Here, because importing it takes a second; Agg, because a display may be missing.
+    # Imported here, because it takes a second. Agg, because the machine may have no display.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,8 +59,8 @@ def write_report(run_dir: str | Path) -> Path:
     )
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06)  # pyright: ignore
     figure.suptitle(
-        f"{run.run_dir.resolve().name}: {count(len(run.metrics), 'replica group')}, "
-        f"{count(run.outer_steps, 'outer step')}"
+        f"{run.run_dir.resolve().name}: {plural(len(run.metrics), 'replica group')}, "
+        f"{plural(run.outer_steps, 'outer step')}"
     )
     points = {replica_id: thin_out(lines) for replica_id, lines in run.metrics.items()}
     _draw_losses(losses, run, points)
@@ -73,9 +79,12 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def thin_out(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most ``MAX_POINTS`` of a group's syncs, without those that it made again after a resume.
+    """Select at most ``MAX_POINTS`` of a group's syncs, without those that a resume repeated.
 
-    It keeps no more than these in memory, however many there are.
+    However many syncs there are, no more than that are held in memory.
+
+    Args:
+        lines: The group's metrics, one item for each sync.
     """
     kept: list[dict[str, Any]] = []
     every = 1
@@ -135,7 +144,7 @@ def _draw_groups(axes: Any, run: Run, drawn: Points, key: str, scale: float) -> 
             linestyle=_DASHES[i // len(_COLOURS) % len(_DASHES)],
             marker=_MARKERS[i % len(_MARKERS)],
             markersize=4,
-            # So that many rounds stay a line and few stay points.
+            # A marker on every point would hide the curve of a long run.
             markevery=max(1, len(points) // 20),
             linewidth=1.5,
             label=f"group {replica_id}",

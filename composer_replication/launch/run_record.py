@@ -1,6 +1,6 @@
-"""Reading a run folder back: what happened, ``summary.json`` and the closing words.
+"""Reads a run folder and writes ``summary.json`` and the closing text.
 
-Reads that folder only, so it works on a run that is over, still going or was killed.
+It reads that folder only, so it also works for a run that goes on or was killed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from composer_replication.training.config import read_value
 # Colours, and the rank that torch writes before every line of a traceback.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
 
-# What Composer's launcher adds below the error of a rank that it quotes.
+# Lines that Composer's launcher adds below the error of a rank.
 _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
 
 
 class Syncs(Collection[dict[str, Any]]):
-    """The committed syncs of a replica group, in the order of their making.
+    """The committed syncs of a replica group, in their order.
 
-    They are read from the file whenever they are iterated over: millions do not fit into memory.
+    They are read from the file at every iteration, since millions do not fit into memory.
+
+    Args:
+        path: The group's metrics file.
 
     Attributes:
-        num_damaged: Lines that cannot be read, and are left out.
-        outer_steps: The highest of them.
+        num_damaged: Lines that cannot be read. They are left out.
+        outer_steps: The highest outer step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,16 +64,16 @@ class Syncs(Collection[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class Run:
-    """What is in a run folder.
+    """The contents of a run folder.
 
     Attributes:
         run_dir: The folder.
         sync_every: Inner steps in a round; None if the folder does not say.
-        metrics: The committed syncs of each replica group, by its id, in the order of their making.
-        resumes: Where each group continued from a checkpoint, and what it made again.
-        results: How each group ended, by its id; those that did are in it.
-        num_damaged: Lines of each group's metrics that cannot be read, and are left out.
-        outer_steps: Of the group that has made most.
+        metrics: Committed syncs by replica group, in their order.
+        results: Final result by replica group, of the groups that have one.
+        resumes: By replica group, each resume from a checkpoint and what it repeated.
+        num_damaged: Unreadable lines of the metrics, by replica group. They are left out.
+        outer_steps: Outer steps of the group that made most.
     """
 
     run_dir: Path
@@ -83,7 +86,7 @@ class Run:
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """What the first group evaluated: all hold the same global parameters."""
+        """The evaluation of the first group. All groups hold the same global parameters."""
         return next((result.get("eval") or {} for result in self.results.values()), {})
 
     @property
@@ -95,8 +98,11 @@ class Run:
 def read_run(run_dir: str | Path) -> Run:
     """Read a run folder.
 
+    Args:
+        run_dir: The folder.
+
     Raises:
-        FileNotFoundError: There is no such folder, or no replica group has written into it.
+        FileNotFoundError: The folder does not exist, or no replica group has written into it.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -124,7 +130,7 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _sync_every(run_dir: Path) -> int | None:
-    # A training script of somebody's own leaves no config.
+    # A user's own training script leaves no config.
     sync_every = read_value(run_dir / CONFIG, "callbacks.diloco.sync_every")
     if sync_every is not None:
         return sync_every
@@ -133,11 +139,17 @@ def _sync_every(run_dir: Path) -> int | None:
 
 
 def implied_sync_every(status: Mapping[str, Any]) -> int | None:
+    """Compute the inner steps of a round from a group's status; None before its first round."""
     return round(status["inner_steps"] / status["round"]) if status.get("round") else None
 
 
-def last_lines(path: Path, count: int = 12) -> list[str]:
-    """The last lines of a log that say something: no frames of tracebacks, nothing twice."""
+def last_lines(path: Path, limit: int = 12) -> list[str]:
+    """The last informative lines of a log, without traceback frames and without duplicates.
+
+    Args:
+        path: The log file.
+        limit: Most lines to return.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2**16))
         text = _DECORATION.sub("", file.read().decode(errors="replace"))
@@ -147,11 +159,11 @@ def last_lines(path: Path, count: int = 12) -> list[str]:
         in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
         if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
             lines[line.rstrip()] = None
-    return list(lines)[-count:]
+    return list(lines)[-limit:]
 
 
-def duration(seconds: float) -> str:
-    """Seconds in words."""
+def format_duration(seconds: float) -> str:
+    """Format seconds for people, such as ``3 min 20 s``."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -160,7 +172,15 @@ def duration(seconds: float) -> str:
 
 
 def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
-    """Write ``summary.json``, and return what is in it."""
+    """Write ``summary.json``.
+
+    Args:
+        run: The run.
+        restarts: How often each group was started again.
+
+    Returns:
+        The contents of the file.
+    """
     fields = ("inner_steps", "outer_steps", "global_digest", "final_loss")
     summary = {
         "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
@@ -176,7 +196,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def describe(run: Run) -> list[tuple[str, str]]:
-    """The closing text: what came out of a run, as names and values."""
+    """The closing text of a run, as pairs of a name and a value."""
     rows = []
     bits = run.evaluation
     if "bits_per_byte" in bits:
@@ -187,7 +207,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows.append(("global parameters", describe_digests(run)))
     rows += [("resumed", text) for text in _describe_resumes(run)]
     rows += [
-        ("damaged", f"{count(number, 'line')} of replica_{id}/{METRICS}, left out")
+        ("damaged", f"{plural(number, 'line')} of replica_{id}/{METRICS} left out")
         for id, number in run.num_damaged.items()
         if number
     ]
@@ -197,23 +217,23 @@ def describe(run: Run) -> list[tuple[str, str]]:
 
 def _describe_resumes(run: Run) -> list[str]:
     return [
-        f"group {id} at batch {line['batch']}, outer step {line['outer_step']}; made again: "
-        f"{count(line['batches_again'], 'batch', 'batches')}, "
-        f"{count(line['outer_steps_again'], 'outer step')}"
+        f"group {id} at batch {line['batch']}, outer step {line['outer_step']}; repeated: "
+        f"{plural(line['batches_again'], 'batch', 'batches')}, "
+        f"{plural(line['outer_steps_again'], 'outer step')}"
         for id, lines in run.resumes.items()
         for line in lines
     ]
 
 
 def describe_digests(run: Run) -> str:
-    """Whether all groups ended with the same global parameters, bit for bit."""
+    """Say whether the global parameters of all groups are bitwise identical at the end."""
     digests = run.digests
     if len(set(digests.values())) == 1:
         groups = "in 1 group" if len(digests) == 1 else f"equal in {len(digests)} groups"
-        steps = count(run.outer_steps, "outer step")
+        steps = plural(run.outer_steps, "outer step")
         return f"{groups} after {steps}: {next(iter(digests.values()))[:8]}"
     each = ", ".join(
-        f"group {id} {digest[:8]} ({count(run.results[id]['outer_steps'], 'outer step')})"
+        f"group {id} {digest[:8]} ({plural(run.results[id]['outer_steps'], 'outer step')})"
         for id, digest in digests.items()
     )
     return f"DIFFERENT: {each}"
@@ -232,17 +252,25 @@ def _describe_traffic(run: Run) -> list[tuple[str, str]]:
     # Data parallel averages every parameter in every inner step: each fragment once.
     data_parallel = inner_steps * sum(per_fragment.values())
     text = (
-        f"{_size(sent)} in {count(len(lines), 'sync')}; data parallel: {_size(data_parallel)} in "
-        f"{inner_steps} inner steps ({data_parallel / sent:.0f} times as much)"
+        f"{_format_bytes(sent)} in {plural(len(lines), 'sync')}; "
+        f"data parallel: {_format_bytes(data_parallel)} in {inner_steps} inner steps "
+        f"({data_parallel / sent:.0f} times as much)"
     )
     return [("sent by each group", text)]
 
 
-def count(number: int, thing: str, things: str = "") -> str:
+def plural(number: int, thing: str, things: str = "") -> str:
+    """Format a number with its noun.
+
+    Args:
+        number: The number.
+        thing: The noun in the singular.
+        things: Its plural. Empty: the singular with an "s".
+    """
     return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
-def _size(num_bytes: float) -> str:
+def _format_bytes(num_bytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"

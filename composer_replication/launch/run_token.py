@@ -1,4 +1,4 @@
-"""The run's secret in a file: read for a coordinator, or made where there is none."""
+"""Reads and writes files that hold the run's secret token."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from composer_replication.training.config import ConfigError
 log = logging.getLogger(__name__)
 
 TOKEN_FILE = "token"
-"""A made token's file in the state folder of a coordinator, or in the run folder of a launch."""
+"""Name of a generated token's file, in a coordinator's state folder or a launch's run folder."""
 
 
 def read_token_file(path: Path) -> tuple[str, ...]:
-    """The accepted tokens of a run, from a file with one or two lines.
+    """Read the accepted tokens of a run from a file with one or two lines.
 
     Raises:
-        ConfigError: There is no such file, or nothing in it.
+        ConfigError: The file is missing or empty.
         ValueError: A token is malformed.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: write the run's secret into it, in one line")
+        raise ConfigError(
+            f"{path} does not exist: create it with the run's secret as its only line"
+        )
     tokens = read_tokens(path.read_text(errors="replace"), str(path))
     if not tokens:
-        raise ConfigError(f"{path} is empty: write the run's secret into it, in one line")
+        raise ConfigError(f"{path} is empty: write the run's secret into it as its only line")
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
-        log.warning("%s has mode %o, so others can read the run's secret: chmod 600", path, mode)
+        log.warning("Others can read the run's token in %s (mode %o): run chmod 600", path, mode)
     return tokens
 
 
 def make_token_file(path: Path) -> tuple[str, ...]:
-    """The tokens in a file; one is made if there is none.
+    """Read the tokens of a file. If it does not exist, generate a token and write it first.
 
-    A coordinator that is started again goes on with the token that its groups have.
+    A coordinator that is restarted thus accepts the token that its groups already have.
 
     Raises:
-        ConfigError: The file is there and empty.
-        OSError: It cannot be written.
+        ConfigError: The file exists and is empty.
+        OSError: The file cannot be written.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,13 +52,13 @@ def make_token_file(path: Path) -> tuple[str, ...]:
 
 
 def write_token_file(path: Path, token: str) -> None:
-    """Write a token so that only this user can read it; the file is whole or not there at all.
+    """Write a token to a file that only this user can read. The file is never half written.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)  # it may be somebody else's, or a link
+    part.unlink(missing_ok=True)  # O_EXCL below refuses a leftover, another user's file or a link
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token + "\n")
     part.replace(path)

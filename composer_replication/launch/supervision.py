@@ -1,4 +1,4 @@
-"""Keeps replica groups running: a group that dies is started again, after a pause."""
+"""Keeps replica groups running: a group that dies is started again after a pause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGro
 from composer_replication.replica.json_files import read_json, replace_json
 
 HANG_TIMEOUT_S = 600.0
-"""After how long without any progress a group ends itself, in seconds."""
+"""Seconds without any progress after which a group ends itself."""
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
 JOINED = ("training", "evaluating", "finished")
-"""The phases of a group that has joined the others."""
+"""Phases of a group that has joined the others."""
 
 
 @dataclass
@@ -33,13 +33,14 @@ class GroupRecord:
 
     Attributes:
         restarts: How often it was started again.
-        in_a_row: Of these, since it last committed a sync.
-        committed: Bytes of its metrics when it was last started.
-        due: When to start it again; None while it runs or has ended for good.
-        status: The exit status it ended with for good; None before.
-        is_given_up: Whether it died when there was no one left to join.
-        is_left_out: Whether it could not be kept running, and the others went on without it.
-        deaths: The exit statuses of its lives that ended too early.
+        in_a_row: Restarts since its last committed sync.
+        committed: Size of its metrics file at its last start, in bytes.
+        due: When it is started again, by ``time.monotonic``; None while it runs or has ended for
+            good.
+        status: The exit status with which it ended for good; None before.
+        is_given_up: Whether it died when no group was left that it could join.
+        is_left_out: Whether it failed too often, and the others went on without it.
+        deaths: The exit statuses of all its early ends.
     """
 
     restarts: int = 0
@@ -54,20 +55,21 @@ class GroupRecord:
 
 @dataclass
 class Supervisor:
-    """Watches the groups until all have ended, one has failed for good, or we are interrupted.
+    """Watches the groups until all have ended, one has failed for good, or the run is interrupted.
 
-    A group that dies is started again, after 1, 2, 4, ... s. It has failed for good if its exit
-    status says bad input, if it had an error of its own before it ever joined the others (an
-    import, a setting: its next start would fail too), or after ``max_restarts`` in a row without a
-    sync of its own. In its first life that ends the run; later it is left out, as long as others
-    train. When all others have finished there is nothing to join, and it is given up.
+    A group that dies is started again after 1, 2, 4, ... s. It fails for good in three cases: its
+    exit status says bad input; it had an error of its own before it ever joined the others (an
+    import, a setting), with which its next start would fail too; or it died after ``max_restarts``
+    restarts in a row without a sync of its own. If it was never restarted, that ends the run.
+    Otherwise the group is left out, as long as others train. When all others have finished there is
+    nothing to join, and the group is given up.
 
     Args:
         groups: The processes.
         run_dir: The run's folder.
         start: Starts a group, by its id.
-        replicas: How many there are.
-        max_restarts: How often in a row; 0 for never.
+        replicas: Number of groups.
+        max_restarts: Most restarts in a row; 0 for none.
         interrupts: Ends the watch.
     """
 
@@ -83,13 +85,16 @@ class Supervisor:
         self.records = {replica_id: GroupRecord() for replica_id in range(self.replicas)}
 
     def watch(self, show: Callable[[dict[int, int | None], bool], None]) -> dict[int, int]:
-        """Watch, and ``show(exit statuses, is last)`` all the while.
+        """Watch the groups until the end.
+
+        Args:
+            show: Called all the time with the exit statuses, and whether this is the last call.
 
         Returns:
             The exit statuses of the groups that failed for good; empty if none did.
         """
         while True:
-            self._look()
+            self._poll()
             failed = {
                 replica_id: record.status
                 for replica_id, record in self.records.items()
@@ -105,16 +110,16 @@ class Supervisor:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How often each group was started again, by its name."""
+        """How often each group was started again, by its id."""
         return {str(replica_id): record.restarts for replica_id, record in self.records.items()}
 
-    def trains(self, replica_id: int) -> bool:
-        """Whether a group is in training now."""
+    def is_training(self, replica_id: int) -> bool:
+        """Whether a group is training now."""
         record = self.records[replica_id]
-        is_there = record.status is None and record.due is None
-        return is_there and self._phase(replica_id) == "training"
+        is_running = record.status is None and record.due is None
+        return is_running and self._phase(replica_id) == "training"
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for replica_id, status in self.groups.exit_statuses().items():
             record = self.records[replica_id]
             if record.status is not None:
@@ -125,34 +130,34 @@ class Supervisor:
                 self.groups.end(replica_id)
                 record.status = 0
             elif status is not None:
-                self._has_died(replica_id, record, status)
-            elif self._is_out(replica_id, record) and self._is_left_alone(replica_id):
+                self._handle_death(replica_id, record, status)
+            elif self._is_rejoining(replica_id, record) and self._has_nobody_to_join(replica_id):
                 self._give_up(replica_id, record)
 
-    def _has_died(self, replica_id: int, record: GroupRecord, status: int) -> None:
+    def _handle_death(self, replica_id: int, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
-        self.groups.end(replica_id)  # ranks and loader workers that have outlived their parent
+        self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
         if self._metrics_size(replica_id) > record.committed:
             record.in_a_row = 0
-        if self._is_left_alone(replica_id):
+        if self._has_nobody_to_join(replica_id):
             self._give_up(replica_id, record)
             return
         is_hopeless = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         if is_hopeless or record.in_a_row >= self.max_restarts:
             record.status = status
-            record.is_left_out = record.restarts > 0 and any(map(self.trains, self.records))
+            record.is_left_out = record.restarts > 0 and any(map(self.is_training, self.records))
             if record.is_left_out:
-                self._say_phase(replica_id, "left out")
+                self._write_phase(replica_id, "left out")
             return
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
-        self._say_phase(replica_id, "restarting")
+        self._write_phase(replica_id, "restarting")
 
     def _has_failed_to_start(self, replica_id: int, status: int) -> bool:
-        """Whether a group ended with an error of its own before it had joined, in its first life.
+        """Whether a group ended with an error of its own before it joined, in its first process.
 
-        Not if a signal ended it, nor once a group has died: what one that waits for the start then
-        says may be that the other is missing.
+        A signal is no such error. Nor is the end of a group after another one has died: while a
+        group waits for the start, its error may be that the other is missing.
         """
         is_signal = status < 0 or status >= 128  # Composer's launcher exits with -9 as 247
         has_died = any(record.restarts or record.due for record in self.records.values())
@@ -167,23 +172,23 @@ class Supervisor:
         record.committed = self._metrics_size(replica_id)
         self.start(replica_id)
 
-    def _is_left_alone(self, replica_id: int) -> bool:
-        """Whether some have finished, and nobody is left in training whom this group could join."""
+    def _has_nobody_to_join(self, replica_id: int) -> bool:
+        """Whether some groups have finished, and none is training that this group could join."""
         others = {id: record for id, record in self.records.items() if id != replica_id}
         has_ended = any(record.status == 0 for record in others.values())
         return has_ended and all(
-            record.status is not None or record.due is not None or self._is_out(id, record)
+            record.status is not None or record.due is not None or self._is_rejoining(id, record)
             for id, record in others.items()
         )
 
-    def _is_out(self, replica_id: int, record: GroupRecord) -> bool:
+    def _is_rejoining(self, replica_id: int, record: GroupRecord) -> bool:
         """Whether a group was started again and has not joined yet."""
         return bool(record.restarts) and self._phase(replica_id) in ("restarting", "joining")
 
     def _give_up(self, replica_id: int, record: GroupRecord) -> None:
         self.groups.end(replica_id)
         record.is_given_up, record.due, record.status = True, None, 1
-        self._say_phase(replica_id, "not back")
+        self._write_phase(replica_id, "not back")
 
     def _metrics_size(self, replica_id: int) -> int:
         path = log_path(self.run_dir, replica_id).with_name(METRICS)
@@ -196,19 +201,19 @@ class Supervisor:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         return read_json(path).get("phase", "")
 
-    def _say_phase(self, replica_id: int, phase: str) -> None:
+    def _write_phase(self, replica_id: int, phase: str) -> None:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         try:
             replace_json(path, read_json(path) | {"phase": phase})
         except OSError as error:  # a full disk must not end the groups that train
-            log.warning("Cannot write %s (%s): group %d is %s", path, error, replica_id, phase)
+            log.warning("Cannot write %s, group %d is %s: %s", path, replica_id, phase, error)
 
 
-class Saboteur(Protocol):
-    """Does harm to a run on purpose."""
+class FaultInjector(Protocol):
+    """Injects faults into a run."""
 
     def __call__(self, supervisor: Supervisor) -> None:
-        """Called all the while."""
+        """Inject the faults that are due. The launcher calls it several times a second."""
 
     def seconds_left(self) -> float | None:
-        """Until it ends training; None if that is not known yet."""
+        """The seconds until it ends the run; None if it does not know yet."""

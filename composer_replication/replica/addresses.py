@@ -1,5 +1,7 @@
-"""Under which address this machine is reached, and where it listens. Imports neither torch nor
-torchft."""
+"""The address under which peers reach this machine, and where it listens.
+
+Imports neither torch nor torchft.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from composer_replication.replica.lighthouse import can_connect
 
 
 def bracketed(host: str) -> str:
-    """A host as ``host:port`` and URLs need it: an IPv6 literal in brackets."""
+    """Put an IPv6 literal in brackets, as ``host:port`` and URLs need it; other hosts stay."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def own_address(hostname: str | None) -> str | None:
-    """The address of a host name that is one of this machine's.
+    """Find the address of a host name that belongs to this machine.
 
     Returns:
-        The first one; None without a name, or if the name leads elsewhere, for example to a
-        gateway in front of this machine.
+        The first such address. None if there is no name, or if it resolves to no address of this
+        machine, for example to a gateway in front of it.
 
     Raises:
         ValueError: The name does not resolve.
@@ -30,18 +32,18 @@ def own_address(hostname: str | None) -> str | None:
     if hostname is None:
         return None
     try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)]
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)]
     except OSError as error:
         raise ValueError(
             f"hostname={hostname!r} does not resolve here ({error}): give a name or an address of "
             "this machine that the other groups can reach"
         ) from error
     own = _own_addresses()
-    return next((address for address in found if address in own), None)
+    return next((address for address in addresses if address in own), None)
 
 
 def interface_of(hostname: str | None) -> str | None:
-    """The network interface that has the address of a host name; None if it is not of this machine.
+    """Find the network interface that has the address of a host name; None as in ``own_address``.
 
     Raises:
         ValueError: The name does not resolve.
@@ -54,8 +56,8 @@ def listen(hostname: str | None) -> socket.socket:
     """Listen on a free port of the address of a host name.
 
     Args:
-        hostname: How peers reach this machine. Where it is None or no address of this machine, the
-            socket listens on all interfaces, since nothing says which one peers come by.
+        hostname: How peers reach this machine. If it is None, or resolves to no address of this
+            machine, the socket listens on all interfaces: nothing says which one peers use.
     """
     address = own_address(hostname)
     if address is not None:
@@ -69,16 +71,19 @@ def listen(hostname: str | None) -> socket.socket:
 
 
 def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeout: float) -> None:
-    """Check that a name leads back to this machine, and is not one that leads everybody home.
+    """Check that peers can reach this machine under a name.
+
+    The name must resolve to this machine. It must not be a loopback address, unless the lighthouse
+    is on this machine too.
 
     Args:
-        hostname: What this group is going to tell its peers.
-        port: Something of ours that listens.
-        lighthouse_addr: ``http://host:port``: on which machine the others meet.
-        connect_timeout: In seconds.
+        hostname: The name that this group is going to advertise.
+        port: A port on which this process listens.
+        lighthouse_addr: ``http://host:port`` of the lighthouse.
+        connect_timeout: Limit of connecting to the port, in seconds.
 
     Raises:
-        ValueError: Peers could not reach this group under it.
+        ValueError: Peers could not reach this group under the name.
     """
     if not can_connect(hostname.strip("[]"), port, connect_timeout):
         raise ValueError(
@@ -89,15 +94,15 @@ def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeo
     if is_loopback(hostname) and not is_loopback(lighthouse) and not _is_local(lighthouse):
         raise ValueError(
             f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
-            "machine: the other groups would look for this one at home. Set hostname "
-            "(callbacks.diloco.hostname) to an address of this machine that they can reach"
+            "machine: the other groups would look for this group on their own machines. Set "
+            "hostname (callbacks.diloco.hostname) to an address of this machine that they can reach"
         )
 
 
 def is_loopback(hostname: str) -> bool:
-    """Whether a name leads nowhere but to the machine that asks."""
-    found = _addresses(hostname)
-    return bool(found) and all(ip_address(a.partition("%")[0]).is_loopback for a in found)
+    """Whether all addresses of a name are loopback addresses."""
+    addresses = _addresses(hostname)
+    return bool(addresses) and all(ip_address(a.partition("%")[0]).is_loopback for a in addresses)
 
 
 def _is_local(hostname: str) -> bool:

@@ -1,4 +1,4 @@
-"""The audit log: who did what to a run, from where and when; one logger for all of it."""
+"""The audit log: one logger for who did what to a run, from where and when."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 log = logging.getLogger("composer_replication.replica.audit")
-log.setLevel(logging.INFO)  # it is to be read later, however little the rest of a program logs
+log.setLevel(logging.INFO)  # also in a program that logs warnings only
 
 
 def record(what: str, who: str | None, source: str | None, **details: Any) -> str:
     """Log one line of JSON.
 
     Args:
-        what: ``heal``, ``registration``, ``settings``, ``rewind``.
+        what: What was done: ``heal``, ``registration``, ``settings`` or ``rewind``.
         who: The replica group, if it is known. A stranger may have chosen the name.
-        source: The address it called from, or was reached at.
-        **details: To be logged as well; no secrets.
+        source: The address from which the group called, or at which it was reached.
+        **details: Further keys and values of the line. They must not contain secrets.
 
     Returns:
         The line.

@@ -1,7 +1,7 @@
-"""The certificates of one run: its authority, and what each replica group holds.
+"""Makes the certificates of one run: those of its authority and of its members.
 
-With the package ``cryptography``: the ``openssl`` command would need a configuration file for the
-extensions, differs between OpenSSL and LibreSSL, and is missing from many container images.
+It uses the package ``cryptography``. The ``openssl`` command would need a configuration file for
+the extensions, differs between OpenSSL and LibreSSL, and is missing from many container images.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def make_certificates(
 ) -> tuple[datetime, bool]:
     """Write a new key and certificate into a folder, signed by a run's authority.
 
-    The authority is made if it is not there. A certificate that is in the folder is replaced.
+    It makes the authority if there is none yet, and replaces a certificate that is in the folder.
 
     Args:
-        folder: What a replica group or the coordinator gets.
+        folder: The folder for a replica group or the coordinator.
         hosts: Names and addresses that the certificate is for; browsers compare them.
-        authority: The folder of the run's authority. Whoever has the key in it can make members of
-            the run, so it stays on one machine.
+        authority: The folder of the run's authority. Anybody with the key in it can make members of
+            the run, so it should stay on one machine.
         days: How long the certificate is valid.
 
     Returns:
-        When the certificate ends, and whether the authority is new.
+        When the certificate expires, and whether the authority is new.
 
     Raises:
         ValueError: The folder has certificates of another authority.
@@ -60,7 +60,7 @@ def make_certificates(
             "with --authority FOLDER, or make certificates in another folder"
         )
     key = ec.generate_private_key(ec.SECP256R1())
-    # Both uses: a group serves its peers, and is their client.
+    # For both uses: a group is a server of its peers, and their client.
     uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = (
         _builder(key, "composer-replication member", days)
@@ -145,7 +145,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write_secret(path: Path, content: bytes) -> None:
-    """Replace a file that is never readable by others, and never half written."""
+    """Replace a file so that other users can never read it, and nobody sees a half-written one."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""A replica group's connection to the others: store, process group, torchft Manager."""
+"""Makes the torchft Manager of a replica group, with its store, process group and heals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torchft.manager
 from torchft._torchft import ManagerServer
 
+from composer_replication.diloco.arguments import takes
 from composer_replication.replica.addresses import (
     bracketed,
     check_hostname,
@@ -29,14 +31,14 @@ from composer_replication.replica.heal.prefetch import prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
-from composer_replication.replica.notice_board import NoticeBoard
 from composer_replication.replica.options import (
     NO_TOKEN,
     TOKEN,
+    ManagerOptions,
     ReplicaEnv,
-    ReplicaOptions,
-    check_replica_id,
+    lighthouse_of,
     read_tokens,
+    replica_id_of,
 )
 from composer_replication.replica.process_group import host_store, make_process_group
 
@@ -45,127 +47,116 @@ log = logging.getLogger(__name__)
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 
 
-def make_manager(
-    *,
-    replica_id: str | int,
-    lighthouse_addr: str,
-    min_replica_size: int = ReplicaOptions.min_replica_size,
-    timeout: float = ReplicaOptions.timeout,
-    quorum_timeout: float = ReplicaOptions.quorum_timeout,
-    connect_timeout: float = ReplicaOptions.connect_timeout,
-    quorum_retries: int = ReplicaOptions.quorum_retries,
-    give_up_after_s: float | None = ReplicaOptions.give_up_after_s,
-    rank: int = 0,
-    world_size: int = 1,
-    store_addr: str | None = None,
-    store_port: int | None = None,
-    hostname: str | None = None,
-    token: str | None = None,
-    backend: str = "gloo",
-    tls_dir: str | None = None,
-) -> ReplicaManager:
-    """A torchft Manager that is ready for DiLoCo.
+@dataclass(frozen=True, kw_only=True)
+class ManagerArguments(ManagerOptions):
+    """All arguments of ``make_manager``.
 
     Args:
-        replica_id: Name of the replica group, different in each (``check_replica_id``).
-        lighthouse_addr: ``http://host:port`` of the lighthouse.
-        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
-        timeout: Limit of a collective, a vote and a heal's download, in seconds.
-        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
-            which groups differ between two syncs.
-        connect_timeout: Limit of connecting to the lighthouse, in seconds.
-        quorum_retries: How often a quorum is asked for again when the lighthouse is away, spread
-            over ``quorum_timeout``.
-        give_up_after_s: How long to wait for a quorum before that is an error; None for ever.
         rank: This process's rank in the group.
-        world_size: Processes in the group.
+        world_size: The number of ranks in the group.
         store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
-        store_port: Its port.
-        hostname: How peers reach this machine: its store, manager, process group and heal server,
-            which listen on that address if it is one of this machine's. None:
-            ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
-        token: The run's secret, equal in all groups, without which no state is given or taken.
-            None: ``COMPOSER_REPLICATION_TOKEN``. It is needed unless the lighthouse is on a
-            loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
-        backend: ``gloo`` or ``nccl``, for the averages between groups.
-        tls_dir: The folder of certificates with which the averages and heals go over TLS, in all
-            groups or in none. None: ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
-
-    Returns:
-        The manager; call ``shutdown()`` at the end.
+        store_port: Port of the group's store.
+        token: The run's secret, equal in all groups. Groups exchange state and average only with
+            members that prove it. None: ``COMPOSER_REPLICATION_TOKEN``. A token is needed unless
+            the lighthouse is on a loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
 
     Raises:
-        ValueError: An argument is missing or out of range, ``hostname`` leads nowhere, or the
-            token is missing.
-        SettingsMismatch: The groups in training have another number of ranks.
-        ConnectionError: No lighthouse answers, or the state of the groups in training cannot be
-            had (``HealError``). This group has not been seen by the others then.
+        ValueError: A value is out of range; the message has the value and the fix.
     """
-    check_replica_id(replica_id)
-    if (store_addr is None) != (store_port is None):
-        raise ValueError(f"store_addr={store_addr!r} and store_port={store_port!r}: give both")
-    if world_size > 1 and store_addr is None:
-        raise ValueError(
-            f"world_size={world_size} needs store_addr and store_port: let rank 0 call "
-            "host_store() and send its address to the others"
-        )
+
+    rank: int = 0
+    world_size: int = 1
+    store_addr: str | None = None
+    store_port: int | None = None
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        ManagerOptions.__post_init__(self)
+        if (self.store_addr is None) != (self.store_port is None):
+            raise ValueError(
+                f"store_addr={self.store_addr!r} and store_port={self.store_port!r}: give both"
+            )
+        if self.world_size > 1 and self.store_addr is None:
+            raise ValueError(
+                f"world_size={self.world_size} needs store_addr and store_port: let rank 0 call "
+                "host_store() and send its address to the others"
+            )
+
+
+@takes(ManagerArguments)
+def make_manager(**arguments: Any) -> ReplicaManager:
+    """Make a torchft Manager that is ready for DiLoCo.
+
+    A joiner fetches the global state in this call. The default ``backend`` is gloo.
+
+    Returns:
+        The manager. Call ``shutdown()`` at the end.
+
+    Raises:
+        ValueError: An argument is missing or out of range, peers could not reach this machine
+            under ``hostname``, or the token is missing.
+        SettingsMismatch: The groups in training have another number of ranks.
+        ConnectionError: No lighthouse answers, or the state of the groups in training could not be
+            fetched (``HealError``). The other groups have not noticed this one then.
+    """
+    own = ManagerArguments(**arguments).with_environment()
+    replica_id, lighthouse_addr = replica_id_of(own), lighthouse_of(own)
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    env = ReplicaEnv.from_env()
-    tls_dir, hostname = tls_dir or env.tls_dir, hostname or env.hostname
-    process_group = make_process_group(backend, timeout, hostname, tls_dir)
+    process_group = make_process_group(
+        own.backend or "gloo", own.timeout, own.hostname, own.tls_dir
+    )
     tame_torchft_logs()
-    check_lighthouse(lighthouse_addr, connect_timeout)
-    tokens = _tokens(token, lighthouse_addr)
-    check_ranks(read_status(lighthouse_addr, connect_timeout), str(replica_id), world_size)
-    transport = HealTransport(tokens or ("",), hostname, timeout, str(replica_id), tls_dir)
+    check_lighthouse(lighthouse_addr, own.connect_timeout)
+    tokens = _tokens(own.token, lighthouse_addr)
+    check_ranks(read_status(lighthouse_addr, own.connect_timeout), replica_id, own.world_size)
+    own_name = own.hostname or socket.gethostname()
+    transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id, own.tls_dir)
     try:
-        own_name = hostname or socket.gethostname()
-        check_hostname(own_name, transport.port, lighthouse_addr, connect_timeout)
+        check_hostname(own_name, transport.port, lighthouse_addr, own.connect_timeout)
         prefetch(
             transport,
             lighthouse_addr=lighthouse_addr,
-            rank=rank,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
+            rank=own.rank,
+            timeout=own.timeout,
+            connect_timeout=own.connect_timeout,
         )
     except BaseException:
         transport.shutdown()
         raise
-    store = None
-    if store_addr is None:
-        store = host_store(hostname)
-        store_addr, store_port = store.host, store.port
-    own_uuid = free_uuids.pop((str(replica_id), lighthouse_addr), None) or str(uuid.uuid4())
-    with _manager_server_at(own_address(hostname), own_uuid) if rank == 0 else nullcontext():
+    store = host_store(own.hostname) if own.store_addr is None else None
+    own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
+    is_first = own.rank == 0
+    with _manager_server_at(own_address(own.hostname), own_uuid) if is_first else nullcontext():
         manager = ReplicaManager(
             pg=process_group,
             load_state_dict=None,  # DiLoCo and the callback register theirs
             state_dict=None,
-            min_replica_size=min_replica_size,
+            min_replica_size=own.min_replica_size,
             use_async_quorum=False,
-            timeout=timedelta(seconds=timeout),
-            quorum_timeout=timedelta(seconds=quorum_timeout),
-            connect_timeout=timedelta(seconds=connect_timeout),
-            rank=rank,
-            world_size=world_size,
-            store_addr=store_addr,
-            store_port=store_port,
+            timeout=timedelta(seconds=own.timeout),
+            quorum_timeout=timedelta(seconds=own.quorum_timeout),
+            connect_timeout=timedelta(seconds=own.connect_timeout),
+            rank=own.rank,
+            world_size=own.world_size,
+            store_addr=store.host if store else own.store_addr,
+            store_port=store.port if store else own.store_port,
             lighthouse_addr=lighthouse_addr,
-            replica_id=str(replica_id),
-            hostname=bracketed(own_name),
+            replica_id=replica_id,
+            hostname=own.hostname,
             checkpoint_transport=transport,
             init_sync=False,  # the cold start is DiLoCo's, ADR-006
-            quorum_retries=quorum_retries,
+            quorum_retries=own.quorum_retries,
+            tokens=tokens,
+            give_up_after_s=own.give_up_after_s,
+            store=store,
         )
-    manager.store = store
-    board = NoticeBoard(hostname, tokens)
-    return manager.take_over(str(replica_id), lighthouse_addr, give_up_after_s, tokens, board)
+    return manager
 
 
 def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:
-    """The run's accepted tokens; none if the run is to have none."""
+    """The run's accepted tokens; empty if the run may be without one."""
     env = ReplicaEnv.from_env()
     tokens = read_tokens(token, "token") if token else env.tokens
     if tokens:
@@ -187,18 +178,24 @@ _binding = threading.Lock()
 
 @contextmanager
 def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
-    """Have torchft's manager server listen on one address; None: on every interface.
+    """Have torchft's manager server listen on one address, and use a given uuid.
 
-    torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where whoever reaches it may
-    vote, or end this process; and it always makes a new uuid for the lighthouse (``new_uuid``).
-    Remove this when ``Manager`` takes both.
+    torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where anybody who reaches it can
+    vote, or end this process. It also always makes a new uuid for the lighthouse (``new_uuid``).
+    Remove this when ``Manager`` takes both as arguments.
+
+    Args:
+        address: The address. None: every interface.
+        own_uuid: The uuid of this group's name at the lighthouse.
     """
 
     def bound(*, bind: str, **arguments: Any) -> ManagerServer:
         port = bind.rpartition(":")[2]
         return ManagerServer(bind=f"{bracketed(address or '::')}:{port}", **arguments)
 
-    with _binding:  # two managers of one process may be built at the same time
+    # The names are replaced for the whole module. Without the lock a manager that another thread
+    # builds at the same time would get this one's address and uuid.
+    with _binding:
         torchft.manager.ManagerServer = bound  # pyright: ignore[reportAttributeAccessIssue]
         torchft.manager.uuid = SimpleNamespace(uuid4=lambda: own_uuid)  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -208,9 +205,11 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
 
 
 class _OneLine(logging.Filter):
-    """torchft logs an error that it swallows with its traceback, and again for every message that
-    was under way; one line says as much here. On a CPU it also warns at every new quorum that
-    there is no NCCL to trace."""
+    """Reduces torchft's log of an error to one line.
+
+    torchft logs an error that it swallows with its traceback, and again for every collective that
+    was under way. On a CPU it also warns at every new quorum that there is no NCCL to trace.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One process at a time works in a folder."""
+"""A lock with which one process at a time works in a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _held: dict[Path, int] = {}
-"""The file descriptors of the locks that this process holds, by their files."""
+"""The file descriptors of the locks that this process holds, by the files they lock."""
 
 
 def lock_folder(folder: Path, name: str, fix: str) -> None:
@@ -19,11 +19,11 @@ def lock_folder(folder: Path, name: str, fix: str) -> None:
 
     Args:
         folder: The folder.
-        name: The lock's file in it. It stays there, and says nothing when nobody holds it.
-        fix: What to do if another process holds it, beside waiting for its end.
+        name: The name of the lock's file in it. The file stays there after the lock is released.
+        fix: What else to do if another process holds the lock, for the error.
 
     Raises:
-        ValueError: Another process holds it.
+        ValueError: Another process holds the lock.
     """
     path = (folder / name).resolve()
     if path not in _held:
@@ -31,12 +31,14 @@ def lock_folder(folder: Path, name: str, fix: str) -> None:
 
 
 def open_lock(folder: Path, name: str, fix: str) -> int:
-    """Keep others out of a folder until the returned file descriptor is closed.
+    """Lock a folder until the returned file descriptor is closed, or this process ends.
 
-    Others are other processes, and other calls in this one. Arguments and errors: ``lock_folder``.
+    The lock keeps out other processes and other calls in this process. Arguments and errors are
+    those of ``lock_folder``.
     """
     path = folder / name
-    # Child processes do not inherit it: Python opens files so. The lock would outlive us in them.
+    # Python opens files so that child processes do not inherit them. In a child that outlives this
+    # process the lock would stay.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,7 +50,7 @@ def open_lock(folder: Path, name: str, fix: str) -> int:
         ) from error
     except OSError as error:  # a network file system without locks
         log.warning("Cannot lock %s (%s): start no other process in its folder", path, error)
-    with contextlib.suppress(OSError):  # a full disk: the number is for people only
+    with contextlib.suppress(OSError):  # a full disk: the process id is only for the error above
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
     return descriptor

@@ -1,4 +1,4 @@
-"""JSON files of a run: written on a disk that may be full, read after a power cut.
+"""JSON files of a run, on a disk that may be full, and after a power cut.
 
 Imports neither torch nor Composer.
 """
@@ -19,7 +19,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-"""How many lines of a file that cannot be written are kept in memory."""
+"""How many lines are kept in memory while their file cannot be written."""
 
 _TAIL_BYTES = 2**14
 
@@ -84,7 +84,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class JsonLineWriter:
-    """Appends JSON lines to a file. Lines that cannot be written wait in memory.
+    """Appends JSON lines to a file. Lines that cannot be written are kept in memory until they can.
+
+    A full disk must not end training, so ``append`` writes nothing and never fails.
 
     Args:
         path: The file. Its folder is made if it is missing.
@@ -100,21 +102,21 @@ class JsonLineWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Lines that are in memory only."""
+        """How many lines are in memory only."""
         return len(self._waiting)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line, for ``flush`` to write. It drops the oldest of too many, and counts it."""
+        """Add a line for ``flush`` to write. Above ``MAX_WAITING`` the oldest is dropped."""
         self._waiting.append(json.dumps(line).encode() + b"\n")
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self.num_lost += 1
 
     def flush(self) -> None:
-        """Write the lines that wait, in order.
+        """Write the lines that are in memory, in order.
 
         Raises:
-            OSError: The file cannot be written now. What is not written waits for the next call.
+            OSError: The file cannot be written now. The next call writes the remaining lines.
         """
         if not self._waiting:
             return
@@ -130,7 +132,7 @@ class JsonLineWriter:
 
 
 def _append_whole(file: FileIO, data: bytes) -> None:
-    """Append all of it, or nothing: a disk that becomes full takes a part of a line."""
+    """Append all of the data, or none: a disk that becomes full would take a part of a line."""
     end = file.seek(0, os.SEEK_END)
     try:
         while data:
@@ -145,7 +147,7 @@ class JsonLineReader:
     """Reads a growing file of JSON lines, one line in memory at a time.
 
     Attributes:
-        num_damaged: Lines read so far that are no JSON object, as a power cut leaves them.
+        num_damaged: How many of the lines read so far are not JSON objects, as after a power cut.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,9 +156,9 @@ class JsonLineReader:
         self.num_damaged = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The lines that have been added since the last call.
+        """Read the lines that have been added since the last call.
 
-        A last line without its end is left for the next call: somebody is writing it.
+        A last line without a line break is left for the next call: it is being written.
 
         Raises:
             OSError: The file cannot be read.
@@ -177,10 +179,10 @@ class JsonLineReader:
 
 
 def read_last_line(path: Path) -> dict[str, Any]:
-    """The last readable line of a file of JSON lines; empty if there is none.
+    """Read the last line of a file of JSON lines that is a JSON object; empty if there is none.
 
     Raises:
-        OSError: The file is there and cannot be read.
+        OSError: The file exists and cannot be read.
     """
     if not path.exists():
         return {}

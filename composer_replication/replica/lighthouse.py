@@ -1,4 +1,4 @@
-"""The torchft lighthouse: is there one at the address, and one of our own inside a process."""
+"""The torchft lighthouse: check an address, read the status page, start one in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 STRAGGLER_TIMEOUT_S = 60.0
-"""How long a quorum waits for a group that is alive and has not asked for it, in seconds."""
+"""How long a quorum waits for a group that is alive and has not asked for one, in seconds."""
 
 
 def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
@@ -27,11 +27,11 @@ def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
 
     Args:
         lighthouse_addr: ``http://host:port``.
-        connect_timeout: How long to try, in seconds: it may be starting at the same time.
+        connect_timeout: How long to try, in seconds. The lighthouse may just be starting.
 
     Raises:
-        ValueError: This is no such address.
-        ConnectionError: Nothing answers there.
+        ValueError: The address has another form.
+        ConnectionError: Nothing answers at the address.
     """
     parts = urlsplit(lighthouse_addr)
     try:
@@ -58,7 +58,7 @@ def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
 
 
 def can_connect(host: str, port: int, timeout_s: float) -> bool:
-    """Whether something listens there."""
+    """Whether something accepts a TCP connection at this address within ``timeout_s`` seconds."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError:
@@ -68,8 +68,14 @@ def can_connect(host: str, port: int, timeout_s: float) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """A replica group in a lighthouse's last quorum: torchft's name for it, with a uuid; the
-    manager's step when it asked; the address of its manager server; how many ranks it has."""
+    """A replica group in a lighthouse's last quorum.
+
+    Attributes:
+        replica_id: The lighthouse's name of it: the replica id, a colon and a uuid.
+        step: The manager's step when it asked for the quorum.
+        manager_addr: The address of its manager server.
+        world_size: How many ranks it has.
+    """
 
     replica_id: str
     step: int
@@ -79,8 +85,14 @@ class Member:
 
 @dataclass(frozen=True)
 class LighthouseStatus:
-    """What a lighthouse says of itself: the last quorum, what the next one waits for, of which
-    groups it has had a heartbeat, and of which of them lately."""
+    """What a lighthouse's status page says.
+
+    Attributes:
+        members: The members of the last quorum.
+        situation: What the next quorum waits for.
+        heard_of: The lighthouse's names of all members that have ever sent it a heartbeat.
+        alive: Those of them that have sent one within the heartbeat timeout.
+    """
 
     members: tuple[Member, ...] = ()
     situation: str = "no reason given"
@@ -89,7 +101,7 @@ class LighthouseStatus:
 
 
 _DIRECTLY = build_opener(ProxyHandler({}))
-"""Without the proxies of the environment: torchft's own clients do not use them either."""
+"""An opener without the proxies of the environment; torchft's clients do not use them either."""
 
 _MEMBER = re.compile(
     r"<b>([^<]+)</b>.*?Step: (\d+).*?Manager: (\S+).*?World size: (\d+)", re.DOTALL
@@ -99,18 +111,26 @@ _SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
 
 
 def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatus:
-    """Read the lighthouse's status page, the one place where torchft tells who is there.
+    """Read the lighthouse's status page, the only place where torchft lists the members.
 
-    Reading it makes nobody wait, while asking for a quorum makes this group a member. A lighthouse
-    that does not answer has no members; ``situation`` then says so.
+    Nobody waits for a group that reads the page. A group that asks for a quorum becomes a member.
+
+    Args:
+        lighthouse_addr: ``http://host:port``.
+        timeout_s: Limit of each wait for the lighthouse, in seconds.
+
+    Returns:
+        The status. If the lighthouse does not answer it has no members, and ``situation`` says why.
     """
     try:
         with _DIRECTLY.open(f"{lighthouse_addr}/status", timeout=timeout_s) as answer:
             page = answer.read().decode(errors="replace")
     except (URLError, OSError) as error:
         return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")
-    found = _MEMBER.findall(page)
-    members = tuple(Member(name, int(step), addr, int(ranks)) for name, step, addr, ranks in found)
+    members = tuple(
+        Member(name, int(step), addr, int(ranks))
+        for name, step, addr, ranks in _MEMBER.findall(page)
+    )
     situation = _SITUATION.search(page)
     heartbeats = _HEARTBEAT.findall(page)
     return LighthouseStatus(
@@ -131,14 +151,15 @@ def start_lighthouse(
     """Start a lighthouse in this process.
 
     Args:
-        bind: Where it listens, ``address:port``: by default on a free port of every interface.
-        min_replicas: Fewest groups in a quorum. How many a cold start waits for is the groups'
-            own ``num_replicas``, so that the survivors of a death can go on with fewer.
-        join_timeout_ms: How long a quorum waits for a live group that has not asked for it yet.
-        heartbeat_timeout_ms: After how long without a heartbeat a group is counted as gone.
+        bind: Where it listens, ``address:port``. By default this is a free port of every interface.
+        min_replicas: Fewest groups in a quorum. A cold start waits for the groups' own
+            ``num_replicas`` instead, so that the survivors of a death can go on with fewer.
+        join_timeout_ms: How long a quorum waits for a living group that has not asked for one yet,
+            in milliseconds.
+        heartbeat_timeout_ms: How long a group without a heartbeat counts as alive, in milliseconds.
 
     Returns:
-        The server; ``address()`` is what groups need, ``shutdown()`` ends it.
+        The server. ``address()`` is the ``lighthouse_addr`` of groups, ``shutdown()`` ends it.
 
     Raises:
         OSError: It cannot listen there.
@@ -156,10 +177,10 @@ def start_lighthouse(
 
 
 def _compiled_torchft() -> Any:
-    """torchft's compiled half, which has the lighthouse.
+    """Import torchft's compiled module, which has the lighthouse, without the rest of torchft.
 
-    By itself: importing torchft imports torch, which takes 1.5 s and 450 MB, and a coordinator
-    needs neither. Whoever imports torchft afterwards gets this very module.
+    Importing torchft imports torch, which takes 1.5 s and 450 MB, and a coordinator does not need
+    it. A later ``import torchft`` gets this same module.
     """
     name = "torchft._torchft"
     if name not in sys.modules:

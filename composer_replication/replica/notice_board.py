@@ -1,8 +1,9 @@
-"""Short notices that the members of a quorum leave for each other.
+"""Short notices that the members of a quorum post for each other.
 
-torch's TCPStore could hold them. But its client looks up the name of every address that it connects
-to, which takes seconds where no DNS server answers; its calls have no time limit, so that a stopped
-member stops whoever asks it; and it writes stack traces to stderr when a peer has gone.
+torch's TCPStore could hold them. But its client looks up the host name of every address that it
+connects to, which takes seconds where no name server answers. Its calls have no time limit, so a
+stopped member would stop every member that asks it. And it writes stack traces to stderr when a
+peer has gone.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ REQUEST_WITHIN_S = 5.0
 
 
 class NoticeBoard:
-    """One process's notices, which anybody may read and members of the run may add to.
+    """The notices of one process. Anybody may read them; members of the run may post.
 
-    A connection is for one request, a line of JSON: ``{"read": keys}``, or ``{"post": key, "value":
-    value, "proof": proof}`` with an HMAC of the run's token. The answer is a line of JSON.
+    Each connection is for one request, a line of JSON: ``{"read": keys}``, or ``{"post": key,
+    "value": value, "proof": proof}`` with an HMAC of the run's token. The answer is a line of JSON.
 
     Args:
-        hostname: How peers reach this machine; None: its host name. See ``listen``.
+        hostname: How peers reach this machine. None: its host name. See ``listen``.
         tokens: The run's accepted secrets.
+
+    Attributes:
+        address: ``host:port`` of the board, as peers reach it.
     """
 
     def __init__(self, hostname: str | None, tokens: Sequence[str]) -> None:
@@ -52,22 +56,22 @@ class NoticeBoard:
 
 
 class Notices:
-    """The notices at one member's board.
+    """A client of one member's board.
 
     Args:
         address: ``host:port`` of the board.
         tokens: The run's secrets; the first one signs.
-        timeout_s: Limit of each request.
+        timeout_s: Limit of each wait for the board, in seconds.
     """
 
     def __init__(self, address: str, tokens: Sequence[str], timeout_s: float) -> None:
         host, _, port = address.rpartition(":")
-        self._place: Any = (host.strip("[]"), int(port))
+        self._address: Any = (host.strip("[]"), int(port))
         self._token = (*tokens, "")[0]
         self._timeout_s = timeout_s
 
     def post(self, key: str, value: str) -> None:
-        """Leave a notice.
+        """Post a notice; it replaces an earlier one with the same key.
 
         Raises:
             OSError: The board cannot be reached.
@@ -75,7 +79,7 @@ class Notices:
         self._ask({"post": key, "value": value, "proof": _proof(key, value, self._token)})
 
     def read(self, keys: Iterable[str]) -> dict[str, str]:
-        """Those of the notices that are there.
+        """Read the notices with these keys; a key without a notice is left out.
 
         Raises:
             OSError: The board cannot be reached.
@@ -83,16 +87,16 @@ class Notices:
         return self._ask({"read": list(keys)})
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        with socket.create_connection(self._place, self._timeout_s) as connection:
-            self._place = connection.getpeername()[:2]  # its name is not looked up again
+        with socket.create_connection(self._address, self._timeout_s) as connection:
+            self._address = connection.getpeername()[:2]  # so that the name is looked up once only
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as answer:
                 line = answer.readline(LARGEST_REQUEST)
         try:
-            found = json.loads(line)
-            return {str(key): str(value) for key, value in found.items()}
+            notices = json.loads(line)
+            return {str(key): str(value) for key, value in notices.items()}
         except (ValueError, AttributeError) as error:
-            raise ConnectionError(f"no notice board answers at {self._place}") from error
+            raise ConnectionError(f"no notice board answers at {self._address}") from error
 
 
 def _proof(key: str, value: str, token: str) -> str:
@@ -101,6 +105,8 @@ def _proof(key: str, value: str, token: str) -> str:
 
 
 class _Server(BackgroundServer):
+    """Holds the notices. ``lock`` guards them: each connection has a thread."""
+
     def __init__(self, listener: socket.socket, tokens: Sequence[str]) -> None:
         super().__init__(listener, _Handler, "notice_board")
         self.tokens = tokens
@@ -111,7 +117,9 @@ class _Server(BackgroundServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
-        else:  # of strangers: members ask for milliseconds
+        else:
+            # The open connections are of strangers: members ask for milliseconds. Waiting for room
+            # here would keep the loop from accepting the next member.
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -132,12 +140,12 @@ class _Handler(StreamRequestHandler):
         request = json.loads(self.rfile.readline(LARGEST_REQUEST))
         notices = self.server.notices
         with self.server.lock:
-            found = {key: notices[key] for key in request.get("read", ()) if key in notices}
+            answer = {key: notices[key] for key in request.get("read", ()) if key in notices}
             if "post" in request and self._is_proven(request):
                 notices[request["post"]] = request["value"]
-                while len(notices) > MOST_NOTICES:
+                while len(notices) > MOST_NOTICES:  # of earlier connections
                     notices.popitem(last=False)
-        self.wfile.write(json.dumps(found).encode() + b"\n")
+        self.wfile.write(json.dumps(answer).encode() + b"\n")
 
     def _is_proven(self, request: Mapping[str, Any]) -> bool:
         key, value, proof = request["post"], request["value"], request["proof"]

@@ -1,17 +1,18 @@
-"""What may differ between replica groups, from arguments and environment.
+"""The options that may differ between replica groups, from arguments and the environment.
 
 Imports neither torch nor Composer.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
-from composer_replication.diloco.settings import ON_START_TIMEOUT, START_TIMEOUT_S, StartPolicy
+from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
+from composer_replication.diloco.options import DiLoCoOptions, WaitLimit
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
@@ -19,146 +20,117 @@ HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-_SECONDS = (
-    "start_timeout_s",
-    "timeout",
-    "quorum_timeout",
-    "connect_timeout",
-    "heartbeat_interval_s",
-)
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "backend": (None, "gloo", "nccl"),
-    "heal_inner_state": ("own", "donor"),
-    "eval_weights": ("global", "local"),
-    "on_bad_state": ("error", "fresh"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaOptions:
-    """One replica group's own options; the defaults of ``DiLoCoCallback`` and ``make_manager``.
+class ManagerOptions(WaitLimit):
+    """How a replica group reaches the others.
 
     Args:
         replica_id: Name of this replica group, different in each (``check_replica_id``). None:
             ``REPLICA_GROUP_ID``.
-        num_replicas: Groups that a cold start waits for. None: ``NUM_REPLICA_GROUPS``, else 1.
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
-            the coordinator knows.
-        coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
-            None: ``COMPOSER_REPLICATION_COORDINATOR``, else there is none.
-        heartbeat_interval_s: How often the coordinator hears of this group, in seconds.
+            that of the coordinator.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
-        start_timeout_s: How long a cold start waits for ``num_replicas`` groups, in seconds.
-        on_start_timeout: What a cold start does then: ``error``, or ``start`` with those present.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
-        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the time by
-            which groups differ between two syncs.
+        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the difference
+            between the times that two groups need from one sync to the next.
         connect_timeout: Limit of connecting to the lighthouse, in seconds.
-        quorum_retries: How often a quorum is asked for again when the lighthouse is away, spread
+        quorum_retries: How often a quorum is asked for again while the lighthouse is away, spread
             over ``quorum_timeout``: by default once a second.
-        give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
-            that is an error, in seconds. None: for ever; what is missing is logged.
-        hang_timeout_s: After how long without a completed step, sync, save or evaluation batch this
-            group is taken for hung and ends, with a traceback of every thread in its log, in
-            seconds. A process that is busy all the while gets five times as long, and waiting for
-            other groups does not count. ``.inf`` for never. None:
-            ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
-        hostname: How peers reach this machine; what they reach listens on that address, if it is
-            one of this machine's. None: ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and
-            every interface.
-        backend: How groups average, the same in all of them: ``nccl``, between accelerators, or
-            ``gloo``, through host memory. None: nccl if the model is on a GPU, else gloo.
-        backup_device: Where global parameters and outer state live. None: in host memory.
-        pin_memory: Whether they are pinned there, if there is an accelerator.
-        final_sync: Whether training ends with a sync of what has been trained since the last one,
-            after which the model holds the global parameters.
-        heal_inner_state: The inner optimizer's state of a group that takes over the others' global
-            state: its ``own`` (a group that was started again has none, and begins fresh), or the
-            ``donor``'s, of one donor for all ranks; equal in all groups then. It adds the size of
-            that state to what travels while the others wait.
-        eval_weights: What evaluators see: the ``global`` parameters, which are what the run is
-            about, or this group's ``local`` ones.
-        on_bad_state: What to do with a checkpoint that cannot be continued from, for example since
-            it was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
-        digest_every: Every how many outer steps the groups compare digests of their global
-            parameters, and log them; 0 for never.
-        run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+        hostname: How peers reach this machine. Its store, manager, process group and heal server
+            listen on that address, if it is an address of this machine. None:
+            ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
+        backend: How groups average, equal in all of them: ``nccl`` between accelerators, or
+            ``gloo`` through host memory. None: nccl if the model is on a GPU, else gloo.
         tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
-            go over TLS, in all groups or in none (docs/security.md). With gloo only. None:
-            ``COMPOSER_REPLICATION_TLS_DIR``, else without TLS.
+            go over TLS, in all groups or in none (docs/security.md). It needs gloo. None:
+            ``COMPOSER_REPLICATION_TLS_DIR``, else no TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
     replica_id: str | int | None = None
-    num_replicas: int | None = None
     lighthouse_addr: str | None = None
-    coordinator_addr: str | None = None
-    heartbeat_interval_s: float = 1.0
     min_replica_size: int = 1
-    start_timeout_s: float = START_TIMEOUT_S
-    on_start_timeout: str = ON_START_TIMEOUT[0]
     timeout: float = 60.0
     quorum_timeout: float = 3600.0
     connect_timeout: float = 5.0
     quorum_retries: int = 3600
-    give_up_after_s: float | None = None
-    hang_timeout_s: float | None = None
     hostname: str | None = None
     backend: str | None = None
-    backup_device: str | None = None
-    pin_memory: bool = True
+    tls_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        WaitLimit.__post_init__(self)
+        if self.replica_id is not None:
+            check_replica_id(self.replica_id)
+        for name in ("timeout", "quorum_timeout", "connect_timeout"):
+            check_seconds(name, getattr(self, name))
+        check_integer("min_replica_size", self.min_replica_size, at_least=1)
+        check_integer("quorum_retries", self.quorum_retries, at_least=0)
+        check_choice("backend", self.backend, (None, "gloo", "nccl"))
+
+    def with_environment(self, environ: Mapping[str, str] | None = None) -> Self:
+        """Fill the options that are None from the environment; an argument beats a variable."""
+        env = ReplicaEnv.from_env(environ)
+        variables = {name: value for name, value in vars(env).items() if name in vars(self)}
+        return replace(
+            self, **{name: v for name, v in variables.items() if getattr(self, name) is None}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions(DiLoCoOptions, ManagerOptions):
+    """All options of one replica group; those of ``DiLoCo`` and ``make_manager`` are among them.
+
+    An option that is None comes from the environment if ``ReplicaEnv`` has a variable for it.
+
+    Args:
+        coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
+            None: ``COMPOSER_REPLICATION_COORDINATOR``, else the run has no coordinator.
+        heartbeat_interval_s: How often this group sends the coordinator a heartbeat, in seconds.
+        final_sync: Whether training ends with a sync of the steps since the last one. After it the
+            model holds the global parameters.
+        heal_inner_state: Which state the inner optimizer of a joiner has: its ``own`` (a group that
+            was started again begins with a fresh one), or the ``donor``'s, of one donor for all
+            ranks. Equal in all groups. ``donor`` adds the size of that state to what a joiner
+            fetches while the others wait.
+        eval_weights: Which parameters evaluators see: the ``global`` ones, or this group's
+            ``local`` ones.
+        on_bad_state: What to do with a checkpoint that cannot be resumed, for example because it
+            was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
+        run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+
+    Raises:
+        ValueError: A value is out of range; the message has the value and the fix.
+    """
+
+    coordinator_addr: str | None = None
+    heartbeat_interval_s: float = 1.0
     final_sync: bool = True
     heal_inner_state: str = "own"
     eval_weights: str = "global"
     on_bad_state: str = "error"
-    digest_every: int = 0
     run_dir: str | None = None
-    tls_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in _SECONDS:
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
-        if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
+        DiLoCoOptions.__post_init__(self)
+        ManagerOptions.__post_init__(self)
+        check_seconds("heartbeat_interval_s", self.heartbeat_interval_s)
+        check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
+        check_choice("eval_weights", self.eval_weights, ("global", "local"))
+        check_choice("on_bad_state", self.on_bad_state, ("error", "fresh"))
+        if self.num_replicas is not None and self.min_replica_size > self.num_replicas:
             raise ValueError(
-                f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null"
+                f"min_replica_size={self.min_replica_size} is above num_replicas="
+                f"{self.num_replicas}: no sync could ever commit. Use at most that"
             )
-        if self.hang_timeout_s is not None and not self.hang_timeout_s > 0:
-            raise ValueError(
-                f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
-            )
-        if self.replica_id is not None:
-            check_replica_id(self.replica_id)
-        for name, least in (("min_replica_size", 1), ("quorum_retries", 0), ("digest_every", 0)):
-            _check_count(name, getattr(self, name), least)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                known = " or ".join(filter(None, choices))
-                raise ValueError(f"{name}={getattr(self, name)!r}: use {known}")
-        StartPolicy(self.num_replicas or 1, self.start_timeout_s, self.on_start_timeout)
-        if self.num_replicas is not None:
-            _check_count("num_replicas", self.num_replicas, 1)
-            if self.min_replica_size > self.num_replicas:
-                raise ValueError(
-                    f"min_replica_size={self.min_replica_size} is above num_replicas="
-                    f"{self.num_replicas}: no sync could ever commit. Use at most that"
-                )
-
-    def with_environment(self, environ: Mapping[str, str] | None = None) -> ReplicaOptions:
-        """Fill what was not given from the environment; an argument beats a variable."""
-        env = ReplicaEnv.from_env(environ)
-        given = {name: value for name, value in vars(env).items() if name in vars(self)}
-        return replace(
-            self, **{name: v for name, v in given.items() if getattr(self, name) is None}
-        )
 
 
 @dataclass(frozen=True)
 class ReplicaEnv:
-    """What the environment says of this process. The only place that reads it.
+    """The environment variables of this process. No other class reads them.
 
     | variable | meaning |
     |---|---|
@@ -174,7 +146,7 @@ class ReplicaEnv:
       replaced two, with a comma between them: all are accepted, the first one signs |
     | ``COMPOSER_REPLICATION_NO_TOKEN`` | ``1`` allows a run without a token beyond this machine |
 
-    ``tokens`` has all accepted ones; ``token`` is the first, with which this process signs.
+    ``tokens`` has all accepted tokens; ``token`` is the first one, with which this process signs.
     """
 
     replica_id: str | None
@@ -194,11 +166,14 @@ class ReplicaEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
-        """Read it.
+        """Read the variables.
+
+        Args:
+            environ: The environment. None: that of this process.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is no positive integer, a token is malformed, or
-                the time until a hang is no number.
+            ValueError: ``NUM_REPLICA_GROUPS`` is not a positive integer, a token is malformed, or
+                the time until a hang is not a number.
         """
         environ = os.environ if environ is None else environ
         count = environ.get("NUM_REPLICA_GROUPS")
@@ -231,10 +206,11 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
 def check_replica_id(replica_id: str | int) -> None:
     """Check the name of a replica group.
 
-    It becomes part of URLs, of a folder's name and of what torchft makes of it (``name:uuid``).
+    The name becomes part of URLs, of a folder's name, and of torchft's name for the group
+    (``name:uuid``).
 
     Raises:
-        ValueError: It has a character that would be misread there, or is too long.
+        ValueError: The name has a character that would be misread there, or is too long.
     """
     is_name = not isinstance(replica_id, bool) and _REPLICA_ID.fullmatch(str(replica_id))
     if not is_name:
@@ -244,7 +220,7 @@ def check_replica_id(replica_id: str | int) -> None:
         )
 
 
-def replica_id_of(options: ReplicaOptions) -> str:
+def replica_id_of(options: ManagerOptions) -> str:
     """The name of this group.
 
     Raises:
@@ -258,12 +234,26 @@ def replica_id_of(options: ReplicaOptions) -> str:
     return str(options.replica_id)
 
 
-def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
-    """The run's accepted tokens; whoever signs uses the first.
+def lighthouse_of(options: ManagerOptions) -> str:
+    """The address of this group's lighthouse.
 
-    There are two while a token is being replaced, for which every process is started again three
-    times: with ``old,new``, with ``new,old``, and with ``new``. Neighbours in this order
-    understand each other.
+    Raises:
+        ValueError: None is named.
+    """
+    if options.lighthouse_addr is None:
+        raise ValueError(
+            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
+            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
+        )
+    return options.lighthouse_addr
+
+
+def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
+    """Split the text of a token variable or file into the run's accepted tokens.
+
+    The first token signs; all are accepted. There are two while a token is being replaced. For that
+    every process is started again three times: with ``old,new``, with ``new,old``, and with
+    ``new``. At each stage all processes accept the token with which the others sign.
 
     Args:
         text: One token, or two with a comma or a line break between them. Surrounding whitespace
@@ -279,11 +269,11 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
     """
     tokens = tuple(filter(None, (part.strip() for part in text.replace("\n", ",").split(","))))
     for token in tokens:
-        for place, character in enumerate(token, start=1):
+        for position, character in enumerate(token, start=1):
             if not " " <= character <= "~":
                 raise ValueError(
-                    f"{source}: character {place} of the token is U+{ord(character):04X}, which is "
-                    "not printable ASCII: make one with `openssl rand -hex 16`"
+                    f"{source}: character {position} of the token is U+{ord(character):04X}, which "
+                    "is not printable ASCII: make one with `openssl rand -hex 16`"
                 )
     if len(tokens) > 2:
         raise ValueError(
@@ -291,8 +281,3 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
             "the new and the old one while it is being replaced"
         )
     return tokens
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: use an integer of at least {least}")

@@ -1,4 +1,4 @@
-"""The group over which replicas average: torchft's, made to work and reachable."""
+"""torchft's process groups, changed so that peers on other machines can reach them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from composer_replication.replica.tls_relay import OWN
 
 
 class AdvertisedHost(ProcessGroup):
-    """A torchft process group that tells peers the host it was given.
+    """A torchft process group that advertises a given host name to its peers.
 
-    torchft's tells the machine's own name (``process_group.py``, ``get_reconfigure_handle``),
-    whatever the Manager's ``hostname`` is; where peers cannot resolve it, no sync ever commits.
+    torchft's advertises the machine's own name (``process_group.py``, ``get_reconfigure_handle``),
+    whatever the Manager's ``hostname`` is. If peers cannot resolve that name, no sync ever commits.
+
+    Attributes:
+        advertised_host: How peers reach this machine. None: its host name.
     """
 
     advertised_host: str | None = None
 
     def get_reconfigure_handle(self) -> str:
+        """The JSON object with which torchft tells peers where to connect."""
         host = self.advertised_host
         if host is None:
             return super().get_reconfigure_handle()
@@ -42,13 +46,16 @@ class AdvertisedHost(ProcessGroup):
 
 
 class Gloo(AdvertisedHost, ProcessGroupGloo):
-    """torchft's gloo group, on the address of the host it was given if that is this machine's.
+    """torchft's gloo group, which listens on the address of ``advertised_host``.
 
-    By itself gloo listens where the machine's own name points, often to 127.0.1.1. The variable
-    that changes this, ``GLOO_SOCKET_IFNAME``, holds for every gloo group of the process, also for
-    those of the training job; where it is set, it is followed.
+    gloo itself listens on the address of the machine's own name, which is often 127.0.1.1. The
+    environment variable ``GLOO_SOCKET_IFNAME`` changes that for every gloo group of the process,
+    those of the training job included. If it is set, this group follows it. If the host name is not
+    of an address of this machine, gloo's own rule applies.
 
-    With a tunnel it listens on a loopback address, and its connections go over TLS.
+    Attributes:
+        tunnel: Carries the connections over TLS; gloo then listens on a loopback address. None: no
+            TLS.
     """
 
     tunnel: TlsTunnel | None = None
@@ -63,7 +70,11 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
         return json.dumps(json.loads(handle) | {"tls": self.tunnel.address})
 
     def is_secured(self, handle: Mapping[str, Any], timeout: float) -> bool:
-        """Whether a member offers what this group needs: TLS where it has a tunnel.
+        """Whether a member can be connected to over TLS; always true if this group uses no TLS.
+
+        Args:
+            handle: The member's handle.
+            timeout: Limit of connecting to it, in seconds.
 
         Raises:
             RuntimeError: The member has TLS and this group has not.
@@ -84,7 +95,8 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
     def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
         address = own_address(self.advertised_host)
         if self.tunnel is not None:
-            # Kept: torch holds its C++ half alone, which calls the Python half.
+            # Kept alive here: torch holds only the C++ part of the store, which calls back into
+            # this Python object.
             self._rendezvous = store = TunnelStore(store, self.tunnel, rank, self._relays)
             address = OWN
         elif address is None or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -96,18 +108,19 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
 
 
 class GlooOnTorch27(Gloo):
-    """torchft's gloo group for torch before 2.8, which needs two things done differently.
+    """torchft's gloo group for torch before 2.8, with two workarounds.
 
-    torchft sets ``options.global_ranks_in_group`` (``process_group.py``, ``_create_pg``), which
-    gloo's options lack there: every configuration fails, the Manager swallows the error, and no
-    sync ever commits. Without rank info torchft leaves the options alone. They only label traces.
+    torchft sets ``options.global_ranks_in_group`` (``process_group.py``, ``_create_pg``), which the
+    options of gloo lack in that torch. Every configuration fails, the Manager swallows the error,
+    and no sync ever commits. Without rank info torchft does not set the option. It only labels
+    traces.
 
-    And that torch destroys a gloo group with the interpreter lock in its hands, while it waits for
-    the group's threads (pytorch pull request 154976); a thread that needs the lock to drop a Python
-    callback then hangs the process for ever, once in some 300 changes of the quorum. The backend
-    beneath is destroyed without the lock, so it has to be what goes last.
+    That torch also destroys a gloo group while it holds the interpreter lock, and waits for the
+    group's threads (pytorch pull request 154976). A thread that needs the lock to drop a Python
+    callback then hangs the process for ever; that happened once in some 300 changes of the quorum.
+    The backend below the group is destroyed without the lock, so it is kept until last.
 
-    Remove it when the lowest supported torch is 2.8.
+    Remove this class when the lowest supported torch is 2.8.
     """
 
     def set_rank_info(
@@ -123,7 +136,8 @@ class GlooOnTorch27(Gloo):
     def abort(self, errored: bool = True) -> None:
         backends = [self._backend()]
         super().abort(errored=errored)
-        # Its end waits for what is under way in it, which may take until its timeout.
+        # Destroying the backend waits for what is under way in it, for up to its timeout. On the
+        # calling thread that would delay the next quorum, and all groups with it.
         Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
 
     def shutdown(self) -> None:
@@ -142,7 +156,7 @@ class Nccl(AdvertisedHost, ProcessGroupNCCL):
 def make_process_group(
     backend: str, timeout: float, hostname: str | None = None, tls_dir: str | None = None
 ) -> ProcessGroup:
-    """The group over which replicas average, one that works on this torch.
+    """Make the process group over which replica groups average, one that works on this torch.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -168,15 +182,34 @@ def make_process_group(
     if tls_dir is not None:
         assert isinstance(group, Gloo)
         group.tunnel = TlsTunnel(tls_dir, hostname or socket.gethostname(), listen(hostname))
-    interface = interface_of(hostname)  # also an error if hostname leads nowhere
+    interface = interface_of(hostname)  # raises if hostname does not resolve
     if backend == "nccl" and interface is not None:
-        # NCCL reads it once, for all of the process: it has no option for one group.
+        # The variable applies to all of the process: NCCL has no such option for one group.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     return group
 
 
+def check_is_torchft_s(group: TorchProcessGroup) -> None:
+    """Refuse a process group of torch's own, whose handle is not torchft's.
+
+    torchft's Manager takes them since torch 2.14 (``enable_reconfigure=True``). Their handles are
+    not JSON, where ours tell the peers under which host, and with which TLS, a group is reached,
+    and where members of a quorum report to each other.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"{type(group).__module__}.{type(group).__name__} is a process group of torch's own, "
+            "whose reconfigure handle is not torchft's JSON, in which replica groups tell each "
+            "other how they are reached: use make_manager(backend='gloo') or backend='nccl', or "
+            "give a group of torchft.process_group"
+        )
+
+
 def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchProcessGroup:
-    """A gloo group with options of our own, for which torchft's has no place."""
+    """Make a gloo group with our own options, which torchft's ``_create_pg`` does not take."""
     backend = TorchGloo(store, rank, world_size, options)
     backend._set_sequence_number_for_group()
     group = TorchProcessGroup(store, rank, world_size)
@@ -187,13 +220,14 @@ def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchPr
 
 
 def host_store(hostname: str | None = None) -> TCPStore:
-    """Host the TCPStore of a replica group; its rank 0 does that, on a free port.
+    """Start the TCPStore of a replica group on a free port; rank 0 of the group calls this.
 
-    A Composer job of one process has none, and torchrun's outlives a restart with stale keys.
+    A Composer job of one process has no store, and torchrun's store outlives a restart of the
+    workers with stale keys.
 
     Args:
-        hostname: How the group's other ranks and the peers reach this machine; it listens on that
-            address. None: its host name, and every interface.
+        hostname: How the group's other ranks and the peers reach this machine; the store listens on
+            that address. None: its host name, and every interface.
     """
     host = (hostname or socket.gethostname()).strip("[]")
     listener = listen(hostname)
@@ -203,6 +237,6 @@ def host_store(hostname: str | None = None) -> TCPStore:
         port,
         is_master=True,
         wait_for_workers=False,
-        use_libuv=False,  # libuv's listens on every interface, and takes no socket of ours
+        use_libuv=False,  # libuv listens on every interface, and takes no socket from us
         master_listen_fd=listener.detach(),
     )

@@ -1,21 +1,26 @@
-"""Whether the quorum that a lighthouse gives may be used, and by whom."""
+"""Checks every quorum that the lighthouse gives, so that no group trains on in a wrong one."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from composer_replication.replica.group_layout import GroupLayout
+from composer_replication.replica.missing_members import MissingMembers
+from composer_replication.replica.quorum_history import (
+    Connection,
+    PreviousQuorum,
+    has_lighthouse_restarted,
+)
 from composer_replication.replica.quorum_reports import (
     Report,
-    among,
-    at_fault,
     read_handle,
+    restrict_quorum,
     write_handle,
 )
+from composer_replication.replica.sync_faults import SyncFaults
 
 log = logging.getLogger(__name__)
 
@@ -25,59 +30,64 @@ class QuorumFailed(ConnectionError):
 
 
 class QuorumDeclined(Exception):
-    """The lighthouse has been restarted, and this quorum may lack groups that are alive.
+    """The members of this quorum do not use it, since it may lack groups that are alive.
 
-    All members of the quorum decline it: ask again.
+    All members of the quorum come to this conclusion. Each asks for a quorum again.
     """
 
 
 class AtFaultError(ConnectionError):
-    """Syncs fail because of this group, so it leaves and the others go on."""
+    """Syncs have failed because of this group for too long, so it leaves and the others go on."""
 
 
 class QuorumWatch:
-    """The part of torchft's ManagerClient that a Manager calls, which checks every quorum.
+    """Stands between torchft's Manager and its ManagerClient, and checks every quorum.
 
     Each member adds a ``Report`` to the handle that torchft passes around (``manager.py``,
-    ``reconfigure_handle``). All members read the same reports and come to the same conclusions:
+    ``reconfigure_handle``). All members read the same reports, so all come to the same conclusion:
 
-    *Strangers.* Whoever reaches the lighthouse is in the quorum. A member whose report does not
-    prove that it knows the run's token is left out: the others connect without it.
+    | what this member sees in a quorum | what it does |
+    |---|---|
+    | a report without a proof of the run's token: a stranger that reaches the lighthouse | it uses
+      the quorum without that member (``restrict_quorum``) |
+    | quorum ids that a single lighthouse cannot have given: it has been restarted | it declines,
+      and waits for all members of the previous quorum (``MissingMembers``) |
+    | a member of the previous quorum is not in it, and is alive by the lighthouse's page: the
+      lighthouse stood still, or nobody reached it for a while | it declines, and waits for that
+      member, for ``MissingMembers.WAIT_FOR_LIVING_S`` |
+    | another member waits for somebody | it declines too, and waits with it |
+    | groups with another number of ranks or shards | it declines until they have left
+      (``GroupLayout``) |
+    | all members still have the connection of the previous quorum, and nobody joined or left | it
+      keeps the connection |
+    | none of these | it connects to the members anew |
 
-    *A restarted lighthouse.* Ids only grow while a lighthouse lives. One that has come back counts
-    from 1 again. It gives the first group that asks a quorum of its own, since it has not heard of
-    the others; it gives that again when asked again, since all members of the last quorum are
-    there; and it comes to ids that were used before, under which some members may be connected and
-    others not. So members decline a quorum that lacks groups which were in the last one, and keep
-    a connection only if all of them have it. Each rank of a group sees the reports of the same
-    rank in the others, and stops waiting for missing groups by a clock of its own: so the ranks of
-    a group vote on every quorum. One that went on without another would vote on a commit, and wait
-    there for one that asks for a quorum.
+    A restarted lighthouse is dangerous because it uses quorum ids again. torchft connects anew only
+    if the id has changed. With an id that was used before, some members would keep a connection
+    that others have given up, and wait in it until their timeout.
 
-    *A lighthouse that stood still*, or that nobody reached for a while, takes all groups for dead,
-    and gives the first one that asks a quorum of its own. Members that are missing in a quorum, and
-    alive by the lighthouse's page, are waited for in the same way, for ``MISSED_FOR_S``.
-
-    *Faults.* The reports say who could not reach whom, and who failed by an error of its own. The
-    member that the failures are blamed on (``at_fault``) leaves when that has lasted
-    ``LEAVES_AFTER_S``. The others do not count these failures as theirs, so they do not leave.
+    Each rank of a group reads the reports of the same rank in the other groups, and stops waiting
+    for missing members by its own clock. So the ranks of a group vote on every quorum. Without the
+    vote one rank could use a quorum that another has declined: it would wait in a vote on a commit,
+    and the other in a request for a quorum.
 
     Args:
         client: torchft's ``ManagerClient``.
-        name: What the lighthouse calls this member: its replica id, a colon and a uuid.
+        name: The lighthouse's name of this member: its replica id, a colon and a uuid.
         manager_addr: Address of this group's manager server.
         board_addr: Address of this process's notice board.
-        reconnect: Called before a quorum whose members have to connect is returned.
-        world_size: Ranks in this group.
-        timeout: Limit of their vote.
-        tokens: The run's accepted secrets; reports are signed with the first one.
-    """
+        reconnect: Called before a quorum is returned whose members have to connect anew.
+        timeout: Limit of the vote of this group's ranks.
+        layout: The ranks and shards of this group.
+        missing: The members that this group waits for.
+        tokens: The run's accepted secrets; the first one signs reports.
 
-    LEAVES_AFTER_S = 30.0
-    """How long the member at fault tries on: network interruptions of up to 20 s end nobody."""
-    MISSED_FOR_S = 10.0
-    """How long to wait for a member that is alive and missing in a quorum. One that was too slow
-    for the lighthouse's join timeout is missing too, so it is no long time."""
+    Attributes:
+        members: The lighthouse's names of the members of the last quorum.
+        boards: Addresses of their notice boards, by their names.
+        max_step: The highest manager step among them.
+        faults: What went wrong since the last quorum, and whose fault that was.
+    """
 
     def __init__(
         self,
@@ -86,8 +96,9 @@ class QuorumWatch:
         manager_addr: str,
         board_addr: str,
         reconnect: Callable[[], None],
-        world_size: int,
         timeout: timedelta,
+        layout: GroupLayout,
+        missing: MissingMembers,
         tokens: Sequence[str] = (),
     ) -> None:
         self._client = client
@@ -95,91 +106,82 @@ class QuorumWatch:
         self._manager_addr = manager_addr
         self._board_addr = board_addr
         self._reconnect = reconnect
-        self._world_size = world_size
         self._timeout = timeout
+        self.layout = layout
+        self.missing = missing
         self._tokens = tuple(tokens) or ("",)
         self.should_commit = client.should_commit
-        self.layout = GroupLayout(world_size)
         self.members: tuple[str, ...] = ()
-        self._managers: dict[str, str] = {}
         self.boards: dict[str, str] = {}
-        """Addresses of the members' notice boards, by their names."""
         self.max_step = 0
-        self.awaits: frozenset[str] = frozenset()
-        self.awaits_until: float | None = None
-        """By ``time.monotonic``; None for the manager's own limit."""
-        self.alive: Callable[[], frozenset[str]] = frozenset
-        """Gives the members that the lighthouse has heard of lately, by its page."""
-        self.unreachable: tuple[str, ...] = ()
-        self.has_failed = False
-        self.fault: str | None = None
-        """Where the reason lies why the last sync failed, if it did: in ``this`` group, in
-        ``another`` one (also if one has come or gone since), or None if nobody can be named."""
-        self._last: list[Any] | None = None  # a list, as JSON gives it back
-        self._connection: list[Any] | None = None
-        self._blamed_since: float | None = None
-        self._leaves_because: str | None = None
+        self.faults = SyncFaults(name)
+        self._previous: PreviousQuorum | None = None
+        self._connection: Connection | None = None
         self._strangers: frozenset[str] = frozenset()
 
     @property
     def is_connected(self) -> bool:
-        """Whether the members of the last quorum are connected."""
+        """Whether this group is connected to the members of the last quorum."""
         return self._connection is not None
 
     def _quorum(self, **request: Any) -> Any:
-        """Ask for a quorum.
+        """Ask the lighthouse for a quorum, in the place of ``ManagerClient._quorum``.
 
         Raises:
-            QuorumFailed: There is none.
-            QuorumDeclined: There is one that its members do not use.
-            AtFaultError: Syncs have been failing because of this group, for too long.
+            QuorumFailed: The lighthouse gave none.
+            QuorumDeclined: It gave one that its members do not use.
+            AtFaultError: Syncs have failed because of this group for too long.
             SettingsMismatch: This group has other ranks or shards than the run.
-            TimeoutError: Another rank of this group has not voted on it.
+            TimeoutError: Another rank of this group did not vote on the quorum.
         """
-        if self._leaves_because and not self.is_connected:  # the sync has failed once more
-            raise AtFaultError(self._leaves_because)
-        report = Report(
-            step=request["step"],
-            manager=self._manager_addr,
-            board=self._board_addr,
-            last=self._last,
-            awaits=tuple(sorted(self.awaits)),
-            connection=self._connection,
-            unreachable=self.unreachable,
-            has_failed=self.has_failed,
-            num_ranks=self.layout.num_ranks,
-            num_shards=self.layout.num_shards,
+        if self.faults.leave_reason and not self.is_connected:  # the sync has failed once more
+            raise AtFaultError(self.faults.leave_reason)
+        handle = request["reconfigure_handle"]
+        request["reconfigure_handle"] = write_handle(
+            handle, self._report(request["step"]), self.name, self._tokens[0]
         )
-        handle = write_handle(request["reconfigure_handle"], report, self.name, self._tokens[0])
-        request["reconfigure_handle"] = handle
         try:
             quorum = self._client._quorum(**request)
         except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
             raise QuorumFailed(str(error).splitlines()[0]) from error
-        quorum_as_given = [quorum.quorum_id, list(quorum.replica_ids)]
+        # With strangers: the lighthouse counts them too when it decides on a new id.
+        current = PreviousQuorum(quorum.quorum_id, tuple(quorum.replica_ids))
         quorum, reports = self._without_strangers(quorum, request["group_rank"])
-        before = self._managers
-        is_used = self._is_usable(quorum, quorum_as_given, reports)
-        is_used = self.layout.fits(dict(zip(self.members, reports, strict=True))) and is_used
-        if self._world_size > 1:
-            is_used = self._do_all_vote_for_it(request["group_rank"], request["step"], is_used)
+        is_used = self._is_complete(quorum, current, reports)
+        by_name = dict(zip(self.members, reports, strict=True))
+        is_used = self.layout.fits(by_name) and is_used
+        if self.layout.num_ranks > 1:
+            is_used = self._vote(request["group_rank"], request["step"], is_used)
         if not is_used:
             self.layout.check()
             raise QuorumDeclined
-        self.awaits_until = None
-        self._judge(dict(zip(quorum.replica_ids, reports, strict=True)), before)
-        self.boards = {
-            name: report.board for name, report in zip(self.members, reports, strict=True)
-        }
+        self.missing.deadline = None
+        self.faults.assign(by_name)
+        self.boards = {name: report.board for name, report in by_name.items()}
         self._connect_if_needed(quorum.quorum_id, reports)
         return quorum
 
+    def _report(self, step: int) -> Report:
+        return Report(
+            step=step,
+            manager=self._manager_addr,
+            board=self._board_addr,
+            previous=self._previous,
+            missing=tuple(sorted(self.missing.names)),
+            connection=self._connection,
+            unreachable=self.faults.unreachable,
+            has_failed=self.faults.has_failed,
+            num_ranks=self.layout.num_ranks,
+            num_shards=self.layout.num_shards,
+        )
+
     def _without_strangers(self, quorum: Any, group_rank: int) -> tuple[Any, list[Report]]:
+        """The quorum of those members that prove the token, and their reports."""
         read = [
             read_handle(handle, name, self._tokens)
             for handle, name in zip(quorum.reconfigure_handles, quorum.replica_ids, strict=True)
         ]
-        kept = [place for place, report in enumerate(read) if report is not None]
+        kept = [index for index, report in enumerate(read) if report is not None]
         if quorum.replica_rank not in kept:
             raise QuorumFailed(
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
@@ -200,10 +202,11 @@ class QuorumWatch:
             )
         self._strangers = strangers
         if len(kept) < len(read):
-            quorum = among(quorum, kept, reports, group_rank)
+            quorum = restrict_quorum(quorum, kept, reports, group_rank)
         return quorum, reports
 
-    def _do_all_vote_for_it(self, group_rank: int, step: int, vote: bool) -> bool:
+    def _vote(self, group_rank: int, step: int, vote: bool) -> bool:
+        """Whether all ranks of this group vote for the quorum."""
         try:
             return self._client.should_commit(group_rank, step, vote, timeout=self._timeout)
         except (RuntimeError, TimeoutError) as error:  # Rust's own
@@ -214,67 +217,32 @@ class QuorumWatch:
                 f"start it again ({str(error).splitlines()[0]})"
             ) from error
 
-    def _is_usable(self, quorum: Any, this: list[Any], reports: Sequence[Report]) -> bool:
-        names = tuple(quorum.replica_ids)
-        lasts = [report.last for report in reports if report.last is not None]
-        has_restarted = _are_of_two_lighthouses([*lasts, this])
+    def _is_complete(self, quorum: Any, current: PreviousQuorum, reports: Sequence[Report]) -> bool:
+        """Whether the quorum has all the members that it should wait for; remember the quorum."""
+        present = tuple(quorum.replica_ids)
+        previous = [report.previous for report in reports if report.previous is not None]
+        has_restarted = has_lighthouse_restarted(previous, current)
         if has_restarted:
             log.warning(
                 "The lighthouse has been restarted: quorum id %d after %s",
-                this[0],
-                " and ".join(sorted({str(last[0]) for last in lasts})),
+                current.quorum_id,
+                " and ".join(sorted({str(each.quorum_id) for each in previous})),
             )
-            self.awaits = self.awaits.union(self.members)
-        elif missing := frozenset(self.members) - set(names):
-            self._await_living(missing)
-        self._last, self.members, self.max_step = this, names, quorum.max_step
-        self.awaits = self.awaits.union(*(report.awaits for report in reports)) - set(names)
-        return not has_restarted and not self.awaits
-
-    def _await_living(self, missing: frozenset[str]) -> None:
-        now = time.monotonic()
-        if self.awaits_until is None or now < self.awaits_until:
-            living = missing & self.alive()
-            if living:
-                log.warning("Asking for a quorum again: %s alive, and missing", _names(living))
-                self.awaits_until = self.awaits_until or now + self.MISSED_FOR_S
-                self.awaits = self.awaits | living
-
-    def _judge(self, reports: Mapping[str, Report], before: Mapping[str, str]) -> None:
-        """Find who is to blame for the failure of the last sync, if it has failed.
-
-        A member whose manager server is another one has gone since, and has come back.
-
-        If it is this group, and has been for ``LEAVES_AFTER_S``, then it leaves unless the sync in
-        this quorum ends well.
-        """
-        culprit = at_fault(reports)
-        self._managers = {name: report.manager for name, report in reports.items()}
-        self.fault = "another" if culprit is not None or before != self._managers else None
-        if culprit == self.name:
-            self.fault = "this"
-        self.unreachable, self.has_failed = (), False
-        self._leaves_because = None
-        now = time.monotonic()
-        if self.fault != "this":
-            self._blamed_since = None
-        elif self._blamed_since is None:
-            self._blamed_since = now
-        elif now - self._blamed_since > self.LEAVES_AFTER_S:
-            # Not at once: the others have this group in their quorum, and would wait for it there.
-            self._leaves_because = (
-                f"for {now - self._blamed_since:.0f} s syncs have failed because of this replica "
-                f"group: {_complaint(self.name, reports)}. It leaves, and the others go on"
-            )
+            self.missing.add_all(self.members)
+        elif absent := frozenset(self.members) - set(present):
+            self.missing.add_living(absent)
+        self._previous, self.members, self.max_step = current, present, quorum.max_step
+        self.missing.update((report.missing for report in reports), present)
+        return not has_restarted and not self.missing.names
 
     def _connect_if_needed(self, quorum_id: int, reports: Sequence[Report]) -> None:
-        self._warn_of_twins()
-        current = [quorum_id, len(self.members)]
-        keeps = self._connection is not None and self._connection[:2] == current
-        if not keeps or any(report.connection != self._connection for report in reports):
+        self._warn_of_duplicate_ids()
+        own = self._connection
+        is_for_this = own is not None and own[:2] == (quorum_id, len(self.members))
+        if not is_for_this or any(report.connection != own for report in reports):
             self._reconnect()
 
-    def _warn_of_twins(self) -> None:
+    def _warn_of_duplicate_ids(self) -> None:
         replica_id = self.name.partition(":")[0]
         if sum(name.partition(":")[0] == replica_id for name in self.members) > 1:
             log.warning(
@@ -283,40 +251,15 @@ class QuorumWatch:
                 replica_id,
             )
 
-    def connected(self, quorum_id: int, unique: int) -> None:
-        """The members of the last quorum are connected, under a number that they all have."""
-        self._connection = [quorum_id, len(self.members), unique]
+    def connected(self, quorum_id: int, number: int) -> None:
+        """Note that this group has connected to the members of the last quorum.
+
+        Args:
+            quorum_id: The quorum's id.
+            number: The number of the connection, equal on all members.
+        """
+        self._connection = Connection(quorum_id, len(self.members), number)
 
     def disconnected(self) -> None:
+        """Note that this group has no connection: the next quorum connects all members anew."""
         self._connection = None
-
-
-def _complaint(name: str, reports: Mapping[str, Report]) -> str:
-    if reports[name].has_failed:
-        return "it fails by an error of its own, which the log has"
-    others = [(other, report) for other, report in reports.items() if other != name]
-    groups = {other for other, report in others if name in report.unreachable}
-    if not groups:
-        return f"it cannot reach {_names(reports[name].unreachable)}"
-    return f"{_names(groups)} cannot reach it, check its hostname, its firewall and its network"
-
-
-def _names(members: Iterable[str]) -> str:
-    return ", ".join(sorted(member.partition(":")[0] for member in members))
-
-
-def _are_of_two_lighthouses(quorums: list[list[Any]]) -> bool:
-    """Whether these, each an id and its members, cannot all be of one life of a lighthouse.
-
-    Within a life an id has the same members always, and this quorum, the last of them, has the
-    highest. New groups that ask a restarted lighthouse first may raise its ids above those of the
-    groups in training: then none of these was in the quorum that the new ones had before.
-    """
-    *lasts, this = quorums
-    newest = max(lasts, key=lambda last: last[0], default=this)
-    return any(
-        last[0] > this[0]
-        or (last[0] == this[0] and last != this)
-        or (last != newest and (last[0] == newest[0] or set(last[1]).isdisjoint(newest[1])))
-        for last in lasts
-    )

@@ -1,4 +1,4 @@
-"""One answer for all ranks of a replica group."""
+"""Collectives that give all ranks of a replica group the same value or the same error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Answer = TypeVar("Answer")
 
 
 def broadcast(value: Any) -> Any:
-    """Give every rank of the group the value of rank 0. A collective, if there are several."""
+    """Give every rank of the group the value of rank 0. With several ranks it is a collective."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -22,10 +22,14 @@ def broadcast(value: Any) -> Any:
 def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
     """Call a function on rank 0, and give every rank its result.
 
-    Every rank gets its error too, so that none waits for another one.
+    If the function raises, every rank raises that error. Without this the other ranks would wait
+    for rank 0 in their next collective.
+
+    Args:
+        ask: A function without arguments, whose result can be pickled.
 
     Raises:
-        Exception: Rank 0's.
+        Exception: The error that the function raised on rank 0.
     """
     answer: Any = None
     error: Exception | None = None

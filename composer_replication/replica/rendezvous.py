@@ -1,24 +1,53 @@
-"""Where the members of a quorum say whether they are going to connect, before any of them does."""
+"""How the members of a quorum agree that all can reach each other, before any of them connects."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from composer_replication.replica.lighthouse import can_connect
 from composer_replication.replica.notice_board import Notices
+from composer_replication.replica.process_group import Gloo
+
+
+def find_unreachable(
+    handles: Mapping[str, Mapping[str, Any]], process_group: object, timeout_s: float
+) -> tuple[str, ...]:
+    """Find the members of a quorum whose address does not answer, or not over TLS as it has to.
+
+    gloo would wait for such a member until its timeout, and not say which one it is.
+
+    Args:
+        handles: torchft's handles, by the lighthouse's name of the member.
+        process_group: This process's group, which is about to connect to them.
+        timeout_s: Limit of each connection, in seconds. The members are tried at the same time.
+    """
+
+    def answers(handle: Mapping[str, Any]) -> bool:
+        host, _, port = handle["store"].rpartition(":")
+        if not can_connect(host.strip("[]"), int(port), timeout_s):
+            return False
+        return not isinstance(process_group, Gloo) or process_group.is_secured(handle, timeout_s)
+
+    with ThreadPoolExecutor(min(16, len(handles))) as pool:
+        answered = list(pool.map(answers, handles.values()))
+    return tuple(name for name, does in zip(handles, answered, strict=True) if not does)
 
 
 class Rendezvous:
-    """The answers of one quorum's members, at their notice boards.
+    """A round of answers at the notice boards: does every member of this quorum connect?
 
-    gloo waits ``timeout`` for a member that does not connect, for example because it cannot reach
-    one of the others. So each member says at the first one's board that it is going to connect, and
-    waits until all have. One that cannot says so at every board that it reaches, and whoever reads
-    that passes it on: so all know at once, also if the first member's board is what one of them
-    cannot reach.
+    gloo waits for ``timeout`` if one member does not connect, for example because it cannot reach
+    another one. So each member posts on the first member's board that it is going to connect, and
+    waits until all have done so. A member that cannot connect posts that on every board that it
+    reaches, and each reader passes it on to the others. So all members learn it at once, even if
+    the board that one of them cannot reach is the first member's.
 
     Args:
-        boards: The notices of each member, by the member's name, in their order.
+        boards: The notices of each member, by the lighthouse's name of the member, in the order of
+            the quorum.
         own_name: The name of this member.
         number: The connection's number, different from that of any other.
         limit_s: How long the others may take, in seconds.
@@ -35,25 +64,25 @@ class Rendezvous:
         self._declined = f"connects/{number}/declined"
         self._answers = {name: f"connects/{number}/{name}" for name in boards}
 
-    def decline(self, unreachable: Collection[str], who: str | None = None) -> None:
-        """Say that somebody does not connect, to the members that can be reached.
+    def decline(self, unreachable: Collection[str], declining: str | None = None) -> None:
+        """Post that a member does not connect, on the boards that can be reached.
 
         Args:
-            unreachable: The names of the others.
-            who: The member that does not. None: this one.
+            unreachable: The names of the members whose boards are not tried.
+            declining: The member that does not connect. None: this one.
         """
         for name, board in self._boards.items():
             if name not in unreachable:
                 try:
-                    board.post(self._declined, who or self._own_name)
+                    board.post(self._declined, declining or self._own_name)
                 except OSError:
-                    continue  # it has gone meanwhile
+                    continue  # that member has gone meanwhile
 
     def wait_for_all(self) -> None:
-        """Say that this member connects, and wait until all members have said so.
+        """Post that this member connects, and wait until all members have posted the same.
 
         Raises:
-            ConnectionError: One does not connect, or has not answered in time.
+            ConnectionError: A member does not connect, or has not answered within ``limit_s``.
         """
         try:
             self._wait_for_all()
@@ -67,16 +96,18 @@ class Rendezvous:
         first, own = next(iter(self._boards.values())), self._boards[self._own_name]
         first.post(self._answers[self._own_name], "yes")
         while True:
-            found = first.read([*self._answers.values(), self._declined])
-            who = found.get(self._declined) or own.read([self._declined]).get(self._declined)
-            if who:
-                self.decline((), who)
-                who = who.partition(":")[0]
-                raise ConnectionError(f"replica group {who} cannot reach all others")
-            if len(found) == len(self._answers):
+            answers = first.read([*self._answers.values(), self._declined])
+            declining = answers.get(self._declined)
+            if declining is None:  # it may be unable to reach the first member's board
+                declining = own.read([self._declined]).get(self._declined)
+            if declining is not None:
+                self.decline((), declining)
+                group = declining.partition(":")[0]
+                raise ConnectionError(f"replica group {group} cannot reach all others")
+            if len(answers) == len(self._answers):
                 return
             if time.monotonic() > deadline:
-                missing = next(name for name, key in self._answers.items() if key not in found)
+                missing = next(name for name, key in self._answers.items() if key not in answers)
                 raise ConnectionError(
                     f"replica group {missing.partition(':')[0]} has not said within "
                     f"{self._limit_s:g} s that it can connect"

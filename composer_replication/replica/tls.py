@@ -1,12 +1,12 @@
-"""TLS between the parts of one run, from a folder of certificates.
+"""TLS between the processes of one run, from a folder of certificates.
 
-Such a folder has three PEM files: ``ca.pem``, the run's certificate authority; ``cert.pem`` and
-``key.pem``, with which a process proves that it belongs to the run. Both ends of a connection
-between replica groups show a certificate and check that the run's authority has signed the other.
+The folder has three PEM files. ``ca.pem`` is the run's certificate authority. With ``cert.pem`` and
+``key.pem`` a process proves that it belongs to the run. Both ends of a connection between replica
+groups show a certificate, and check that the run's authority has signed the other's.
 
 Names are not compared on connections between members. Groups are dialled under names and addresses
-that differ between networks and change when a machine is replaced, and nobody but a member of the
-run holds a certificate of its authority. A browser does compare names: see ``certificates.py``.
+that differ between networks and change when a machine is replaced, and only members of the run hold
+a certificate of its authority. Browsers do compare names, see ``certificates.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ TLS_DIR = "COMPOSER_REPLICATION_TLS_DIR"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 
 HANDSHAKE_TIMEOUT_S = 5.0
-"""How long the other end of a new connection may take to show its certificate, in seconds."""
+"""How long a TLS handshake may take, in seconds."""
 
 
 def server_context(tls_dir: str | os.PathLike[str]) -> ssl.SSLContext:
-    """For connections that members of the run make to this process; each shows its certificate.
+    """Make the context for connections to this process; clients have to show a certificate.
+
+    Args:
+        tls_dir: The folder of certificates.
 
     Raises:
         ValueError: The folder's certificates cannot be used; the message has the fix.
@@ -37,7 +40,10 @@ def server_context(tls_dir: str | os.PathLike[str]) -> ssl.SSLContext:
 
 
 def client_context(tls_dir: str | os.PathLike[str]) -> ssl.SSLContext:
-    """For connections that this process makes to members of the run.
+    """Make the context for connections that this process makes to members of the run.
+
+    Args:
+        tls_dir: The folder of certificates.
 
     Raises:
         ValueError: The folder's certificates cannot be used; the message has the fix.
@@ -48,11 +54,14 @@ def client_context(tls_dir: str | os.PathLike[str]) -> ssl.SSLContext:
 
 
 def check_tls_dir(tls_dir: str | os.PathLike[str]) -> None:
-    """Find out before any peer waits whether peers would accept this process.
+    """Check a folder of certificates before any peer waits for this process.
+
+    Args:
+        tls_dir: The folder.
 
     Raises:
-        ValueError: A file is missing or no PEM, the key belongs to another certificate, or the
-            certificate has expired or is of another authority. The message has the fix.
+        ValueError: A file is missing or is not PEM, the key belongs to another certificate, or the
+            certificate has expired or another authority has signed it. The message has the fix.
     """
     folder = Path(tls_dir)
     server, client = server_context(folder), client_context(folder)
@@ -60,7 +69,7 @@ def check_tls_dir(tls_dir: str | os.PathLike[str]) -> None:
         _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:
         raise ValueError(
-            f"tls_dir={str(folder)!r}: {CERT} is refused by its own {CA}: {error.verify_message}. "
+            f"tls_dir={str(folder)!r}: {CERT} is rejected by its own {CA}: {error.verify_message}. "
             f"{_fix(folder)}"
         ) from error
     if os.stat(folder / KEY).st_mode & 0o077:
@@ -89,7 +98,7 @@ def _context(folder: Path, protocol: int) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Instead of OpenSSL's prompt on the terminal, for which a run would wait for ever."""
+    """Stands in for OpenSSL's prompt on the terminal, for which a run would wait for ever."""
     raise ValueError(f"{KEY} has a password: a key for this has none")
 
 

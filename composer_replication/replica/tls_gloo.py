@@ -1,15 +1,15 @@
 """gloo between replica groups, over TLS.
 
-gloo has a TLS transport of its own (``GLOO_DEVICE_TRANSPORT=TCP_TLS``), which is not used. As of
-torch 2.7 a write to a full socket is tried again without a pause, under the lock that reading needs
-(``gloo/transport/tcp/tls/pair.cc``, ``Pair::write``). When two groups send each other more than the
-kernel's buffers hold, both wait for ever, and no timeout ends it: on a network with packets of 1500
-bytes an allreduce of 4 MB. It would also apply to every gloo group of the process, or to none, and
-it loads a ``libssl.so`` that only development packages install.
+gloo's own TLS transport (``GLOO_DEVICE_TRANSPORT=TCP_TLS``) is not used. As of torch 2.7 it repeats
+a write to a full socket without a pause, under the lock that reading needs
+(``gloo/transport/tcp/tls/pair.cc``, ``Pair::write``). If two groups send each other more than the
+kernel's buffers hold, both wait for ever, and no timeout ends that. On a network with packets of
+1500 bytes an allreduce of 4 MB is enough. The transport also applies to every gloo group of the
+process or to none, and it loads a ``libssl.so`` that only development packages install.
 
 So gloo's connections go through ``tls_relay``. The members of a quorum report the addresses of
-their relays in the handles that the run's token signs. Where gloo itself listens, it tells its
-peers through the rendezvous store; ``TunnelStore`` replaces that by where the relay listens.
+their relays in the handles, which the run's token signs. gloo publishes the address on which it
+listens in the rendezvous store. ``TunnelStore`` replaces it there with an address of the relay.
 """
 
 from __future__ import annotations
@@ -35,19 +35,26 @@ from composer_replication.replica.tls_relay import OWN, PING
 log = logging.getLogger(__name__)
 
 LOWER, HIGHER = "127.0.0.1", "127.0.0.3"
-"""Where the relay listens for gloo, for peers of a lower and of a higher rank. Of two gloo ends the
-one with the lower address connects, so the addresses that each end sees have to agree on which."""
+"""Where the relay listens for gloo, for peers of a lower and of a higher rank.
+
+Of two gloo ends the one with the lower address connects to the other. Each end compares its own
+address, ``OWN``, with the one that it sees of the peer, and both ends must come to the same result.
+"""
 
 assert LOWER < OWN < HIGHER
 
 
 class TlsTunnel:
-    """A process's relay, which is started when it is needed.
+    """Starts the relay of this process when it is needed, and sends it commands.
 
     Args:
         tls_dir: The folder of certificates.
         host: How peers reach this machine.
-        listener: The socket at which they do. A relay that is started again takes it over.
+        listener: The socket on which the relay accepts peers. A relay that is started again
+            inherits it, so the address stays the same.
+
+    Attributes:
+        address: ``host:port`` of the relay, as peers reach it.
 
     Raises:
         ValueError: The folder's certificates cannot be used.
@@ -64,7 +71,7 @@ class TlsTunnel:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start the relay, if it does not run."""
+        """Start the relay unless it is running."""
         with self._lock:
             if self._process is not None:
                 if self._process.poll() is None:
@@ -78,21 +85,35 @@ class TlsTunnel:
                 pass_fds=[self._listener.fileno()],
             )
             assert self._process.stdin is not None
-            weakref.finalize(self, self._process.stdin.close)  # which ends the relay
+            weakref.finalize(self, self._process.stdin.close)  # the relay then ends
 
     def serve(self, gloo_port: int) -> None:
-        """Let peers reach gloo at a port, and no longer where it listened before."""
+        """Let peers reach gloo at this port, and no longer at an earlier one."""
         with self._lock:
             self._ask({"serve": gloo_port})
 
     def reach(self, address: str, gloo_port: int, listen: str) -> int:
-        """The port at a loopback address that leads to a peer's gloo."""
+        """Open a port that leads to a peer's gloo.
+
+        Args:
+            address: ``host:port`` of the peer's relay.
+            gloo_port: The port on which the peer's gloo listens.
+            listen: The loopback address on which to open the port.
+
+        Returns:
+            The port.
+        """
         command = {"reach": [*_host_and_port(address), gloo_port], "listen": listen}
         with self._lock:
             return self._ask(command)["port"]
 
     def answers(self, address: object, timeout: float) -> bool:
-        """Whether a relay is there and accepts this process's certificate, as this one does its."""
+        """Whether a relay answers, and both ends accept each other's certificate.
+
+        Args:
+            address: ``host:port`` of the relay. Anything that is not a string has no relay.
+            timeout: Limit of each wait, in seconds.
+        """
         try:
             if not isinstance(address, str):
                 raise ConnectionError("it offers no TLS: all groups need a tls_dir, or none")
@@ -109,13 +130,13 @@ class TlsTunnel:
         return True
 
     def _ask(self, command: dict[str, Any]) -> Any:
-        assert self._process is not None, "see start"
+        assert self._process is not None, "start comes first"
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # there is no answer then
+            pass  # the relay has ended, so there is no answer to read
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("the TLS relay of this process has ended; its log says why")
@@ -123,12 +144,12 @@ class TlsTunnel:
 
 
 class TunnelStore(Store):
-    """A rendezvous store in which gloo finds the relay in the place of its peers.
+    """A rendezvous store that gives gloo an address of the relay instead of each peer's address.
 
     Args:
-        store: What the groups share.
-        tunnel: This process's.
-        rank: Of this group in the quorum.
+        store: The rendezvous store of the quorum.
+        tunnel: The tunnel of this process.
+        rank: The rank of this group in the quorum.
         relays: Addresses of the members' relays, by rank.
     """
 
@@ -174,13 +195,16 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _port(value: bytes) -> tuple[int, int]:
-    """Where a gloo address has its port, and the port.
+    """Find the port in an address that gloo has written.
 
     gloo writes the length of its host name, the name, the length of an address, and the address: a
     ``sockaddr_in``, then a number.
 
+    Returns:
+        The offset of the port in ``value``, and the port.
+
     Raises:
-        RuntimeError: This torch's gloo writes something else.
+        RuntimeError: The gloo of this torch writes another format.
     """
     at = 16 + int.from_bytes(value[:8], sys.byteorder)
     family, address = value[at : at + 2], value[at + 4 : at + 8]

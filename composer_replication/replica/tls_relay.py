@@ -1,15 +1,17 @@
-"""Carries the connections of one process's gloo to and from its peers, over TLS.
+"""A program that carries the gloo connections of one process to and from its peers, over TLS.
 
-gloo listens on a loopback address, and connects to a loopback address for each peer, where this
-program listens. It passes the bytes on to the peer's relay over TLS 1.3 with certificates on both
-ends, and that one passes them on to the peer's gloo. It is a process of its own because it has to
-send what gloo has left to it after the training process has ended, and because a training step may
-keep Python's lock for longer than a message takes.
+gloo listens on a loopback address. For each peer it connects to another loopback address, where
+this program listens. The program forwards the bytes to the peer's relay over TLS 1.3, with
+certificates on both ends, and that relay forwards them to the peer's gloo.
 
-It reads commands from stdin, one JSON object a line, and answers each with one:
+The relay is a process of its own for two reasons. It sends what gloo has handed to it even after
+the training process has ended. And a training step may hold the interpreter lock for longer than a
+message takes.
+
+It reads commands from stdin, one JSON object a line, and answers each with a JSON object:
 ``{"serve": PORT}`` lets peers reach gloo at that port, and no longer at an earlier one;
 ``{"reach": [HOST, PORT, GLOO_PORT], "listen": ADDRESS}`` answers with the port at that loopback
-address that leads to a peer. It ends when stdin is closed and the connections are.
+address that leads to a peer. The program ends when stdin and all connections are closed.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ from composer_replication.replica.tls import HANDSHAKE_TIMEOUT_S, client_context
 log = logging.getLogger("composer_replication.replica.tls_relay")
 
 OWN = "127.0.0.2"
-"""Where gloo listens."""
+"""The address on which gloo listens."""
 
 PING = 0
-"""Asked for in the place of a port: whether the relay accepts the certificate."""
+"""A client sends this instead of a port to check whether the relay accepts its certificate."""
 
 CHUNK = 1 << 20
-"""Most bytes that are read at a time, and that wait to be sent on a connection."""
+"""Most bytes that are read at a time, and most that wait to be sent on a connection."""
 
 END_S = 60.0
-"""How long what is still to be sent may take after the training process has ended, in seconds."""
+"""How long the relay may go on sending after the training process has ended, in seconds."""
 
 
 class Relay:
-    """The relay of one process.
+    """The relay of one training process. All of it runs in one asyncio loop, so it has no locks.
 
     Args:
         tls_dir: The folder of certificates.
@@ -57,7 +59,7 @@ class Relay:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self, listener: socket.socket) -> asyncio.Server:
-        """Let peers in at a socket that listens already."""
+        """Accept peers on a socket that listens already."""
         return await asyncio.start_server(
             self._from_peer,
             sock=listener,
@@ -67,11 +69,11 @@ class Relay:
         )
 
     async def obey(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out a command; its answer."""
+        """Carry out a command of the training process, and return the answer to it."""
         if "serve" in command:
             self._gloo_port = command["serve"]
             for entry in self._entries:
-                entry.close()  # of an earlier quorum; its connections go on until gloo closes them
+                entry.close()  # an earlier quorum's; open connections stay until gloo closes them
             self._entries = []
             return {}
         to_peer = partial(self._to_peer, *command["reach"])
@@ -80,7 +82,7 @@ class Relay:
         return {"port": entry.sockets[0].getsockname()[1]}
 
     async def drain(self) -> None:
-        """Wait until all has been passed on."""
+        """Wait until everything has been forwarded, for ``END_S`` at most."""
         if self._connections:
             await asyncio.wait(self._connections, timeout=END_S)
 
@@ -96,7 +98,7 @@ class Relay:
                     raise ConnectionError(f"port {wanted} is not this quorum's")
                 gloo = await asyncio.open_connection(OWN, wanted, limit=CHUNK)
         except (OSError, EOFError) as error:
-            log.warning("Refused the connection of %s: %s", _peer(writer), error or "it ended")
+            log.warning("Rejected a connection from %s: %s", _peer(writer), error or "it ended")
             writer.transport.abort()
             return
         await self._join(reader, writer, *gloo)
@@ -124,7 +126,8 @@ class Relay:
     async def _join(
         self, reader: StreamReader, writer: StreamWriter, peer: StreamReader, to_peer: StreamWriter
     ) -> None:
-        both = [asyncio.create_task(_pass_on(*way)) for way in ((reader, to_peer), (peer, writer))]
+        directions = ((reader, to_peer), (peer, writer))
+        both = [asyncio.create_task(_forward(*direction)) for direction in directions]
         self._connections |= set(both)
         try:
             await asyncio.gather(*both)
@@ -132,8 +135,8 @@ class Relay:
             self._connections -= set(both)
 
 
-async def _pass_on(reader: StreamReader, writer: StreamWriter) -> None:
-    """Pass on until the end; the other end then sees the end too, after all that came before."""
+async def _forward(reader: StreamReader, writer: StreamWriter) -> None:
+    """Forward all bytes until the reader ends, then close the writer, so that its peer ends too."""
     try:
         while data := await reader.read(CHUNK):
             writer.write(data)

@@ -1,4 +1,4 @@
-"""Waits that a signal can interrupt, and that do not hold up the end of the process."""
+"""Waits that a signal can interrupt, and that do not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 
 
 class InterruptibleWork:
-    """Waits for a collective in small sleeps: gloo's own wait holds signals up for ``timeout``.
+    """Waits for a collective in short sleeps, between which Python handles signals.
+
+    gloo's own wait is one call into C++, in which Python handles no signal for up to ``timeout``.
 
     Args:
-        work: torchft's Work.
-        is_broken: Whether the collective can never end well. The wait then ends without it. Its
-            tensors must not be used again: gloo may write to them until its own ``timeout``.
+        work: torchft's ``Work``.
+        is_broken: Says whether the collective can never end well. The wait then ends without it.
+            The collective's tensors must not be used again: gloo may write to them until its own
+            ``timeout``.
     """
 
     LONGEST_NAP_S = 0.01
@@ -26,19 +29,27 @@ class InterruptibleWork:
         self._is_broken = is_broken
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        sent = getattr(self._work, "_work", None)  # none if the manager had failed before
+        """Wait for the end of the collective.
+
+        Returns:
+            False if the collective is broken, else what torchft's ``wait`` returns.
+        """
+        sent = getattr(self._work, "_work", None)  # torchft sends nothing after an error
         began = time.monotonic()
         while sent is not None and not sent.is_completed():
             if self._is_broken():
                 return False
+            # A twentieth of the wait so far: short collectives are not made longer by the sleep,
+            # and long ones take no processor time from training.
             time.sleep(min(self.LONGEST_NAP_S, (time.monotonic() - began) / 20))
         return self._work.wait() if timeout is None else self._work.wait(timeout)
 
 
 class DaemonExecutor(futures.Executor):
-    """Runs each call on a thread of its own that does not hold up the end of the process.
+    """Runs each call on a daemon thread of its own, in the place of torchft's ThreadPoolExecutor.
 
-    Python waits for the threads of a ThreadPoolExecutor, here for a quorum of up to an hour.
+    At the end of a process, Python waits for the threads of a ThreadPoolExecutor. A process that is
+    told to end while it waits for a quorum would stay for up to ``quorum_timeout``, an hour.
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:

@@ -1,10 +1,11 @@
-"""Replica groups as threads of one process, with scripted faults: no network, no lighthouse.
+"""Simulated replica groups: threads of one process, scripted faults, no network, no lighthouse.
 
-``simulate`` runs them; read ``simulation.py`` first. This package imports nothing else of ours.
+``simulate`` runs them. Read ``simulation.py`` first. This package imports nothing else of ours.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer_replication import lazily
 
 if TYPE_CHECKING:
     from composer_replication.simulation.manager import SimulatedManager
@@ -17,17 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Fault", "SimulatedManager", "SimulatedReplica", "SimulationError", "simulate"]
 
-_HOME = {
-    "Fault": "composer_replication.simulation.shared_buffer",
-    "SimulatedManager": "composer_replication.simulation.manager",
-    "SimulatedReplica": "composer_replication.simulation.simulation",
-    "SimulationError": "composer_replication.simulation.simulation",
-    "simulate": "composer_replication.simulation.simulation",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # torch takes a second to import.
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "Fault": "composer_replication.simulation.shared_buffer",
+        "SimulatedManager": "composer_replication.simulation.manager",
+        "SimulatedReplica": "composer_replication.simulation.simulation",
+        "SimulationError": "composer_replication.simulation.simulation",
+        "simulate": "composer_replication.simulation.simulation",
+    },
+)

@@ -1,4 +1,4 @@
-"""A double of torchft's Manager, over the simulated network."""
+"""A simulated torchft Manager that averages over a ``SharedBuffer``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from composer_replication.simulation.shared_buffer import Quorum, SharedBuffer, 
 
 
 class SimulatedWork:
-    """Stands in for the Work that a Manager's collectives return.
+    """Replaces the Work that a Manager's collectives return.
 
     Args:
-        manager: Whose it is.
-        number: Which collective of the quorum.
-        result: Where what comes out is written.
-        combine: What comes out of the parts of all groups.
+        manager: The manager that started the collective.
+        number: Number of the collective within its quorum, from 0.
+        result: The tensor that receives the result.
+        combine: Computes the result from the tensors of all members, in the order of the members.
     """
 
     def __init__(
@@ -35,18 +35,25 @@ class SimulatedWork:
         self._combine = combine
 
     def wait(self, timeout: object = None) -> bool:
-        """Write the result into its tensor. An error goes to the manager, as in torchft."""
-        del timeout  # the simulation has one for all
-        return self._manager.finish(self._number, self._result, self._combine)
+        """Wait for all members, then write the result into its tensor.
+
+        Args:
+            timeout: Ignored. ``simulate`` has one timeout for every wait.
+
+        Returns:
+            Whether the collective succeeded. An error is reported to the manager, as in torchft.
+        """
+        del timeout
+        return self._manager.finish_collective(self._number, self._result, self._combine)
 
 
 class SimulatedManager:
-    """Stands in for ``torchft.manager.Manager`` with ``use_async_quorum=False``.
+    """Replaces ``torchft.manager.Manager`` with ``use_async_quorum=False``.
 
     Args:
-        network: The shared buffer.
-        replica_id: From 0.
-        min_replica_size: As in torchft: with fewer participants no vote is for commit.
+        network: The memory that all replicas share.
+        replica_id: Number of the replica, from 0.
+        min_replica_size: As in torchft: a quorum with fewer participants never commits.
     """
 
     def __init__(self, network: SharedBuffer, replica_id: int, min_replica_size: int = 1) -> None:
@@ -64,30 +71,47 @@ class SimulatedManager:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
+        """Register a part of the state that a heal transfers.
+
+        Args:
+            key: Name of the part.
+            load_state_dict: Loads the part from a donor's state.
+            state_dict: Returns the part.
+
+        Raises:
+            ValueError: The key is registered already.
+        """
         if key in self._state_dict_fns:
             raise ValueError(f"state dict key {key!r} is registered already")
         self._state_dict_fns[key] = (load_state_dict, state_dict)
 
-    def _save(self) -> dict[str, Any]:
+    def _user_state_dict(self) -> dict[str, Any]:
         return {key: save() for key, (_, save) in self._state_dict_fns.items()}
 
     def start_quorum(self) -> None:
+        """Join the next quorum, and heal from a peer if this replica is behind.
+
+        Raises:
+            Stopped: A scripted fault kills this replica here.
+        """
         self._error = None
         self._num_collectives = 0
-        self._quorum = quorum = self._network.join_quorum(self._replica_id, self._step, self._save)
-        if self._strikes("kill"):
+        self._quorum = quorum = self._network.join_quorum(
+            self._replica_id, self._step, self._user_state_dict
+        )
+        if self._fault_happens("kill"):
             raise Stopped
-        if self._strikes("restart"):
+        if self._fault_happens("restart"):
             raise Stopped(restarts=True)
-        if self._strikes("stale_quorum"):
-            self._network.cut_off(quorum, self._replica_id)
-        if self._strikes("fail_allreduce"):
+        if self._fault_happens("stale_quorum"):
+            self._network.isolate(quorum, self._replica_id)
+        if self._fault_happens("fail_allreduce"):
             self._network.break_quorum(quorum)
         if self._step < quorum.max_step:
             assert quorum.state is not None, "a quorum with someone behind has a donor's state"
-            if self._network.strike("kill_in_heal", self._replica_id, quorum.max_step):
+            if self._network.consume_fault("kill_in_heal", self._replica_id, quorum.max_step):
                 raise Stopped
-            if self._network.strike("fail_heal", self._replica_id, quorum.max_step):
+            if self._network.consume_fault("fail_heal", self._replica_id, quorum.max_step):
                 self._network.break_quorum(quorum)
                 self.report_error(ConnectionError("scripted fault: fail_heal"))
                 return
@@ -95,28 +119,47 @@ class SimulatedManager:
             for key, (load, _) in self._state_dict_fns.items():
                 load(quorum.state[key])
 
-    def _strikes(self, kind: str) -> bool:
-        return self._network.strike(kind, self._replica_id, self._step)
+    def _fault_happens(self, kind: str) -> bool:
+        return self._network.consume_fault(kind, self._replica_id, self._step)
 
     def current_step(self) -> int:
+        """The number of committed syncs."""
         return self._step
 
     def batches_committed(self) -> int:
+        """The sum of the participants of all committed syncs."""
         return self._batches_committed
 
     def num_participants(self) -> int:
+        """The number of members of the quorum; 0 before the first one."""
         return len(self._quorum.members) if self._quorum else 0
 
     def participating_rank(self) -> int | None:
+        """The rank of this replica in the quorum; None before the first one."""
         return self._quorum.members.index(self._replica_id) if self._quorum else None
 
     def allreduce(
         self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> SimulatedWork:
+        """Start to replace a tensor by its sum or mean over the quorum.
+
+        Args:
+            tensor: This replica's tensor, and the result after ``wait``.
+            should_quantize: Has to be False.
+            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
+
+        Raises:
+            ValueError: ``should_quantize`` is True, or the operation is another one.
+        """
         if should_quantize:
-            raise ValueError("should_quantize=True: the simulation does not quantise")
+            raise ValueError(
+                "should_quantize=True: the simulated manager cannot quantize. Use a wire_format "
+                "of DiLoCo instead"
+            )
         if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
-            raise ValueError(f"reduce_op={reduce_op}: the simulation has SUM and AVG")
+            raise ValueError(
+                f"reduce_op={reduce_op}: the simulated manager cannot compute it. Use SUM or AVG"
+            )
         mean_of = self.num_participants() if reduce_op == ReduceOp.AVG else 1
 
         def combine(parts: list[Tensor]) -> Tensor:
@@ -126,6 +169,12 @@ class SimulatedManager:
         return self._start(tensor, tensor, combine)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> SimulatedWork:
+        """Start to exchange chunks: member ``i`` receives the ``i``-th chunk of every member.
+
+        Args:
+            received: The result after ``wait``.
+            sent: This replica's chunks, one for each member.
+        """
         groups, rank = self.num_participants(), self.participating_rank()
         assert rank is not None, "all_to_all before start_quorum"
         return self._start(
@@ -133,6 +182,12 @@ class SimulatedManager:
         )
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> SimulatedWork:
+        """Start to concatenate the tensors of all members.
+
+        Args:
+            gathered: The result after ``wait``.
+            own: This replica's tensor.
+        """
         return self._start(own, gathered, torch.cat)
 
     def _start(
@@ -142,16 +197,26 @@ class SimulatedManager:
         number = self._num_collectives
         self._num_collectives += 1
         if self._error is None:
-            self._network.put(self._quorum, number, self._replica_id, sent)
+            self._network.send(self._quorum, number, self._replica_id, sent)
         return SimulatedWork(self, number, result, combine)
 
-    def finish(
+    def finish_collective(
         self, number: int, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
     ) -> bool:
+        """Wait for the tensors of all members and combine them; ``SimulatedWork.wait`` calls it.
+
+        Args:
+            number: Number of the collective.
+            result: The tensor that receives the result.
+            combine: Computes the result from the tensors of all members.
+
+        Returns:
+            Whether the collective succeeded.
+        """
         assert self._quorum is not None, "wait before start_quorum"
         if self._error is not None:
             return False
-        parts = self._network.take(self._quorum, number)
+        parts = self._network.receive(self._quorum, number)
         if parts is None:
             self.report_error(ConnectionError("a peer left during a collective"))
             return False
@@ -160,38 +225,50 @@ class SimulatedManager:
         return True
 
     def errored(self) -> Exception | None:
+        """The error of this quorum; None if there is none."""
         return self._error
 
     def report_error(self, e: Exception) -> None:
+        """Record an error, so that this replica votes against the commit."""
         self._error = e
 
     def should_commit(self) -> bool:
-        if self._strikes("kill_before_vote"):
+        """Decide whether this replica commits the sync. As in torchft, each replica decides alone.
+
+        Returns:
+            Whether there was no error and the quorum has ``min_replica_size`` members.
+
+        Raises:
+            Stopped: A scripted fault kills this replica here.
+        """
+        if self._fault_happens("kill_before_vote"):
             raise Stopped
-        if self._strikes("fail_commit"):
+        if self._fault_happens("fail_commit"):
             self.report_error(RuntimeError("scripted fault: fail_commit"))
         if self._error is not None or self.num_participants() < self._min_replica_size:
             return False
-        if self._strikes("kill_after_vote"):
+        if self._fault_happens("kill_after_vote"):
             raise Stopped
         self._step += 1
         self._batches_committed += self.num_participants()
         return True
 
     def allow_state_dict_read(self) -> None:
-        """Nothing to do: a donor is asked only while it waits in a quorum."""
+        """Do nothing: a donor's state is read only while the donor waits in a quorum."""
 
     def disallow_state_dict_read(self) -> None:
-        """Nothing to do, see ``allow_state_dict_read``."""
+        """Do nothing, for the reason given at ``allow_state_dict_read``."""
 
     def state_dict(self) -> dict[str, int]:
+        """The step counters, for a checkpoint."""
         return {"step": self._step, "batches_committed": self._batches_committed}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restore the step counters from a checkpoint."""
         self._step = state_dict["step"]
         self._batches_committed = state_dict["batches_committed"]
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave, so that the peers' next quorum does not wait for this replica."""
+        """Leave the simulation, so that the peers' next quorum does not wait for this replica."""
         del wait
         self._network.leave(self._replica_id)

@@ -1,4 +1,4 @@
-"""The simulated network: quorums, heals and sums between threads, and scripted faults."""
+"""The simulated network: quorums, heals and collectives between threads, and scripted faults."""
 
 from __future__ import annotations
 
@@ -27,25 +27,28 @@ FaultKind = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong, at a place in the script.
+    """A scripted fault of one replica.
 
     Args:
-        kind: One of these.
+        kind: What fails.
 
-            * ``kill`` ends the replica in the middle of the sync: after its peers have counted it
-              into the quorum, before it has sent anything. ``kill_before_vote`` ends it when the
-              allreduce is over, ``kill_after_vote`` when its own vote is too, ``kill_in_heal`` when
-              it is about to take over a donor's state.
-            * ``restart`` is ``kill``, and the replica begins anew and joins again.
-            * ``fail_allreduce`` is a connection that breaks: the allreduce of that sync fails in
-              every replica. ``fail_commit`` is an error in one replica after the allreduce: it
-              votes no while its peers commit. ``fail_heal`` is a download that breaks off.
-            * ``stale_quorum`` is a quorum id used twice: the replica's part reaches nobody, and all
-              believe it did.
-            * ``late`` starts the replica only once its peers have reached ``step``.
-        replica_id: Whose fault it is.
-        step: The manager's step (1 after the cold start, and one more after every outer step) at
-            which it happens, once.
+            * ``kill`` ends the replica in the middle of a sync: its peers have counted it into the
+              quorum, and it has sent nothing yet. ``kill_before_vote`` ends it after the allreduce,
+              ``kill_after_vote`` after its own vote, and ``kill_in_heal`` just before it loads a
+              donor's state.
+            * ``restart`` is ``kill``, after which the replica starts again and joins.
+            * ``fail_allreduce`` breaks a connection: the allreduce of that sync fails in every
+              replica. ``fail_commit`` is an error in one replica after the allreduce: it votes no
+              while its peers commit. ``fail_heal`` interrupts a download.
+            * ``stale_quorum`` uses a quorum id twice: nobody receives what the replica sends, and
+              everybody believes that they did.
+            * ``late`` starts the replica only when its peers have reached ``step``.
+        replica_id: The replica that fails.
+        step: The manager's step at which it fails, once. The step is 1 after the cold start and
+            grows by 1 with every outer step.
+
+    Raises:
+        ValueError: There is no such ``kind``.
     """
 
     kind: FaultKind
@@ -60,7 +63,11 @@ class Fault:
 
 
 class Stopped(Exception):
-    """Ends the thread of a replica that was killed, or whose peer raised."""
+    """Ends the thread of a replica that a fault killed, or whose peer raised an exception.
+
+    Args:
+        restarts: Whether the replica starts again.
+    """
 
     def __init__(self, restarts: bool = False) -> None:
         super().__init__()
@@ -69,23 +76,43 @@ class Stopped(Exception):
 
 @dataclass
 class Quorum:
-    """One quorum: its members in order, who has to heal, and the buffers of its collectives."""
+    """One quorum: its members, the donor's state, and the buffers of its collectives.
+
+    Attributes:
+        number: Number of the quorum, from 0.
+        members: Ids of the replicas in it, in ascending order.
+        max_step: The largest step of a member. Members that are behind heal to it.
+        state: State of a member at ``max_step``; None if nobody has to heal.
+        is_broken: Whether the collectives that have not completed fail.
+        isolated: Members whose tensors are replaced by zeros.
+        buffers: Tensors received so far, by collective and member.
+        complete: Tensors of all members in their order, by collective.
+    """
 
     number: int
     members: tuple[int, ...]
     max_step: int
     state: dict[str, Any] | None
     is_broken: bool = False
-    cut_off: set[int] = field(default_factory=set)
+    isolated: set[int] = field(default_factory=set)
     buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     complete: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 class SharedBuffer:
-    """The network: who is there, and the memory through which they average.
+    """The memory through which the replicas average, and the list of replicas that are alive.
 
-    torchft's semantics: a quorum forms when every live replica asks for one; whoever is behind
-    heals from one that is not; if a member dies, the collectives of that quorum fail in the others.
+    It follows torchft: a quorum forms when every live replica requests one; a replica that is
+    behind heals from one that is not; when a member dies, the collectives of its quorum fail in the
+    others.
+
+    All state is guarded by one condition, ``_changed``. A thread that changes the state notifies
+    it, else the other threads would sleep until their timeout.
+
+    Args:
+        num_replicas: Number of replicas, including those that start late.
+        faults: Scripted faults. Each happens once.
+        timeout_s: Longest wait of a replica for its peers, in seconds; None waits for ever.
     """
 
     def __init__(self, num_replicas: int, faults: Sequence[Fault], timeout_s: float | None) -> None:
@@ -94,22 +121,30 @@ class SharedBuffer:
         self._faults = list(faults)
         self._late = {fault.replica_id: fault.step for fault in faults if fault.kind == "late"}
         self._alive = set(range(num_replicas)) - self._late.keys()
-        self._asking: dict[int, tuple[int, Callable[[], dict[str, Any]]]] = {}
+        self._requests: dict[int, tuple[int, Callable[[], dict[str, Any]]]] = {}
         self._quorum: Quorum | None = None
         self._is_stopped = False
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait, with the lock held."""
+        """Wait for a condition. The caller holds the lock.
+
+        Raises:
+            Stopped: The simulation has been stopped.
+            TimeoutError: The condition did not become true in time.
+        """
         in_time = self._changed.wait_for(
             lambda: self._is_stopped or condition(), timeout=self._timeout_s
         )
         if self._is_stopped:
             raise Stopped
         if not in_time:
-            raise TimeoutError(f"no {what} within timeout_s={self._timeout_s}")
+            raise TimeoutError(
+                f"no {what} within timeout_s={self._timeout_s}: a peer is too slow or waits for "
+                "ever. Raise timeout_s, or end every replica at the same step"
+            )
 
-    def strike(self, kind: str, replica_id: int, step: int) -> bool:
-        """Whether this fault is due here; it then is used up."""
+    def consume_fault(self, kind: str, replica_id: int, step: int) -> bool:
+        """Whether a fault of this kind is scripted for this replica and step. Each happens once."""
         with self._changed:
             for fault in self._faults:
                 if (fault.kind, fault.replica_id, fault.step) == (kind, replica_id, step):
@@ -118,7 +153,7 @@ class SharedBuffer:
         return False
 
     def wait_for_start(self, replica_id: int) -> None:
-        """Hold a late replica until its peers have got far enough, or have all left."""
+        """Hold a late replica until its peers have reached its step or have all left."""
         with self._changed:
             self._wait_until(
                 lambda: replica_id in self._alive or not self._alive,
@@ -127,7 +162,10 @@ class SharedBuffer:
             self._alive.add(replica_id)
 
     def leave(self, replica_id: int) -> None:
-        """The replica is gone: finished, killed or failed."""
+        """Remove a replica that has finished, was killed, or failed.
+
+        Open collectives of its quorum fail, and the next quorum no longer waits for it.
+        """
         with self._changed:
             self._alive.discard(replica_id)
             if self._quorum is not None and replica_id in self._quorum.members:
@@ -142,39 +180,57 @@ class SharedBuffer:
             self._changed.notify_all()
 
     def join_quorum(self, replica_id: int, step: int, save: Callable[[], dict[str, Any]]) -> Quorum:
-        """Ask for a quorum and wait until it has formed."""
+        """Request a quorum and wait until it has formed.
+
+        Args:
+            replica_id: The replica that requests it.
+            step: The replica's step.
+            save: Returns the replica's state. It is called if the replica becomes a donor.
+
+        Returns:
+            The quorum, of which the replica is a member.
+        """
         with self._changed:
             before = self._quorum
-            self._asking[replica_id] = (step, save)
-            # From here on the quorum waits for those whose time has come.
+            self._requests[replica_id] = (step, save)
+            # From here on a quorum waits for the late replicas whose step has been reached.
             self._alive |= {late for late, due in self._late.items() if due <= step}
             self._late = {late: due for late, due in self._late.items() if due > step}
             self._form_quorum()
             self._changed.notify_all()
             self._wait_until(
-                lambda: self._quorum is not before and replica_id not in self._asking, "quorum"
+                lambda: self._quorum is not before and replica_id not in self._requests, "quorum"
             )
             assert self._quorum is not None
             return self._quorum
 
     def _form_quorum(self) -> None:
-        if not self._asking or not self._alive <= self._asking.keys():
+        if not self._requests or not self._alive <= self._requests.keys():
             return
-        max_step = max(step for step, _ in self._asking.values())
-        behind = any(step < max_step for step, _ in self._asking.values())
-        donors = (save for _, (step, save) in sorted(self._asking.items()) if step == max_step)
+        max_step = max(step for step, _ in self._requests.values())
+        behind = any(step < max_step for step, _ in self._requests.values())
+        donors = (save for _, (step, save) in sorted(self._requests.items()) if step == max_step)
         self._quorum = Quorum(
             number=self._quorum.number + 1 if self._quorum else 0,
-            members=tuple(sorted(self._asking)),
+            members=tuple(sorted(self._requests)),
             max_step=max_step,
             state=copy.deepcopy(next(donors)()) if behind else None,  # no memory is shared
         )
-        self._asking.clear()
+        self._requests.clear()
 
-    def put(self, quorum: Quorum, number: int, replica_id: int, tensor: Tensor) -> None:
-        """Hand in this replica's part of collective ``number`` of the quorum."""
+    def send(self, quorum: Quorum, number: int, replica_id: int, tensor: Tensor) -> None:
+        """Store a member's tensor for one collective of a quorum.
+
+        Args:
+            quorum: The quorum.
+            number: Number of the collective within the quorum.
+            replica_id: The member.
+            tensor: The member's tensor, which is copied.
+        """
         if tensor.device.type != "cpu":
-            torch.accelerator.synchronize()  # other threads, with streams of their own, read it
+            # Other threads read the tensor on streams of their own. Without this they could read
+            # it before the device has written it.
+            torch.accelerator.synchronize()
         with self._changed:
             buffer = quorum.buffers.setdefault(number, {})
             buffer[replica_id] = tensor.detach().clone()
@@ -183,35 +239,38 @@ class SharedBuffer:
                 if len(shapes) > 1:
                     quorum.is_broken = True
                 else:
-                    for member in quorum.cut_off:
+                    for member in quorum.isolated:
                         buffer[member].zero_()
                     quorum.complete[number] = [buffer[member] for member in quorum.members]
                 del quorum.buffers[number]
             self._changed.notify_all()
 
-    def take(self, quorum: Quorum, number: int) -> list[Tensor] | None:
-        """Wait for what all members handed in for collective ``number``; None if it failed.
+    def receive(self, quorum: Quorum, number: int) -> list[Tensor] | None:
+        """Wait for the tensors of all members for one collective.
 
-        The tensors are shared by those who take them, and not to be written to.
+        Returns:
+            The tensors, in the order of the members; None if the collective failed. All members
+            receive the same tensors, so nobody may write to them.
         """
         with self._changed:
             self._wait_until(
                 lambda: number in quorum.complete or quorum.is_broken, f"collective {number}"
             )
-            return quorum.complete.get(number)  # a member that leaves later breaks no finished one
+            # From `complete`: a member that leaves later does not fail a collective that is over.
+            return quorum.complete.get(number)
 
-    def cut_off(self, quorum: Quorum, replica_id: int) -> None:
-        """Let nothing of what this member sends in the quorum reach anybody."""
+    def isolate(self, quorum: Quorum, replica_id: int) -> None:
+        """Replace everything that this member sends in the quorum by zeros."""
         with self._changed:
-            quorum.cut_off.add(replica_id)
+            quorum.isolated.add(replica_id)
 
-    def come_back(self, replica_id: int) -> None:
-        """A replica that was killed is there again."""
+    def rejoin(self, replica_id: int) -> None:
+        """Count a replica that was killed among the live ones again."""
         with self._changed:
             self._alive.add(replica_id)
 
     def break_quorum(self, quorum: Quorum) -> None:
-        """Make what is under way in this quorum fail in every member."""
+        """Fail the open collectives of this quorum in every member."""
         with self._changed:
             quorum.is_broken = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""k replica groups as threads of one process, over a shared-buffer mock allreduce.
+"""Runs k replica groups as threads of one process that average through shared memory.
 
-``diloco/`` runs unchanged and does not know: the simulation enters through the manager alone.
-Threads, because torchft starts and awaits an allreduce inside one ``optimizer.step()``, so that
-replicas cannot be stepped in turn (ADR-007).
+``diloco/`` runs unchanged: the simulation replaces the manager and nothing else. The replicas are
+threads because torchft starts and awaits an allreduce inside one ``optimizer.step()``, so a single
+thread cannot step them in turn (ADR-007).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["Fault", "SimulatedManager", "SimulatedReplica", "SimulationError", "
 
 
 class SimulationError(RuntimeError):
-    """A replica raised; its exception is the cause."""
+    """A replica raised an exception, which is the ``__cause__`` of this one."""
 
 
 @dataclass(frozen=True)
 class SimulatedReplica:
-    """What a replica function gets.
+    """What ``simulate`` passes to the replica function.
 
     Attributes:
-        replica_id: From 0.
-        num_replicas: How many there are.
-        manager: Stands in for ``torchft.manager.Manager``.
+        replica_id: Number of the replica, from 0.
+        num_replicas: Number of replicas in the simulation.
+        manager: Replaces ``torchft.manager.Manager``.
     """
 
     replica_id: int
@@ -44,23 +44,25 @@ def simulate(
     faults: Sequence[Fault] = (),
     timeout_s: float | None = 60.0,
 ) -> list[Any]:
-    """Run ``replica_fn`` once for each replica group, at the same time, in this process.
+    """Run ``replica_fn`` once for each replica group, all at the same time, in this process.
 
-    Bitwise repeatable: sums run in the order of the replicas. Torch's default random generator is
-    shared by the threads, so data and dropout need generators of their own.
+    Results are bitwise reproducible: sums are computed in the order of the replicas. The threads
+    share torch's default random generator, so data and dropout need generators of their own.
 
     Args:
-        replica_fn: The training of one replica group; builds ``DiLoCo`` over ``sim.manager``.
-        num_replicas: How many to run.
-        faults: What goes wrong, and when.
-        timeout_s: How long a replica waits for its peers before all are stopped, in seconds; None
-            for ever.
+        replica_fn: Trains one replica group. It builds ``DiLoCo`` on ``sim.manager``.
+        num_replicas: Number of replicas to run.
+        faults: Scripted faults.
+        timeout_s: Longest wait of a replica for its peers, in seconds. After it, all replicas are
+            stopped. None waits for ever.
 
     Returns:
-        What each call returned, in the order of the replicas; None for a killed one.
+        What each call returned, in the order of the replicas; None for a replica that was killed.
 
     Raises:
-        SimulationError: A replica raised; the message says which, and it is the ``__cause__``.
+        ValueError: ``num_replicas`` is below 1, or a fault names a replica that does not exist.
+        SimulationError: A replica raised. The message names it, and its exception is the
+            ``__cause__``.
     """
     if num_replicas < 1:
         raise ValueError(f"num_replicas={num_replicas}: use at least 1")
@@ -116,4 +118,4 @@ def _run_and_restart(
             if not stopped.restarts:
                 raise
             network.leave(replica_id)
-            network.come_back(replica_id)
+            network.rejoin(replica_id)

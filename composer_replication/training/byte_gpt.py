@@ -1,4 +1,4 @@
-"""A small GPT over bytes as a Composer model: something to train that needs no tokenizer."""
+"""A small GPT over bytes as a Composer model, which needs no tokenizer."""
 
 import math
 
@@ -12,7 +12,7 @@ Batch = dict[str, Tensor]
 
 
 class BitsPerByte(Metric):
-    """Mean cross entropy in bits per byte, each byte weighing the same over batches and ranks."""
+    """Mean cross entropy in bits per byte. Every byte of every batch and rank weighs the same."""
 
     full_state_update = False  # torchmetrics: one update per batch is enough
 
@@ -27,19 +27,30 @@ class BitsPerByte(Metric):
         self.add_state("num_bytes", default=zero.clone(), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: logits (batch, length, vocab_size), labels (batch, length)."""
+        """Add a batch.
+
+        Args:
+            logits: Shape (batch, length, vocab_size).
+            labels: Shape (batch, length).
+        """
         self.nats += F.cross_entropy(
             logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
         )
         self.num_bytes += labels.numel()
 
     def compute(self) -> Tensor:
-        """Bits per byte over all batches since the last reset."""
+        """Return the bits per byte over all batches since the last reset."""
         return self.nats / self.num_bytes / math.log(2)
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: attention, then a feed-forward layer, each added on."""
+    """A pre-norm transformer block: attention, then a feed-forward layer, each with a residual.
+
+    Args:
+        d_model: Width of the residual stream.
+        n_heads: Attention heads.
+        expansion_ratio: Hidden width of the feed-forward layer, in units of ``d_model``.
+    """
 
     def __init__(self, d_model: int, n_heads: int, expansion_ratio: int) -> None:
         super().__init__()
@@ -63,23 +74,26 @@ class Block(nn.Module):
 
 
 class ByteGPT(ComposerModel):
-    """A decoder-only transformer that predicts the next byte; arguments are named as in MPT.
+    """A decoder-only transformer that predicts the next byte. Its arguments are named as in MPT.
 
-    A batch is what :class:`~composer_replication.training.text_data.TextBytes` gives: ``labels``
+    A batch is what :class:`~composer_replication.training.text_data.TextBytes` yields: ``labels``
     are already shifted. The loss is in nats, the evaluation metric ``BitsPerByte`` in bits.
 
     There is no dropout: simulated replicas are threads that share torch's generator, so random
-    numbers drawn in training would make a run depend on which thread came first. The initial
+    numbers drawn in training would make a run depend on which thread comes first. The initial
     weights come from that generator too: seed it alike in all replica groups.
 
     Args:
-        d_model: width of the residual stream, a multiple of ``n_heads``.
-        n_heads: attention heads per block.
-        n_layers: blocks, in ``self.blocks``.
-        max_seq_len: longest sequence in bytes; positions are learned.
-        expansion_ratio: hidden width of the feed-forward layer, in units of ``d_model``.
-        vocab_size: 256, one for each byte.
-        tie_word_embeddings: the embedding is also the output layer.
+        d_model: Width of the residual stream, a multiple of ``n_heads``.
+        n_heads: Attention heads per block.
+        n_layers: Number of blocks, in ``self.blocks``.
+        max_seq_len: Longest sequence in bytes. Positions are learned.
+        expansion_ratio: Hidden width of the feed-forward layer, in units of ``d_model``.
+        vocab_size: Number of byte values, 256.
+        tie_word_embeddings: Whether the embedding is also the output layer.
+
+    Raises:
+        ValueError: ``d_model`` is not a multiple of ``n_heads``.
     """
 
     def __init__(
@@ -119,7 +133,11 @@ class ByteGPT(ComposerModel):
                 nn.init.normal_(module.weight, std=std)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits of shape (batch, length, vocab_size)."""
+        """Return logits of shape (batch, length, vocab_size).
+
+        Raises:
+            ValueError: The sequence is longer than ``max_seq_len``.
+        """
         ids = batch["input_ids"]
         if ids.shape[1] > self.wpe.num_embeddings:
             raise ValueError(
@@ -132,7 +150,7 @@ class ByteGPT(ComposerModel):
         return self.lm_head(self.norm_f(x))
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Mean cross entropy in nats per byte."""
+        """Return the mean cross entropy in nats per byte."""
         return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
 
     def eval_forward(self, batch: Batch, outputs: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a config can name: constructors by name, and the keys that each takes.
+"""The constructors that a config can name, and the keys that each one accepts.
 
-Names as strings, so that a config is checked without importing torch or Composer. A test holds
-the keys against the constructors' signatures.
+They are listed as strings, so that a config is checked without importing torch or Composer. A test
+compares the keys with the constructors' signatures.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from composer_replication.replica.options import ReplicaOptions
 
 @dataclass(frozen=True)
 class Component:
-    """A constructor.
+    """A constructor that a config can name.
 
     Attributes:
-        path: Where it is, ``module:name``.
-        keys: The arguments that a config may give.
+        path: Import path, ``module:name``.
+        keys: Arguments that a config may set.
     """
 
     path: str
     keys: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """Import the constructor."""
+        """Import the constructor and return it."""
         module, _, name = self.path.partition(":")
         return getattr(import_module(module), name)
 
@@ -113,7 +113,11 @@ COMPONENTS: dict[str, dict[str, Component]] = {
         ),
     },
 }
-"""By section and name. ``model``, the loaders, ``optimizer`` and ``scheduler`` name theirs in a
-field ``name``; in ``callbacks`` and ``loggers`` every key is a name."""
+"""Components by section and name.
+
+``model``, the loaders, ``optimizer`` and ``scheduler`` name theirs in a field ``name``. In
+``callbacks`` and ``loggers`` every key is a name.
+"""
 
 NAMED_BY_FIELD = ("model", "train_loader", "eval_loader", "optimizer", "scheduler")
+"""Sections that name one component in a field ``name``."""

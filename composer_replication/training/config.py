@@ -1,11 +1,11 @@
-"""A YAML file -> a checked, plain config. Imports neither torch nor Composer: it answers at once.
+"""Reads a YAML file into a checked, plain config.
 
-OmegaConf lives here only; dicts leave.
+This module imports neither torch nor Composer, so that a bad config is rejected at once. It is the
+only one that uses OmegaConf; the others receive dicts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
+from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.json_files import naming
 from composer_replication.replica.options import ReplicaOptions
@@ -53,18 +54,25 @@ TOP_LEVEL = (
     "train_subset_num_batches",
     "variables",
 )
-"""The keys of a config, by llm-foundry's names; ``variables`` is the reader's own corner."""
+"""Keys of a config, with llm-foundry's names. ``variables`` holds values of the user's own."""
 
 
 class ConfigError(ValueError):
-    """Something in a config is wrong; the message says what and the fix."""
+    """A config is wrong. The message names the key, the value, and the fix."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file, apply ``key=value`` overrides and check all that can be checked at once.
+    """Read a YAML file, apply ``key=value`` overrides, and check the config.
+
+    Args:
+        path: The YAML file.
+        overrides: Values to replace, such as ``callbacks.diloco.sync_every=50``.
+
+    Returns:
+        The config as a plain dict, with ``${...}`` resolved.
 
     Raises:
-        ConfigError: The file is missing, or a key or value is wrong.
+        ConfigError: The file is missing, or a key or a value is wrong.
     """
     path = Path(path)
     if not path.is_file():
@@ -75,7 +83,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     try:
         loaded = OmegaConf.load(path)
         if not isinstance(loaded, DictConfig):
-            raise ConfigError(f"{path} is a list: write key: value pairs")
+            raise ConfigError(f"{path} holds a list: write key: value pairs")
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, YAMLError) as error:
@@ -87,7 +95,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
 
 
 class Config(dict[str, Any]):
-    """A config as a plain dict, that knows which of its values were ``${...}`` in the file."""
+    """A config as a plain dict that also knows which of its values were ``${...}`` in the file.
+
+    Args:
+        values: The resolved values.
+        source: The same config as OmegaConf holds it, with ``${...}`` unresolved.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: DictConfig) -> None:
         super().__init__(values)
@@ -97,7 +110,7 @@ class Config(dict[str, Any]):
         return Config({**self, **changes}, self.source)
 
     def unresolved(self) -> dict[str, Any]:
-        """The same values, but ``${...}`` where it stood in the file and is not changed since."""
+        """Return the values with ``${...}`` where the file has it and the value has not changed."""
         resolved = OmegaConf.to_container(self.source, resolve=True)
         return _unresolved(dict(self), resolved, OmegaConf.to_container(self.source))
 
@@ -114,24 +127,34 @@ def _unresolved(value: Any, resolved: Any, written: Any) -> Any:
 
 
 def save_config(config: Mapping[str, Any], path: str | Path) -> None:
-    """Write a config as YAML that only its owner can read.
+    """Write a config as a YAML file that only its owner can read.
 
-    What came from ``${oc.env:NAME}`` is written like that: it may be a secret, and is resolved
-    again when the file is read.
+    A value that came from ``${oc.env:NAME}`` is written as ``${oc.env:NAME}``: it may be a secret.
+    It is resolved again when the file is read.
+
+    Args:
+        config: The config.
+        path: The file, which is overwritten.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     values = config.unresolved() if isinstance(config, Config) else dict(config)
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with naming(Path(path)), open(number, "w") as file:
-        os.fchmod(number, 0o600)  # of a file that was there before
+        os.fchmod(number, 0o600)  # os.open does not change the mode of an existing file
         OmegaConf.save(OmegaConf.create(values), file)
 
 
 def read_value(path: Path, key: str) -> Any:
-    """One value of a config's file; None if the file is missing or damaged, or has no such value.
+    """Read one value of a config file.
 
     Args:
         path: The file.
-        key: With dots between the sections.
+        key: The key, with dots between the sections.
+
+    Returns:
+        The value; None if the file is missing or damaged, or has no such key.
     """
     try:
         return OmegaConf.select(OmegaConf.load(path), key)
@@ -140,7 +163,14 @@ def read_value(path: Path, key: str) -> Any:
 
 
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Check keys, names, the DiLoCo settings and the text folders; return the config."""
+    """Check the keys, the names, the DiLoCo settings and the text folders of a config.
+
+    Returns:
+        The same config.
+
+    Raises:
+        ConfigError: Something is wrong. The message names it and the fix.
+    """
     check_keys(config, TOP_LEVEL, "the config")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
@@ -166,7 +196,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_section(section: str, contents: Any, components: Mapping[str, Component]) -> None:
     if not isinstance(contents, dict):
-        raise ConfigError(f"{section}: {contents!r} is no section: write key: value pairs")
+        raise ConfigError(f"{section}={contents!r} is not a section: write key: value pairs")
     if section not in NAMED_BY_FIELD:
         check_keys(contents, components, section)
         for name, arguments in contents.items():
@@ -179,20 +209,31 @@ def _check_section(section: str, contents: Any, components: Mapping[str, Compone
 
 
 def check_diloco(section: Mapping[str, Any]) -> None:
-    """Check ``callbacks.diloco`` without building the callback."""
-    agreed = {field.name for field in dataclasses.fields(DiLoCoSettings)}
-    own = {field.name for field in dataclasses.fields(ReplicaOptions)}
+    """Check the ``callbacks.diloco`` section without building the callback.
+
+    Raises:
+        ConfigError: A setting or an option has an impossible value.
+    """
     try:
-        DiLoCoSettings(**{key: value for key, value in section.items() if key in agreed})
-        ReplicaOptions(**{key: value for key, value in section.items() if key in own})
+        pick(DiLoCoSettings, section)
+        pick(ReplicaOptions, section)
     except ValueError as error:
         raise ConfigError(f"callbacks.diloco: {error}") from error
 
 
-def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Refuse a key that nobody knows, with the closest one that somebody does."""
+def check_keys(keys: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Reject an unknown key, and suggest the closest allowed one.
+
+    Args:
+        keys: The keys to check.
+        allowed: The keys that exist.
+        where: The section, for the message.
+
+    Raises:
+        ConfigError: A key is not allowed.
+    """
     allowed = sorted(allowed)
-    for key in given:
+    for key in keys:
         if key not in allowed:
             close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}? Allowed:" if close else "use one of"

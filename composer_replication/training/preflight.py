@@ -1,4 +1,4 @@
-"""What is checked of a group's surroundings before Composer is imported, which takes seconds."""
+"""Checks a group's coordinator and lighthouse before Composer is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from composer_replication.training.config import ConfigError
 
 
 def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
-    """Check that a group's coordinator agrees with its config, and that its lighthouse answers."""
+    """Check that a group's coordinator agrees with its config and that its lighthouse answers.
+
+    Args:
+        config: From ``load_config``.
+        environ: Environment variables. None: those of this process.
+
+    Raises:
+        ConfigError: Neither the config nor the environment names a lighthouse or a coordinator.
+        ValueError: The coordinator has other settings, another model or another version, or an
+            address or a certificate cannot be used.
+        ConnectionError: The coordinator or the lighthouse does not answer.
+    """
     environ = os.environ if environ is None else environ
     section = (config.get("callbacks") or {}).get("diloco") or {}
     env = ReplicaEnv.from_env(environ)
@@ -27,17 +38,17 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
 
         client = CoordinatorClient(coordinator_addr, env.token, tls_dir=tls_dir)
         info = client.info()
-        info.check_given(section, coordinator_addr)
+        info.check_settings(section, coordinator_addr)
         info.check_versions()
         info.check_model(config["model"])
         replica_id = section.get("replica_id", env.replica_id)
-        if replica_id is not None and environ.get("RANK", "0") == "0":  # one of a group asks
+        if replica_id is not None and environ.get("RANK", "0") == "0":  # once per group
             client.check_name_is_free(str(replica_id), info.heartbeat_timeout_s)
         client.close()
         address = address or info.lighthouse_addr
     if not address:
         raise ConfigError(
             "no lighthouse is named: set COMPOSER_REPLICATION_COORDINATOR or TORCHFT_LIGHTHOUSE to "
-            "http://host:port, or use `composer-replication launch`"
+            "http://host:port, or start the groups with `composer-replication launch`"
         )
     check_lighthouse(address, section.get("connect_timeout", ReplicaOptions.connect_timeout))

@@ -1,7 +1,7 @@
-"""Samples of text for a replica group: every group trains on its own share of the same folder.
+"""Loads samples of text for one rank of a replica group, from that group's shard of a folder.
 
-Composer gives every replica group the same samples, since each group is a job of its own. Here
-the sampler knows the group as well as the rank inside it.
+Composer's own sampler gives every replica group the same samples, since each group is a job of its
+own. The sampler here knows the group as well as the rank inside it.
 """
 
 import hashlib
@@ -21,29 +21,34 @@ SHARDS = ("fixed", "leased")
 class TextBytes(Dataset[dict[str, torch.Tensor]]):
     """The bytes of a folder's text files, cut into windows that do not overlap.
 
-    A sample is ``{"input_ids", "labels"}``, both int64 of shape (max_seq_len,): the label is the
-    byte that follows, already shifted. So neighbouring windows share one byte, as the last label
-    of the one and the first input of the other. What is left after the last full window is unused.
+    A sample is ``{"input_ids", "labels"}``, both int64 of shape (max_seq_len,). A label is the byte
+    that follows its input, so it is already shifted. Neighbouring windows therefore share one byte:
+    the last label of the first is the first input of the second. Bytes after the last full window
+    are unused.
 
     Args:
-        path: the folder; None for the running Python's standard library (see
-            :func:`~composer_replication.training.text_files.check_text_folder` for what counts as
-            text).
-        max_seq_len: bytes in one sample.
+        path: The folder. None: the running Python's standard library.
+            :func:`~composer_replication.training.text_files.check_text_folder` says which files
+            count as text.
+        max_seq_len: Bytes in one sample.
         split: "train", or "eval" for the held-out files.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: The folder holds no text, too little, or too much.
     """
 
     def __init__(
         self, path: str | Path | None = None, *, max_seq_len: int, split: Split = "train"
     ) -> None:
         folder = check_text_folder(path, max_seq_len=max_seq_len)
-        # bytearray, since torch warns about a buffer that it may not write to.
-        self._bytes = torch.frombuffer(bytearray(folder.read(split)), dtype=torch.uint8)
+        # bytearray: torch warns about a read-only buffer.
+        self._bytes = torch.frombuffer(bytearray(folder.read_bytes(split)), dtype=torch.uint8)
         self.max_seq_len = max_seq_len
 
     @property
     def name(self) -> str:
-        """What is equal where the samples are, on whatever machine and in whatever folder."""
+        """A name that is equal wherever the samples are equal, on any machine and in any folder."""
         digest = hashlib.sha256(self._bytes.numpy().data).hexdigest()[:16]
         return f"text {digest} by {self.max_seq_len}"
 
@@ -73,32 +78,38 @@ def build_text_loader(
     replica_rank: int = 0,
     num_replica_groups: int = 1,
 ) -> DataLoader:
-    """A loader over :class:`TextBytes` for this rank of this replica group.
+    """Build a loader over :class:`TextBytes` for this rank of this replica group.
 
-    "train", shards "fixed": the windows are dealt out to all ranks of all groups, and dealt anew
-    every epoch. A group that is not there leaves its share unread.
+    "train" with shards "fixed": the windows are dealt to all ranks of all groups, in a new order
+    every epoch. If a group is missing, its shard is not read.
 
-    "train", shards "leased": the groups lease windows from the coordinator, so that each is in the
-    model once an epoch, whoever dies; see :class:`ReplicaDataLoader`. An epoch has no length then.
+    "train" with shards "leased": the groups lease windows from the coordinator, so that each window
+    is trained on once an epoch even if groups die; see :class:`ReplicaDataLoader`. An epoch then
+    has no length.
 
-    "eval": every group reads all held-out windows, shared among its own ranks only, and always in
-    the same scattered order, so that the first few batches (``eval_subset_num_batches``) are a
-    fair sample, and the same one at each evaluation.
+    "eval": every group reads all held-out windows, sharded over its own ranks only. Their order is
+    random and always the same, so that the first few batches (``eval_subset_num_batches``) are a
+    fair sample and the same one at each evaluation.
 
     Args:
-        path: the folder; None for the running Python's standard library.
-        max_seq_len: bytes in one sample.
-        batch_size: samples per batch and device.
+        path: The folder. None: the running Python's standard library.
+        max_seq_len: Bytes in one sample.
+        batch_size: Samples per batch and device.
         split: "train" or "eval".
-        shuffle: another order every epoch. Default: for "train" only.
-        seed: of the order. Equal in all groups, or their shares overlap.
-        drop_last: leave out what does not fill a batch on every rank, so that no sample comes
-            twice. Default: for "train" only, since Composer takes doubled samples out of metrics.
-        num_workers: processes that read ahead; the text is in memory, so 0 is fast.
+        shuffle: Whether the order changes every epoch. None: for "train" only.
+        seed: Seed of the order. It has to be equal in all groups, else their shards overlap.
+        drop_last: Whether to leave out what does not fill a batch on every rank, so that no sample
+            comes twice. None: for "train" only, since Composer removes doubled samples from
+            metrics.
+        num_workers: Processes that read ahead. The text is in memory, so 0 is fast.
         shards: "fixed" or "leased". Unused by "eval".
-        unit_size: windows that are leased together.
-        replica_rank: this group's number, from 0. Unused by "eval".
-        num_replica_groups: the largest number of groups there will be. Unused by "eval".
+        unit_size: Windows that are leased together.
+        replica_rank: The group's number, from 0. Unused by "eval".
+        num_replica_groups: The largest number of groups there will be. Unused by "eval".
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: An argument is impossible, or the text does not fill one batch.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1.")
@@ -136,7 +147,7 @@ def build_text_loader(
             drop_last=drop_last,
         )
     else:
-        dataset = _scattered(dataset, seed)
+        dataset = _in_random_order(dataset, seed)
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=seed)
     if drop_last and len(sampler) < batch_size:
         raise ValueError(
@@ -150,11 +161,12 @@ def build_text_loader(
         drop_last=drop_last,
         num_workers=num_workers,
         # A DataLoader draws from torch's default generator whenever it starts. Simulated replicas
-        # are threads that share that one, so each loader has its own.
+        # are threads that share it: without a generator of its own, a loader's order would depend
+        # on which thread came first.
         generator=torch.Generator().manual_seed(seed),
     )
 
 
-def _scattered(dataset: TextBytes, seed: int) -> Subset:
+def _in_random_order(dataset: TextBytes, seed: int) -> Subset:
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     return Subset(dataset, order.tolist())

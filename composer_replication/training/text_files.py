@@ -1,7 +1,7 @@
-"""Which text files a run trains on, and which it holds out.
+"""Selects the text files that a run trains on, and those that it holds out.
 
-Standard library only and quick (names, sizes and the first bytes of each file), so that a
-launcher can refuse a bad folder before it starts a process.
+It uses the standard library only and reads names, sizes and the first bytes of each file, so that a
+launcher can reject a bad folder before it starts a process.
 """
 
 import codecs
@@ -30,10 +30,10 @@ _MAX_FOLDER_BYTES = 1 << 30
 class TextFolder:
     """A checked folder: its text files, split into those to train on and those held out.
 
-    Args:
-        root: the folder.
-        train: paths relative to ``root``, with forward slashes, sorted.
-        eval: the same for the held-out files; none of them is in ``train``.
+    Attributes:
+        root: The folder.
+        train: Paths relative to ``root``, with forward slashes, sorted.
+        eval: The same for the held-out files. No file is in both.
     """
 
     root: Path
@@ -41,38 +41,45 @@ class TextFolder:
     eval: tuple[str, ...]
 
     def files(self, split: Split) -> tuple[str, ...]:
-        """The relative paths of one split, in the order in which they are read."""
+        """The relative paths of one split, in the order in which they are read.
+
+        Raises:
+            ValueError: ``split`` is neither "train" nor "eval".
+        """
         if split not in get_args(Split):
             raise ValueError(f"split={split!r} is unknown. Use 'train' or 'eval'.")
         return self.train if split == "train" else self.eval
 
     def num_bytes(self, split: Split) -> int:
-        """The size of one split in bytes, from the files' sizes alone."""
+        """The size of one split in bytes, from the sizes of its files."""
         return sum((self.root / name).stat().st_size for name in self.files(split))
 
-    def read(self, split: Split) -> bytes:
-        """One split's files, one after the other."""
+    def read_bytes(self, split: Split) -> bytes:
+        """The contents of one split's files, one after the other."""
         return b"".join((self.root / name).read_bytes() for name in self.files(split))
 
 
 def check_text_folder(path: str | Path | None = None, *, max_seq_len: int = 1) -> TextFolder:
-    """List and split a folder's text files, or say why nobody can train on them.
+    """List and split the text files of a folder, or reject the folder.
 
-    Which files are held out (about one in twenty) follows from each file's relative path, so
-    that every replica group holds out the same ones, on whatever machine it runs. Only a folder
-    too small for that gives up the one file whose path hashes lowest.
+    A hash of each file's relative path decides whether it is held out (about one in twenty), so
+    that every replica group holds out the same files on any machine. A folder so small that no file
+    is selected holds out the one whose path has the lowest hash.
 
     Args:
-        path: a folder, searched with its subfolders. Every file counts, whatever its suffix, if
-            its first 64 KiB are UTF-8 without a NUL byte; hidden files and folders (``.git``) and
-            empty files do not, nor are links to folders followed. All of it together may be
-            1 GiB, since every process holds it in memory. None takes the ``*.py`` files of
-            the running Python's standard library.
-        max_seq_len: bytes in one sample; each split must hold at least one.
+        path: A folder, which is searched with its subfolders. Every file counts, whatever its
+            suffix, if its first 64 KiB are UTF-8 without a NUL byte. Hidden files and folders
+            (``.git``) and empty files do not count, and links to folders are not followed. All text
+            together may have 1 GiB, since every process holds it in memory. None: the ``*.py``
+            files of the running Python's standard library.
+        max_seq_len: Bytes in one sample. Each split must hold at least one sample.
+
+    Returns:
+        The folder and its split.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: it holds no text, too little of it, or too much.
+        FileNotFoundError: The folder does not exist.
+        ValueError: The folder holds no text, too little, or too much.
     """
     if max_seq_len < 1:
         raise ValueError(f"max_seq_len={max_seq_len} must be at least 1 byte.")
@@ -98,13 +105,12 @@ def check_text_folder(path: str | Path | None = None, *, max_seq_len: int = 1) -
 
 
 def unigram_bits_per_byte(folder: TextFolder) -> float:
-    """Bits per held-out byte for a model that knows only how often each byte occurs in training.
+    """Bits per held-out byte of a model that only knows how often each byte occurs in training.
 
-    The first thing a language model learns is this; one that does not beat it has learned nothing
-    else. Every byte's count has one added, so that a byte never seen in training costs a finite
-    number of bits.
+    A language model learns this first; one that does not beat it has learned nothing else. Every
+    count has one added, so that a byte never seen in training costs a finite number of bits.
     """
-    train, held_out = Counter(folder.read("train")), Counter(folder.read("eval"))
+    train, held_out = Counter(folder.read_bytes("train")), Counter(folder.read_bytes("eval"))
     total = train.total() + 256
     bits = sum(n * -math.log2((train[byte] + 1) / total) for byte, n in held_out.items())
     return bits / held_out.total()
@@ -114,9 +120,9 @@ def _check_sizes(folder: TextFolder, max_seq_len: int) -> None:
     sizes: dict[Split, int] = {"train": folder.num_bytes("train"), "eval": folder.num_bytes("eval")}
     if sum(sizes.values()) > _MAX_FOLDER_BYTES:
         raise ValueError(
-            f"path={str(folder.root)!r} holds {sum(sizes.values())} bytes of text, and every "
-            f"process would hold them in memory; the limit is {_MAX_FOLDER_BYTES}. Use a part of "
-            "it, or a StreamingDataset."
+            f"path={str(folder.root)!r} holds {sum(sizes.values())} bytes of text. Every process "
+            f"holds them in memory, so the limit is {_MAX_FOLDER_BYTES}. Use a part of it, or a "
+            "StreamingDataset."
         )
     for split, size in sizes.items():
         if size < max_seq_len + 1:  # the last byte of a window is a target only
@@ -127,7 +133,7 @@ def _check_sizes(folder: TextFolder, max_seq_len: int) -> None:
 
 
 def _held_out(names: list[str]) -> frozenset[str]:
-    """About one path in twenty; at least one and never all."""
+    """Select about one path in twenty; at least one and never all."""
 
     def rank(name: str) -> int:
         return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big")
@@ -146,13 +152,13 @@ def _text_files(root: Path) -> list[str]:
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
-    """Relative paths of the non-empty files under ``root``, sorted, without hidden ones."""
+    """List the non-empty files under ``root`` by relative path, sorted, without hidden ones."""
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [d for d in subfolders if d not in skipped and not d.startswith(".")]
         names += [Path(folder, f) for f in files if not f.startswith(".")]
-    # Sorted as text: the order of a directory differs between file systems, and with it would
-    # the bytes of a split between replica groups.
+    # Sorted as text: the order of a directory differs between file systems. Without this the bytes
+    # of a split would differ between replica groups.
     return sorted(p.relative_to(root).as_posix() for p in names if p.is_file() and p.stat().st_size)
 
 

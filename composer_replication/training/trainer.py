@@ -1,4 +1,4 @@
-"""A checked config -> a Composer Trainer, and its run as one replica group or as several."""
+"""Builds a Composer Trainer from a config, and trains one replica group or simulated ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composer_replication.training.text_files import check_text_folder, unigram_
 
 log = logging.getLogger(__name__)
 
-PASSED_ON = (
+TRAINER_ARGUMENTS = (
     "autoresume",
     "device",
     "device_train_microbatch_size",
@@ -44,14 +44,20 @@ PASSED_ON = (
     "seed",
     "train_subset_num_batches",
 )
-"""Config keys that are arguments of ``composer.Trainer`` as they stand."""
+"""Config keys that are passed to ``composer.Trainer`` unchanged."""
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Train one replica group to the end; its place in the run comes from the environment.
+    """Train one replica group to the end. Its id and its addresses come from the environment.
+
+    Args:
+        config: From ``load_config``.
 
     Returns:
-        What ``result.json`` holds: inner and outer steps, digest, final loss, evaluation.
+        The contents of ``result.json``: inner and outer steps, digest, final loss, evaluation.
+
+    Raises:
+        ConfigError: The config cannot be used.
     """
     run_dir = ReplicaEnv.from_env().run_dir or config.get("run_dir")
     section = {"run_dir": run_dir} | (config["callbacks"].get("diloco") or {})
@@ -70,20 +76,26 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_replicas(options: ReplicaOptions) -> int:
-    """Between how many groups the data is shared: the loaders are built before the Trainer asks."""
+    """The number of groups that share the data. The loaders need it before the Trainer is built."""
     if options.coordinator_addr is not None:
         return ask_for_run(options).num_replicas
     return options.num_replicas or 1
 
 
 def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[str, Any]]:
-    """Train ``num_replicas`` replica groups in this process, averaging through shared memory.
+    """Train several replica groups in this process, averaging through shared memory.
+
+    Args:
+        config: From ``load_config``.
+        num_replicas: Number of replica groups.
 
     Returns:
-        The result of each, in their order.
+        The result of each group, in the order of their ids.
     """
     run_dir = config.get("run_dir")
-    building = threading.Lock()  # weights are drawn from torch's default generator: one at a time
+    # Initial weights are drawn from torch's default generator, which the threads share. Without
+    # the lock, groups that are built at the same time would start from different weights.
+    building = threading.Lock()
 
     def replica(sim: SimulatedReplica) -> dict[str, Any]:
         own = {"run_dir": run_dir, "replica_id": sim.replica_id, "num_replicas": sim.num_replicas}
@@ -114,21 +126,21 @@ def build_trainer(
 
     Args:
         config: From ``load_config``.
-        diloco: Its DiLoCo callback.
-        replica_id: Which group, from 0: which share of the data it reads.
-        num_replicas: Between how many groups the data is shared.
-        run_dir: Below it, ``replica_<id>/`` is where a relative ``save_folder`` lies.
+        diloco: The group's DiLoCo callback.
+        replica_id: The group's id. With fixed shards it selects the shard of the data.
+        num_replicas: Number of groups that share the data.
+        run_dir: The run's folder. A relative ``save_folder`` lies in ``replica_<id>/`` below it.
 
     Raises:
         ConfigError: A section has a key that its constructor does not know.
     """
-    reproducibility.seed_all(config.get("seed", 17))  # equal initial weights in all groups
+    reproducibility.seed_all(config.get("seed", 17))  # all groups start from the same weights
     model = build_named("model", config["model"])
     others = {k: v for k, v in (config.get("callbacks") or {}).items() if k != "diloco"}
     loggers = config.get("loggers") or {}
     if config.get("autoresume"):
-        # Composer wants a name, which it does nothing with, and refuses to make the checkpoints
-        # again that a group had written beyond the one it continues from.
+        # Composer demands a name, which it does not use. Without save_overwrite it would refuse to
+        # write again the checkpoints that came after the one from which the group continues.
         defaults = {"run_name": "diloco", "save_overwrite": True}
         config = defaults | {key: value for key, value in config.items() if value is not None}
     return Trainer(
@@ -149,30 +161,39 @@ def build_trainer(
         save_folder=_save_folder(config.get("save_folder"), run_dir, replica_id),
         progress_bar=config.get("progress_bar", sys.stderr.isatty()),
         auto_log_hparams=False,
-        **{key: config[key] for key in PASSED_ON if config.get(key) is not None},
+        **{key: config[key] for key in TRAINER_ARGUMENTS if config.get(key) is not None},
     )
 
 
-def build_named(section: str, contents: Mapping[str, Any], **live: Any) -> Any:
-    """Build a section that has a ``name`` field."""
-    arguments = {key: value for key, value in contents.items() if key != "name"}
-    return build(section, contents["name"], arguments, **live)
-
-
-def build(section: str, name: str, contents: Mapping[str, Any] | None, **live: Any) -> Any:
-    """Call the constructor that a section names. Its keys are the arguments, and nothing else.
+def build_named(section: str, contents: Mapping[str, Any], **objects: Any) -> Any:
+    """Build the component of a section that has a ``name`` field.
 
     Args:
-        section: A key of ``COMPONENTS``.
-        name: Which constructor.
+        section: The section, a key of ``COMPONENTS``.
+        contents: The section's values, with ``name``.
+        **objects: Arguments that YAML cannot hold.
+    """
+    arguments = {key: value for key, value in contents.items() if key != "name"}
+    return build(section, contents["name"], arguments, **objects)
+
+
+def build(section: str, name: str, contents: Mapping[str, Any] | None, **objects: Any) -> Any:
+    """Call the constructor that a section names. The section's keys become its arguments.
+
+    Args:
+        section: The section, a key of ``COMPONENTS``.
+        name: The name of the constructor.
         contents: The arguments from the YAML.
-        **live: Objects that no YAML can hold.
+        **objects: Arguments that YAML cannot hold.
+
+    Raises:
+        ConfigError: A key is unknown, or the constructor rejects a value.
     """
     component = COMPONENTS[section][name]
     contents = contents or {}
     check_keys(contents, component.keys, f"{section}: {name}")
     try:
-        return component.load()(**contents, **live)
+        return component.load()(**contents, **objects)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{section}: {name}: {error}") from error
 
@@ -186,33 +207,36 @@ def _build_loader(
         if batch_size % dist.get_world_size():
             raise ConfigError(
                 f"global_train_batch_size={batch_size} (of one replica group) is not divisible by "
-                f"its {dist.get_world_size()} ranks"
+                f"its {dist.get_world_size()} ranks: use a multiple of {dist.get_world_size()}"
             )
         batch_size //= dist.get_world_size()
     split = {"split": "eval" if section == "eval_loader" else "train"}
-    has_fixed_share = section == "train_loader" and config[section].get("shards") != "leased"
-    place = (replica_rank(replica_id, num_replicas), num_replicas) if has_fixed_share else (0, 1)
+    is_sharded = section == "train_loader" and config[section].get("shards") != "leased"
     return build_named(
         section,
         split | config[section],
         batch_size=batch_size,
-        replica_rank=place[0],
-        num_replica_groups=place[1],
+        replica_rank=replica_rank(replica_id, num_replicas) if is_sharded else 0,
+        num_replica_groups=num_replicas if is_sharded else 1,
     )
 
 
 def replica_rank(replica_id: str | int, num_replicas: int) -> int:
-    """Which share of the data a group reads: its id, which then has to be a number from 0."""
+    """The number of the data shard that a group reads, which is its replica id.
+
+    Raises:
+        ConfigError: The id is not a number below ``num_replicas``.
+    """
     if not str(replica_id).isdecimal() or int(replica_id) >= num_replicas:
         raise ConfigError(
-            f"replica_id={replica_id!r} says no share of the data: number the {num_replicas} "
+            f"replica_id={replica_id!r} selects no shard of the data: number the {num_replicas} "
             f"groups 0 to {num_replicas - 1}, and set NUM_REPLICA_GROUPS (or num_replicas) in each"
         )
     return int(replica_id)
 
 
 def _save_folder(save_folder: str | None, run_dir: str | None, replica_id: str | int) -> str | None:
-    """Each group saves into a folder of its own: they would overwrite each other's files."""
+    """The folder for a group's checkpoints: in a common one the groups would overwrite files."""
     if save_folder is None:
         return None
     group = f"replica_{replica_id}"
@@ -237,7 +261,7 @@ def _fit(
 
 
 def _evaluation(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, float]:
-    """What the evaluation after the last sync measured, of the global parameters."""
+    """Metrics of the last evaluation, which measured the global parameters."""
     metrics = trainer.state.eval_metrics.get("eval", {})
     values = {name: float(metric.compute()) for name, metric in metrics.items()}
     if "BitsPerByte" not in values:

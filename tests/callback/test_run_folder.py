@@ -201,7 +201,7 @@ def test_a_full_disk_ends_nothing_and_no_line_is_lost(tmp_path, clock, caplog):
     assert status(tmp_path)["batch"] == 6
     assert lines_of(tmp_path) == [1, 2, 3, 4, 5]
     assert lines_of(tmp_path, "resumes.jsonl") == [2, 3, 4, 5]
-    assert caplog.text.count("Training goes on; 1 lines wait in memory until there is room") == 1
+    assert caplog.text.count("Training continues; 1 lines wait in memory until there is space") == 1
 
 
 def test_a_disk_that_stays_full_is_a_warning_once_a_minute(tmp_path, clock, caplog):
@@ -217,7 +217,7 @@ def test_a_result_that_cannot_be_written_is_an_error_with_the_file(tmp_path):
     folder = ReplicaFolder(tmp_path, "a")
     with (
         no_file_above(10),
-        pytest.raises(OSError, match=r"only its result is not written: make room.*result\.json"),
+        pytest.raises(OSError, match=r"only its result is not written: free.*result\.json"),
     ):
         folder.write_result({"inner_steps": 4})
 

@@ -132,8 +132,8 @@ def test_a_plateau_goes_on_where_the_donor_s_is_through_the_bytes_of_a_heal():
     (donor, theirs), (joiner, ours) = plateau(0.5), plateau(0.5)
     for loss in (1.0, 2.0, 2.0, 2.0):
         theirs.step(loss)
-    body = memoryview(bytearray(b"".join(dump(Schedules(donor).give()))))
-    Schedules(joiner).take(load(body))
+    body = memoryview(bytearray(b"".join(dump(Schedules(donor).state_dict()))))
+    Schedules(joiner).load_state_dict(load(body))
     assert joiner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
     for scheduler in (theirs, ours):
         scheduler.step(0.5)

@@ -68,7 +68,7 @@ def test_code_in_the_metadata_is_not_run(tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
     assert "asks for pathlib.Path.touch, which no checkpoint needs" in what_is_wrong(folder)
     assert newest_whole(tmp_path) is None
-    with pytest.raises(ValueError, match=r"cannot be read as a Composer checkpoint \(it asks for"):
+    with pytest.raises(ValueError, match=r"cannot be read as a Composer checkpoint \(it needs"):
         export(folder, tmp_path / "out.safetensors")
     config = {"load_path": str(folder)}
     with pytest.raises(ValueError, match="cannot continue from"):

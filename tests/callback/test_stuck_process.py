@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 HEAD = """
 import datetime, os, signal, sys, threading, time
@@ -120,7 +120,7 @@ def test_a_rank_whose_others_never_come_to_close_ends_with_every_thread_s_traceb
     script = RANK.replace("{ends}", ends)
     ranks = [start(script, **place, RANK=str(i), LOCAL_RANK=str(i)) for i in range(2)]
     try:
-        _, said = ranks[0].communicate(timeout=50)
+        _, said = ranks[0].communicate(timeout=240)
         assert ranks[0].returncode == status, said
         assert f"this rank ends with status {status}" in said
         assert 'trainer.py", line' in said and "in close" in said and "in barrier" in said
@@ -133,7 +133,7 @@ def test_a_rank_whose_others_never_come_to_close_ends_with_every_thread_s_traceb
 
 def test_a_long_backward_after_a_caught_error_is_left_alone():
     process = start(SWEEP)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "trained the second model" in out
 
@@ -143,6 +143,6 @@ def test_a_save_that_waits_for_another_rank_when_sigterm_comes_is_left_alone():
     assert process.stdout.readline() == "saving\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert out.split() == ["noted", "saved"] or out.split() == ["saved", "noted"]

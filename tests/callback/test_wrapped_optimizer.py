@@ -50,7 +50,7 @@ class Look(Callback):
         self.inner_steps.append(int(of_first.get("step", 0)))
 
     def batch_end(self, state, logger):
-        self.losses.append(float(state.loss))
+        self.losses.append(float(state.loss.detach()))
 
 
 def train(sim, algorithms, *others, max_duration="12ba", **diloco):

@@ -1,13 +1,14 @@
 """Composer's callbacks, as rows of docs/composer.md."""
 
 import itertools
+import threading
 from pathlib import Path
 
 import torch
 from composer import callbacks as composer_callbacks
 from composer.loggers import LoggerDestination
 from composer.optim import DecoupledAdamW, LinearScheduler
-from composer_parts.fits import NOT_TRIED, WITH_NOTE, Part
+from composer_parts.fits import NOT_TESTED, WITH_NOTE, Part
 from composer_parts.models import SIZE, image_data, prompting_text, steady, text_data, unmeasured
 
 from composer_replication.callback.export import read_checkpoint
@@ -53,10 +54,19 @@ def saved(fit, alone):
 numbers = itertools.count()
 
 
+compiling = threading.Lock()  # torch's compiler is one for the groups' threads
+
+
+class Exporting(composer_callbacks.ExportForInferenceCallback):
+    def fit_end(self, state, logger):
+        with compiling:
+            super().fit_end(state, logger)
+
+
 def exporting():
     """Ends in the middle of a round; a file for each, as groups share a folder here."""
     path = f"model{next(numbers)}.pt"
-    one = composer_callbacks.ExportForInferenceCallback("torchscript", path)
+    one = Exporting("torchscript", path)
     return {"callbacks": [one], "max_duration": "10ba"}
 
 
@@ -100,7 +110,7 @@ def evaluating():
     return {"eval_dataloader": image_data(99), "eval_interval": "2ba"}
 
 
-NEEDS_A_GPU = {"status": NOT_TRIED, "error": "only works on CUDA devices"}
+NEEDS_A_GPU = {"status": NOT_TESTED, "error": "only works on CUDA devices"}
 # An evaluation draws random numbers under Composer alone, and under DiLoCo puts them back.
 STOPS = {"status": WITH_NOTE, "trainer": evaluating, "model": steady}
 
@@ -152,7 +162,7 @@ CALLBACKS = dict(
             "LRMonitor", trainer=lambda: {"schedulers": LinearScheduler()}, did=same_values("lr-")
         ),
         callback("LoadCheckpoint", "ba5.pt", status=WITH_NOTE, model=steady),
-        callback("MLPerfCallback", ".", 0, status=NOT_TRIED, error="mlperf"),
+        callback("MLPerfCallback", ".", 0, status=NOT_TESTED, error="mlperf"),
         callback("MemoryMonitor", **NEEDS_A_GPU),
         callback("MemorySnapshot", **NEEDS_A_GPU),
         callback("NaNMonitor"),

@@ -10,7 +10,7 @@ from composer.optim import (
     DecoupledSGDW,
 )
 from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
-from composer_parts.fits import NOT_TRIED, REFUSED, WITH_NOTE, Part
+from composer_parts.fits import NOT_TESTED, REJECTED, WITH_NOTE, Part
 from composer_parts.models import image_data, small, steady
 
 
@@ -41,7 +41,7 @@ def traced(fit, alone):
 
 
 def needs_a_gpu(error, **arguments):
-    return part(arguments, status=NOT_TRIED, error=error)
+    return part(arguments, status=NOT_TESTED, error=error)
 
 
 def fits(trainer: Trainer):
@@ -71,7 +71,7 @@ BY_BATCH = {"max_duration": None}
 
 COMBINATIONS = {
     "several optimizers": part(
-        {"optimizers": halves}, status=REFUSED, error="Only one optimizer is supported"
+        {"optimizers": halves}, status=REJECTED, error="Only one optimizer is supported"
     ),
     "`DecoupledAdamW`": optimizer(lambda ps: DecoupledAdamW(ps, lr=1e-3, weight_decay=1e-4)),
     "`DecoupledSGDW`": optimizer(lambda ps: DecoupledSGDW(ps, lr=0.05, weight_decay=1e-4)),

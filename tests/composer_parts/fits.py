@@ -14,7 +14,7 @@ from composer_parts.models import image_data, images
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import simulate
 
-WORKS, WITH_NOTE, REFUSED, NOT_TRIED = "works", "works with a note", "refused", "not tried here"
+WORKS, WITH_NOTE, REJECTED, NOT_TESTED = "works", "works with a note", "rejected", "not tested here"
 
 IDENTITY = {"outer_lr": 1.0, "outer_momentum": 0.0}
 """With these one group's outer step puts the global parameters on the local ones."""

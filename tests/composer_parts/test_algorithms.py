@@ -12,7 +12,7 @@ import pytest
 from composer_parts.algorithms import ALGORITHMS
 from composer_parts.fits import (
     IDENTITY,
-    NOT_TRIED,
+    NOT_TESTED,
     Part,
     check_equal,
     check_identity,
@@ -25,7 +25,7 @@ from composer_parts.models import text
 
 from composer_replication.simulation.simulation import SimulationError
 
-TRIED = {name: part for name, part in ALGORITHMS.items() if part.status != NOT_TRIED}
+TRIED = {name: part for name, part in ALGORITHMS.items() if part.status != NOT_TESTED}
 
 
 @functools.cache

@@ -12,8 +12,8 @@ import torch
 from composer_parts.combinations import COMBINATIONS
 from composer_parts.fits import (
     IDENTITY,
-    NOT_TRIED,
-    REFUSED,
+    NOT_TESTED,
+    REJECTED,
     Part,
     check_equal,
     check_identity,
@@ -26,7 +26,7 @@ from composer_parts.fits import (
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import Fault
 
-NOT_RUN = [name for name, part in COMBINATIONS.items() if part.status in (NOT_TRIED, REFUSED)]
+NOT_RUN = [name for name, part in COMBINATIONS.items() if part.status in (NOT_TESTED, REJECTED)]
 SEVERAL_FITS = [name for name, part in COMBINATIONS.items() if part.steps is not None]
 ONE_FIT = [name for name in COMBINATIONS if name not in {*NOT_RUN, *SEVERAL_FITS}]
 ALONE_IN_A_PROCESS = {"`Profiler`"}  # torch has one for all threads

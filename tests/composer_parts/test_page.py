@@ -11,7 +11,7 @@ from composer import Algorithm, Callback
 from composer_parts.algorithms import ALGORITHMS
 from composer_parts.callbacks import CALLBACKS
 from composer_parts.combinations import COMBINATIONS
-from composer_parts.fits import REFUSED
+from composer_parts.fits import REJECTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "composer.md"
 
@@ -39,7 +39,7 @@ def test_no_algorithm_and_no_callback_of_composer_is_missing():
     [
         ("Algorithms", ALGORITHMS, "`"),
         ("Callbacks", CALLBACKS, "`"),
-        ("What else is combined", COMBINATIONS, ""),
+        ("Other combinations", COMBINATIONS, ""),
     ],
 )
 def test_the_page_has_the_tests_names_and_statuses(heading, parts, code):
@@ -49,8 +49,8 @@ def test_the_page_has_the_tests_names_and_statuses(heading, parts, code):
 
 def test_a_note_is_there_where_one_is_promised_and_an_error_is_quoted():
     parts = ALGORITHMS | CALLBACKS | COMBINATIONS
-    for heading in ("Algorithms", "Callbacks", "What else is combined"):
+    for heading in ("Algorithms", "Callbacks", "Other combinations"):
         for name, status, note in rows(heading):
             assert note or status == "works", name
-            if status == REFUSED:
+            if status == REJECTED:
                 assert parts[name].error in note

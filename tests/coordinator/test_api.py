@@ -27,7 +27,7 @@ from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_model import fingerprint_of
-from composer_replication.coordinator.run_settings import RefusedError, RunSettings
+from composer_replication.coordinator.run_settings import RejectedError, RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -151,14 +151,14 @@ def test_what_cannot_change_in_mid_run_is_no_field(client):
 
 def test_there_is_no_version_to_come(client):
     answer = client.get("/v1/settings/7")
-    assert answer.status_code == 422 and "no settings of version 7" in answer.json()["detail"]
+    assert answer.status_code == 422 and "no settings version 7" in answer.json()["detail"]
 
 
 def test_a_group_of_another_number_of_ranks_is_refused_while_one_of_the_others_lives(client, clock):
     register(client)
     refused = register(client, "1", world_size=1)
     assert refused.status_code == 422 and refused.json()["detail"] == (
-        "replica group '1' has a world size of 1, and replica group '0' of this run one of 2: "
+        "replica group '1' has a world size of 1, and replica group '0' of this run has 2: "
         "start every group with the same number of ranks"
     )
     assert register(client, "1").status_code == 201
@@ -192,7 +192,7 @@ def test_a_config_that_has_changed_is_a_new_version_where_groups_can_adopt_it(tm
     assert (told["settings_version"], told["settings"]["outer_lr"]) == (2, 0.3)
     database.close()
     other = dataclasses.replace(changed, weight_by="steps")
-    with pytest.raises(RefusedError, match="weight_by 'uniform' before, 'steps' now"):
+    with pytest.raises(RejectedError, match="weight_by 'uniform' before, 'steps' now"):
         make(tmp_path, clock, settings=other)
     client, database = make(tmp_path, clock, settings=other, all_start=True)
     assert client.get("/v1/info").json()["settings"]["weight_by"] == "steps"
@@ -215,9 +215,15 @@ def test_a_registration_asked_for_again_is_answered_again(client):
             {"model": [MODEL[0], MODEL[1] | {"dtype": "torch.bfloat16"}]},
             "b.weight is torch.bfloat16",
         ),
-        ({"model": MODEL[:1]}, "b.weight is missing here, and torch.float32 (4,) in this run"),
-        ({"torchft": "2026.1.1"}, "torchft 2026.1.1 here, and 2026.10.26 in this run"),
-        ({"composer_replication": "0.0.9"}, "composer_replication 0.0.9 here, and 0.1.0 in"),
+        (
+            {"model": MODEL[:1]},
+            "b.weight is missing in this group, and torch.float32 (4,) in this run",
+        ),
+        ({"torchft": "2026.1.1"}, "this group has torchft 2026.1.1, the run has 2026.10.26"),
+        (
+            {"composer_replication": "0.0.9"},
+            "this group has composer_replication 0.0.9, the run has 0.1.0",
+        ),
     ],
 )
 def test_who_does_not_fit_is_refused_with_the_first_difference(client, changes, message):
@@ -306,7 +312,9 @@ def test_a_dataset_is_made_once(client):
     answer = post(client, "datasets", **C4 | {"seed": 8})
     assert answer.status_code == 409 and "seed 7, not 8" in answer.json()["detail"]
     answer = post(client, "datasets", dataset_id="d", length=2**40, seed=0, unit_size=1)
-    assert answer.status_code == 422 and "use 65536 or more" in answer.json()["detail"]
+    assert (
+        answer.status_code == 422 and "use a unit_size of 65536 or more" in answer.json()["detail"]
+    )
     assert client.get("/v1/datasets/other").status_code == 422
     assert open_stream(client).status_code == 201
     assert open_stream(client, "x", dataset_id="other").status_code == 422
@@ -381,7 +389,7 @@ def test_a_stream_of_another_state_folder_is_not_found(client, stream):
     ):
         answer = post(client, path, **body)
         assert answer.status_code == 404
-        assert f"does not know stream {stream + 1}" in answer.json()["detail"]
+        assert f"has no stream {stream + 1}" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -541,7 +549,7 @@ def test_an_audit_that_cannot_be_written_stops_nothing(client, tmp_path, caplog)
     for name in "01":
         assert register(client, name).status_code == 201
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "the log alone has the audit" in warnings[0]
+    assert len(warnings) == 1 and "only the log has the audit" in warnings[0]
 
 
 @pytest.mark.parametrize("header", [{"Authorization": ""}, {"Authorization": "Bearer wrong"}])
@@ -604,4 +612,4 @@ def test_the_page_shows_strangers_and_keeps_the_token_out_of_the_address_bar(cli
     assert client.get("/v1/status").json()["strangers"] == []
     page = client.get("/").text
     assert "status.strangers" in page and 'id="strangers"' in page
-    assert page.index("if (given) keepToken()") < page.index("history.replaceState(")
+    assert page.index("if (encoded) keepToken()") < page.index("history.replaceState(")

@@ -1,21 +1,25 @@
-"""A group's side of the coordinator, when something else answers at its address.
+"""A group's side of the coordinator, when something else answers at its address, or nothing.
 
-Run: pytest tests/coordinator/test_client.py. Real: HTTP over loopback, the client and its threads.
+Run: pytest tests/coordinator/test_client.py. Real: HTTP over loopback, the client and its thread.
 """
 
+import dataclasses
+import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 from composer_replication.coordinator.client import CoordinatorClient, RunInfo
 from composer_replication.coordinator.client_http import (
     CoordinatorAwayError,
-    RefusedByCoordinatorError,
+    NameTakenError,
 )
 from composer_replication.coordinator.membership import Membership
-from composer_replication.data.commit_reports import CommitReports
+from composer_replication.coordinator.wire_types import CommitReport
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
 from composer_replication.replica.options import ReplicaOptions
 
@@ -35,21 +39,35 @@ ODD = {
 }
 
 
+ALIVE = (409, {}, b'{"detail": "a replica group \'0\' is alive"}')
+HEARTBEAT = "/v1/replicas/0/heartbeat"
+SETTINGS = json.dumps(dataclasses.asdict(DiLoCoSettings())).encode()
+
+
 class Service:
-    """Answers every request with ``answer``: status, headers, body."""
+    """Answers every request with ``answer``: status, headers, body; or as ``by_path`` says."""
 
     def __init__(self) -> None:
         self.answer = (200, {}, GOOD)
-        self.paths: list[str] = []
+        self.by_path = {"/v1/settings/1": (200, {}, SETTINGS)}
+        self.is_closed = threading.Event()
+        self.hangs = ""
+        """The path that is answered at the end of the test."""
+        self.requests: list[tuple[float, str, dict]] = []
+        """When, where and what each one was."""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def respond(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                service.paths.append(self.path)
-                status, headers, body = service.answer
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                service.requests.append((time.monotonic(), self.path, json.loads(body or "{}")))
+                if self.path == service.hangs:
+                    service.is_closed.wait(60)
+                    self.close_connection = True
+                    return
+                status, headers, body = service.by_path.get(self.path, service.answer)
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -68,7 +86,11 @@ class Service:
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
+    def bodies(self, path: str) -> list[dict]:
+        return [body for _, asked, body in self.requests if asked == path]
+
     def close(self) -> None:
+        self.is_closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -84,7 +106,7 @@ def info_of(service: Service) -> RunInfo:
     return RunInfo(
         settings=DiLoCoSettings(),
         settings_version=1,
-        source="tiny.yaml",
+        settings_source="tiny.yaml",
         num_replicas=2,
         min_replicas=1,
         lighthouse_addr=service.address,
@@ -96,6 +118,23 @@ def info_of(service: Service) -> RunInfo:
     )
 
 
+@pytest.fixture
+def member_of(service):
+    """Registers a group, which leaves at the end of the test."""
+    members = []
+
+    def make() -> Membership:
+        options = ReplicaOptions(
+            replica_id="0", coordinator_addr=service.address, heartbeat_interval_s=0.01
+        )
+        members.append(Membership(options, info_of(service), [{"w": torch.zeros(1)}], world_size=1))
+        return members[-1]
+
+    yield make
+    for member in members:
+        member.leave()
+
+
 def wait_until(condition) -> None:
     deadline = time.monotonic() + 10
     while not condition():
@@ -105,7 +144,7 @@ def wait_until(condition) -> None:
 
 @pytest.mark.parametrize("odd", ODD)
 def test_what_is_not_the_coordinators_json_is_no_answer(service, odd):
-    client = CoordinatorClient(service.address, "secret", patience_s=0.0)
+    client = CoordinatorClient(service.address, "secret", retry_s=0.0)
     service.answer = ODD[odd]
     for ask in (
         client.info,
@@ -115,7 +154,7 @@ def test_what_is_not_the_coordinators_json_is_no_answer(service, odd):
         lambda: client.heartbeat("0", {}),
         lambda: client.progress("c4"),
         lambda: client.lease(1, 0, 0),
-        lambda: client.commit(1, [], [], 0.0),
+        lambda: client.commit(CommitReport(1, [], [])),
     ):
         with pytest.raises(CoordinatorAwayError, match=service.address):
             ask()
@@ -123,56 +162,123 @@ def test_what_is_not_the_coordinators_json_is_no_answer(service, odd):
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_heartbeats_go_on_after_an_odd_answer(service, odd):
-    options = ReplicaOptions(coordinator_addr=service.address, heartbeat_interval_s=0.01)
-    membership = Membership(options, info_of(service), "0")
-    membership.join({}, world_size=1)
+def test_heartbeats_and_reports_go_on_after_an_odd_answer(service, member_of, odd):
+    member = member_of()
     service.answer = ODD[odd]
-    service.paths.clear()
-    wait_until(lambda: len(service.paths) >= 3)
-    service.answer = (200, {}, b'{"settings_version": 7}')
-    wait_until(lambda: membership.newest_version == 7)
-    assert membership.refusal is None
-    membership.leave()
+    service.requests.clear()
+    member.report_commit(CommitReport(1, [[1, 2, 2]], [1]))
+    wait_until(lambda: len(service.bodies(HEARTBEAT)) >= 3)
+    assert not service.bodies("/v1/commits"), "a coordinator that is away is asked once a heartbeat"
+    member.report_commit(CommitReport(2, [[1, 4, 4]], [1]))
+    service.by_path["/v1/settings/2"] = (200, {}, SETTINGS)
+    service.answer = (200, {}, b'{"settings_version": 2, "unknown": []}')
+    wait_until(lambda: service.bodies("/v1/commits"))
+    assert member.known_settings() == {1: DiLoCoSettings(), 2: DiLoCoSettings()}
+    wait_for_heartbeats(service, 3)
+    (report,) = service.bodies("/v1/commits")
+    assert report.pop("age_s") >= 0
+    assert report == {"outer_step": 2, "ledger": [[1, 4, 4]], "present": [1]}
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_a_report_of_a_sync_arrives_after_an_odd_answer(service, odd, monkeypatch):
-    monkeypatch.setattr(CommitReports, "RETRY_S", 0.01)
-    client = CoordinatorClient(service.address, "secret")
-    reports = CommitReports(client)
-    service.answer = ODD[odd]
-    reports.tell(1, [[1, 2, 2]], [1])
-    wait_until(lambda: len(service.paths) >= 3)
-    service.answer = (200, {}, GOOD)
-    wait_until(lambda: reports._newest is None)
-    reports.close()
+def wait_for_heartbeats(service, count):
+    before = len(service.bodies(HEARTBEAT))
+    wait_until(lambda: len(service.bodies(HEARTBEAT)) >= before + count)
+
+
+def test_a_report_that_was_not_answered_is_repeated(service, member_of):
+    service.by_path["/v1/commits"] = ODD["a proxy's 502"]
+    member_of().report_commit(CommitReport(1, [[1, 2, 2]], [1]))
+    wait_until(lambda: len(service.bodies("/v1/commits")) >= 3)
+    del service.by_path["/v1/commits"]
+    wait_for_heartbeats(service, 3)
+    sent = len(service.bodies("/v1/commits"))
+    wait_for_heartbeats(service, 3)
+    assert len(service.bodies("/v1/commits")) == sent
+
+
+def test_each_attempt_of_a_report_says_how_old_the_sync_is_by_then(service):
+    service.answer = ODD["nothing"]
+    client = CoordinatorClient(service.address, "secret", retry_s=0.5)
+    with pytest.raises(CoordinatorAwayError):
+        client.commit(CommitReport(1, [], []))
     client.close()
+    ages = [body["age_s"] for body in service.bodies("/v1/commits")]
+    assert len(ages) >= 2 and all(b - a >= 0.1 for a, b in zip(ages, ages[1:], strict=False))
 
 
-def test_a_refusal_of_the_coordinator_is_told_as_such(service):
-    client = CoordinatorClient(service.address, "secret", patience_s=0.0)
-    service.answer = (409, {}, b'{"detail": "a replica group \'0\' is alive"}')
-    with pytest.raises(RefusedByCoordinatorError, match="'0' is alive") as error:
+def test_a_database_that_stands_still_delays_no_heartbeat_past_the_limit(service, member_of):
+    member = member_of()
+    service.hangs = "/v1/commits"
+    member.report_commit(CommitReport(1, [[1, 2, 2]], [1]))
+    wait_until(lambda: len(service.bodies("/v1/commits")) >= 2)
+    wait_for_heartbeats(service, 1)
+    times = [when for when, path, _ in service.requests if path == HEARTBEAT]
+    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    assert max(gaps) < info_of(service).heartbeat_timeout_s
+
+
+def test_training_does_not_wait_for_new_settings(service, member_of):
+    member = member_of()
+    service.hangs = "/v1/settings/2"
+    service.answer = (200, {}, b'{"settings_version": 2, "unknown": []}')
+    wait_until(lambda: service.requests[-1][1] == service.hangs)
+    began = time.monotonic()
+    assert member.known_settings().keys() == {1}
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_group_waits_until_its_predecessor_looks_dead(service, member_of):
+    service.by_path["/v1/replicas"] = ALIVE
+
+    def die():
+        wait_until(lambda: len(service.bodies("/v1/replicas")) >= 2)
+        del service.by_path["/v1/replicas"]
+
+    threading.Thread(target=die).start()
+    assert member_of().known_settings().keys() == {1}
+
+
+def test_a_closed_connection_ends_the_wait_of_another_thread(service):
+    service.answer = ODD["nothing"]
+    client = CoordinatorClient(service.address, "secret").with_limits(retry_s=math.inf)
+    errors = []
+
+    def ask():
+        try:
+            client.lease(1, 0, 0)
+        except CoordinatorAwayError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: len(service.requests) >= 2)
+    client.close()
+    thread.join(5.0)
+    assert not thread.is_alive() and len(errors) == 1
+
+
+def test_a_refusal_of_the_coordinator_is_an_error_with_its_reason(service):
+    client = CoordinatorClient(service.address, "secret", retry_s=0.0)
+    service.answer = ALIVE
+    with pytest.raises(NameTakenError, match="'0' is alive"):
         client.register({})
-    assert error.value.status == 409
     client.close()
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("named", "message"),
     [
         ({"num_replicas": 3}, "num_replicas: 3 here, 2 there"),
         ({"min_replica_size": 2}, "min_replica_size: 2 here, 1 there"),
         ({"sync_every": 7}, "sync_every: 7 here, 100 there"),
     ],
 )
-def test_a_config_that_names_another_value_than_the_coordinator_is_refused(service, given, told):
-    with pytest.raises(SettingsMismatch, match=told):
-        info_of(service).check_given(given, service.address)
+def test_a_config_that_names_another_value_than_the_coordinator_is_refused(service, named, message):
+    with pytest.raises(SettingsMismatch, match=message):
+        info_of(service).check_settings(named, service.address)
 
 
 def test_a_config_that_names_the_same_or_nothing_is_accepted(service):
     info = info_of(service)
-    info.check_given({"num_replicas": 2, "min_replica_size": 1}, service.address)
-    info.check_given({"num_replicas": None, "timeout": 5.0}, service.address)
+    info.check_settings({"num_replicas": 2, "min_replica_size": 1}, service.address)
+    info.check_settings({"num_replicas": None, "timeout": 5.0}, service.address)

@@ -147,7 +147,9 @@ def test_a_file_that_cannot_be_written_is_a_storage_error(database, path):
 
 @pytest.mark.parametrize("folder", ["missing", "/proc"])
 def test_a_folder_without_room_for_a_file_is_a_storage_error(tmp_path, folder):
-    with pytest.raises(StorageError, match=rf"{folder}/x.db: .* to exist and to be writable"):
+    with pytest.raises(
+        StorageError, match=rf"{folder}/x.db: .* create its folder and make it writable"
+    ):
         Database(tmp_path / folder / "x.db")
 
 
@@ -190,7 +192,7 @@ def test_closing_empties_the_log_and_ends_all_use(database, path):
     database.close()
     wal = path.with_name(path.name + "-wal")
     assert not wal.exists() or wal.stat().st_size == 0
-    with pytest.raises(StorageError, match="has been closed: open it anew"):
+    with pytest.raises(StorageError, match="has been closed: open it again"):
         insert(database, 2)
-    with pytest.raises(StorageError, match="has been closed: open it anew"):
+    with pytest.raises(StorageError, match="has been closed: open it again"):
         database.execute_schema(TABLE)

@@ -61,7 +61,9 @@ class Service:
         return sum(epoch.done for epoch in self.streams.units.progress("c4"))
 
     def told(self):
-        return [event["text"] for event in self.journal.events() if "come back" in event["text"]]
+        return [
+            event["text"] for event in self.journal.events() if "available again" in event["text"]
+        ]
 
 
 @pytest.fixture
@@ -90,7 +92,8 @@ def test_a_silent_group_ends_with_the_first_sync_without_it(service, a, b):
     service.report([a], ledger={a: (4, 4), b: (3, 5)})
     assert service.open() == {a}
     assert service.told() == [
-        "replica group 1's samples come back: 13 not committed, 2 of them in part of the model"
+        "13 uncommitted samples of replica group 1 are available again, "
+        "2 of them in part of the model"
     ]
     service.report([a])
     assert len(service.told()) == 1
@@ -137,7 +140,7 @@ def test_a_group_that_registered_anew_ends_its_old_stream(service, a, b):
     assert b in service.open(), "that sync was before: b may have been in a later one"
     service.report([a, later], age_s=0.5)
     assert service.open() == {a, later}
-    assert service.told() == ["replica group 1's samples come back: 16 not committed"]
+    assert service.told() == ["16 uncommitted samples of replica group 1 are available again"]
 
 
 def test_registering_again_with_the_same_session_ends_nothing(service, a, b):
@@ -146,7 +149,7 @@ def test_registering_again_with_the_same_session_ends_nothing(service, a, b):
     service.report([a])
     assert b in service.open()
     service.now += 1.0
-    assert service.registry.death_of("1", "an older life") == service.now - 2.0
+    assert service.registry.ended_at("1", "an older life") == service.now - 2.0
 
 
 def test_a_group_that_has_left_ends(service, a, b):
@@ -186,7 +189,7 @@ def test_a_group_that_gives_up_its_stream_says_what_the_model_has(service, a, b)
     assert service.streams.release(b, {b: (3, 3), a: (1, 1), 2**40: (1, 1)}) == [2**40]
     (epoch,) = service.streams.units.progress("c4")
     assert (service.open(), epoch.done, epoch.leased) == ({a}, 4, 15)
-    assert service.told() == ["replica group 1's samples come back: 13 not committed"]
+    assert service.told() == ["13 uncommitted samples of replica group 1 are available again"]
     with pytest.raises(UnknownStream):
         service.streams.release(2**40, {a: (5, 5)})
     assert service.streams.units.progress("c4")[0].done == 4, "nothing of it is noted"
@@ -216,7 +219,7 @@ def test_the_largest_outer_step_is_remembered_until_a_rewind(service, a):
     assert service.streams.outer_step == 5
     assert service.streams.units.progress("c4")[0].done == 5
     events = [event["text"] for event in service.journal.events()]
-    assert events[1:] == ["the run goes on from outer step 5, not 9"]
+    assert events[1:] == ["the run continues from outer step 5, not 9"]
     with pytest.raises(UnknownStream):
         service.streams.rewind(3, {2**40: (1, 1)})
     assert service.streams.outer_step == 5
@@ -230,7 +233,7 @@ def test_a_rewind_that_comes_late_changes_nothing(service, a, b):
     assert service.done() == 16 and service.streams.outer_step == 1
 
 
-def test_a_rewind_after_the_death_of_all_is_one(service, a):
+def test_a_rewind_after_the_ended_at_all_is_one(service, a):
     service.report([a], ledger={a: (8, 8)}, outer_step=1)
     service.now += TIMEOUT_S + 1
     service.begin("0", "another", leases=0)

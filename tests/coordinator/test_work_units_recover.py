@@ -80,7 +80,9 @@ def test_a_stream_whose_samples_others_have_cannot_be_reopened(units, a, b, done
         units.commit({b: (1, 1)})
         units.close(b)
     taken = 1 if done else lease.stop - 1
-    with pytest.raises(StreamClosed, match=f"{taken} of the {lease.stop - 1} samples .* others"):
+    with pytest.raises(
+        StreamClosed, match=f"{taken} of its {lease.stop - 1} uncommitted samples .* others"
+    ):
         units.reopen(a, 2, "one")
     assert a not in [stream.stream for stream in units.open_streams()]
 
@@ -199,7 +201,7 @@ def test_an_epoch_is_not_continued_in_another_order(units, a, monkeypatch):
         return np.arange(num_units), 0
 
     monkeypatch.setattr(unit_leases, "unit_order", other_numpy)
-    with pytest.raises(StorageError, match="shuffles epoch 0 of dataset 'c4' otherwise"):
+    with pytest.raises(StorageError, match="shuffles epoch 0 of dataset 'c4' differently"):
         units.lease(a, 1, 0)
 
 

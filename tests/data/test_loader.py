@@ -1,6 +1,6 @@
 """Samples that replica groups share out. Run: pytest tests/data/test_loader.py
 
-No network: the source of the leases is a list here, or the fixed shards.
+No network: the leases come from a list here, or from fixed shards.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from composer_replication import ReplicaDataLoader
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.data.fixed_shards import FixedShards
 from composer_replication.data.loader import MapStyle
-from composer_replication.data.sample_stream import Place, StreamReader
+from composer_replication.data.sample_stream import StreamPosition, StreamReader
 
-START = Place()
+START = StreamPosition()
 
 
 class Numbers(Dataset):
@@ -40,17 +40,17 @@ class Listed:
             before += stop - start
         self.asked = []
 
-    def lease(self, number, epoch):
+    def __call__(self, number, epoch):
         self.asked.append((number, epoch))
         if number >= len(self.leases):
             return Lease(number, epoch, 0, 0, 0, 0, is_open=False)
         return self.leases[number]
 
 
-def loader_of(source, place=START, length=100, has_more=lambda: False, epoch=0, done=0, **own):
+def loader_of(source, position=START, length=100, has_more=lambda: False, epoch=0, done=0, **own):
     own = {"batch_size": 4, "unit_size": 10, "dataset_id": "numbers"} | own
     loader = ReplicaDataLoader(Numbers(length), **own)
-    loader.read(source, place, has_more)
+    loader.read(source, position, has_more)
     loader.begin(epoch, done)
     return loader
 
@@ -66,14 +66,14 @@ UNIT_0_AND_HALF_OF_3 = ((0, 0, 0, 10), (0, 3, 0, 5), None)
 def test_batches_cross_units_and_the_last_one_takes_what_is_left(num_workers):
     own = {"num_workers": num_workers, "shuffle": False}
     loader = loader_of(Listed(*UNIT_0_AND_HALF_OF_3), **own)
-    places = []
+    positions = []
     found = []
     for batch in loader:
         found.append(batch.tolist())
-        places.append((loader.place.number, loader.place.position))
+        positions.append((loader.position.number, loader.position.samples))
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 30, 31], [32, 33, 34]]
-    assert places == [(0, 4), (0, 8), (1, 12), (2, 15)]
-    assert loader.place == Place(3, 15)
+    assert positions == [(0, 4), (0, 8), (1, 12), (2, 15)]
+    assert loader.position == StreamPosition(3, 15)
 
 
 def test_a_unit_is_shuffled_by_seed_epoch_and_unit_alone():
@@ -94,16 +94,16 @@ def test_a_unit_is_shuffled_by_seed_epoch_and_unit_alone():
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_resume_goes_on_after_the_last_batch_that_was_trained_on(stop, num_workers):
     parts = [(0, 0, 0, 10), (0, 3, 0, 5), (0, 4, 2, 10), None, (1, 1, 0, 10), None]
-    whole, places = [], []
+    whole, positions = [], []
     loader = loader_of(Listed(*parts), num_workers=num_workers)
     for epoch in range(2):
         loader.begin(epoch, 0)
         whole.append([])
         for batch in loader:
             whole[-1].append(batch.tolist())
-            places.append((epoch, len(whole[-1]), loader.place))
-    epoch, done, place = places[stop - 1]
-    resumed = loader_of(Listed(*parts), place, epoch=epoch, done=done, num_workers=num_workers)
+            positions.append((epoch, len(whole[-1]), loader.position))
+    epoch, done, position = positions[stop - 1]
+    resumed = loader_of(Listed(*parts), position, epoch=epoch, done=done, num_workers=num_workers)
     found = [lists(resumed)]
     if epoch == 0:
         resumed.begin(1, 0)
@@ -140,7 +140,7 @@ def test_where_it_pauses_it_asks_whether_there_is_more():
     answers = iter([True, True, False])
     loader = loader_of(Listed(*parts), shuffle=False, has_more=lambda: next(answers))
     assert lists(loader) == [[0, 1], [10, 11]]
-    assert next(answers, None) is None and loader.place == Place(5, 4)
+    assert next(answers, None) is None and loader.position == StreamPosition(5, 4)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -149,14 +149,14 @@ def test_another_stream_is_read_from_the_next_batch_on(num_workers):
     loader = loader_of(Listed((0, 0, 0, 10), None), shuffle=False, num_workers=num_workers)
     batches = iter(loader)
     assert next(batches).tolist() == [0, 1, 2, 3]
-    loader.read(Listed((0, 7, 0, 6), None), Place(), lambda: False)
+    loader.read(Listed((0, 7, 0, 6), None), StreamPosition(), lambda: False)
     assert [batch.tolist() for batch in batches] == [[70, 71, 72, 73], [74, 75]]
 
 
 def test_another_stream_may_come_in_a_pause():
     def has_more():
-        if loader.reader.is_closed:
-            loader.read(Listed((0, 7, 0, 2), None), Place(), lambda: False)
+        if loader.sampler.reader.is_closed:
+            loader.read(Listed((0, 7, 0, 2), None), StreamPosition(), lambda: False)
             return True
         return False
 
@@ -165,18 +165,17 @@ def test_another_stream_may_come_in_a_pause():
 
 
 def test_an_error_of_the_source_is_one_of_the_loader():
-    class Broken:
-        def lease(self, number, epoch):
-            raise ValueError("no such stream")
+    def broken(number, epoch):
+        raise ValueError("no such stream")
 
     with pytest.raises(ValueError, match="no such stream"):
-        lists(loader_of(Broken()))
+        lists(loader_of(broken))
 
 
 def test_it_gives_nothing_before_training_and_its_length_is_a_bound():
     loader = ReplicaDataLoader(Numbers(), 4, dataset_id="numbers")
     assert list(loader) == []
-    loader.read(Listed((0, 0, 0, 2), None), Place(), lambda: False)
+    loader.read(Listed((0, 0, 0, 2), None), StreamPosition(), lambda: False)
     assert list(loader) == [], "Composer looks at a batch of every past epoch"
     assert len(loader) == 25 + 1, "and one smaller batch for each unit"
 
@@ -219,15 +218,18 @@ def test_a_dataset_that_can_also_be_indexed_will_do():
 
 
 def parts(reader, count, epoch):
-    while taken := reader.take(count, epoch):
-        yield taken
+    while samples := reader.read(count, epoch):
+        yield samples
 
 
 @pytest.mark.parametrize(("length", "groups"), [(100, 3), (95, 2), (41, 4), (7, 1)])
 def test_fixed_shards_are_all_of_an_epoch_once_and_another_order_every_epoch(length, groups):
     spec = DatasetSpec("numbers", length, seed=3, unit_size=10)
     orders = []
-    readers = [StreamReader(spec, FixedShards(spec, g, groups), Place()) for g in range(groups)]
+    readers = [
+        StreamReader(spec, FixedShards(spec, g, groups).lease, StreamPosition())
+        for g in range(groups)
+    ]
     for epoch in range(3):
         everything = [x for reader in readers for part in parts(reader, 4, epoch) for x in part]
         assert sorted(everything) == list(range(length))
@@ -237,14 +239,14 @@ def test_fixed_shards_are_all_of_an_epoch_once_and_another_order_every_epoch(len
 
 def test_fixed_shards_resume_anywhere():
     spec = DatasetSpec("numbers", 47, seed=3, unit_size=10)
-    reader = StreamReader(spec, FixedShards(spec, 1, 2), Place())
-    found, places = [], []
+    reader = StreamReader(spec, FixedShards(spec, 1, 2).lease, StreamPosition())
+    found, positions = [], []
     for epoch in range(3):
-        while taken := reader.take(3, epoch):
-            found.append(taken)
-            places.append((epoch, reader.place))
-    for index, (epoch, place) in enumerate(places):
-        again = StreamReader(spec, FixedShards(spec, 1, 2), place)
+        while samples := reader.read(3, epoch):
+            found.append(samples)
+            positions.append((epoch, reader.position))
+    for index, (epoch, position) in enumerate(positions):
+        again = StreamReader(spec, FixedShards(spec, 1, 2).lease, position)
         rest = [part for later in range(epoch, 3) for part in parts(again, 3, later)]
         assert rest == found[index + 1 :]
 

@@ -83,7 +83,7 @@ def test_a_buffer_that_is_a_constant_stays_what_it_is_to_the_bit():
 
 
 def test_with_a_delay_what_has_moved_since_is_mixed_in_like_parameters():
-    # Formed after one of two steps: buffers 1 and 2, mean 1.5; then 0.5 * (2 or 4) + 0.5 * 1.5.
+    # Packed after one of two steps: buffers 1 and 2, mean 1.5; then 0.5 * (2 or 4) + 0.5 * 1.5.
     settings = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "sync_buffers": "mean"}
     one, other = simulate(lambda sim: run(sim, **settings), num_replicas=2)
     assert (one[0]["mean"], other[0]["mean"]) == ([1.75], [2.75])

@@ -142,5 +142,5 @@ def test_waiting_for_min_replica_size_ends_when_it_is_told_to():
         return run_scripted(sim, -1.0, 6, sync_every=2, give_up_after_s=0.1)
 
     faults = [Fault("kill", replica_id=1, step=2)]
-    with pytest.raises(Exception, match="1 replica groups are there, and min_replica_size=2"):
+    with pytest.raises(Exception, match="1 replica groups are connected, and min_replica_size=2"):
         simulate(replica, num_replicas=2, faults=faults)

@@ -88,7 +88,7 @@ def test_what_one_group_alone_has_frozen_goes_on_moving_and_the_log_names_who_tr
     assert columns(runs[0][0])[1][-1] == pytest.approx(10 - 2 - 3 * 3)
     told = [r.getMessage() for r in caplog.records if "frozen" in r.getMessage()]
     assert len(told) == 2  # each group says it once
-    assert "Replica groups 1 (by their place in the quorum) train a, and others" in told[0]
+    assert "Replica groups 1 (by their rank in the quorum) train a, and others" in told[0]
 
 
 def test_a_parameter_that_is_thawed_again_moves_again_without_its_old_momentum():

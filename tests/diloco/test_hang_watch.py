@@ -19,7 +19,7 @@ watch = HangWatch(0.5)
 """
 
 
-def run(training, *, limit_s=30):
+def run(training, *, limit_s=240):
     began = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", BEGIN + training], capture_output=True, text=True, timeout=limit_s
@@ -28,11 +28,11 @@ def run(training, *, limit_s=30):
 
 
 def test_a_thread_that_waits_in_vain_ends_the_process_with_every_stack():
-    ended, seconds = run("wait_in_vain(20.0)")
+    ended, seconds = run("wait_in_vain(200.0)")
     assert ended.returncode == HANG_STATUS
     assert "completed nothing for" in ended.stderr and "hang_timeout_s=0.5" in ended.stderr
     assert "in wait_in_vain" in ended.stderr and "Current thread" in ended.stderr
-    assert seconds < 15
+    assert seconds < 150
 
 
 NO_HANG = {
@@ -63,4 +63,4 @@ def test_a_process_that_was_stopped_for_long_has_not_hung():
     process.send_signal(signal.SIGSTOP)
     time.sleep(1.5)
     process.send_signal(signal.SIGCONT)
-    assert process.communicate(timeout=30)[0] == "went on\n"
+    assert process.communicate(timeout=240)[0] == "went on\n"

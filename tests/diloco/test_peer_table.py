@@ -8,9 +8,35 @@ import torch
 from common import Constant, plain_sgd, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.peer_table import DivergenceError
+from composer_replication.diloco.peer_table import DivergenceError, PeerRow
+from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
+
+# ---- a row ----------------------------------------------------------------------------------
+
+
+def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
+    largest = 2**22 - 1
+    row = PeerRow(
+        has_more=True,
+        is_joining=False,
+        was_healed=True,
+        outer_step=largest,
+        settings_version=largest - 1,
+        min_replica_size=3,
+        is_replacing=False,
+        samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
+        settings=(largest + 1, 1),
+        digests=((1, largest + 1), (0, 0)),
+        frozen=(0, 1, 1),
+    )
+    table = torch.zeros(2, len(row.encode()))
+    table[1] = torch.tensor(row.encode())
+    table += torch.zeros_like(table)  # what the other group sends in this row
+    assert table[1, 0] == 1
+    assert PeerRow.decode(table[1].tolist(), num_fragments=2) == row
+
 
 # ---- the end ---------------------------------------------------------------------------------
 
@@ -117,7 +143,7 @@ def test_a_group_that_differs_by_a_bit_leaves_and_is_named_with_the_fragment(cap
             return str(error)
 
     first, odd, third = simulate(replica, num_replicas=3)
-    assert "replica groups 1 (by their place" in odd
+    assert "replica groups 1 (by their rank" in odd
     assert "the global parameters of fragment=1" in odd
     assert first == third == 6  # the others lose nothing
     assert any("replica groups 1 (by" in r.message for r in caplog.records)

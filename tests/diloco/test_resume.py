@@ -300,7 +300,7 @@ WHY = "The folder says that this run has made 57 outer steps"
 
 def test_a_group_with_nothing_in_a_run_that_has_begun_refuses_when_all_are_there():
     def replica(sim):
-        run_scripted(sim, -1.0, 2, sync_every=2, num_replicas=2, must_not_start=WHY)
+        run_scripted(sim, -1.0, 2, sync_every=2, num_replicas=2, start_refusal=WHY)
 
     with pytest.raises(SimulationError, match=f"NothingToContinueFromError: .* run's state. {WHY}"):
         simulate(replica, num_replicas=2)
@@ -317,7 +317,7 @@ def test_one_group_that_must_not_begin_holds_back_one_that_might():
                 sync_every=2,
                 num_replicas=(3, 1)[sim.replica_id],
                 start_timeout_s=1.0,
-                must_not_start=why,
+                start_refusal=why,
             )
         except TimeoutError as error:
             return str(error)
@@ -333,7 +333,7 @@ def test_a_group_that_must_not_begin_joins_one_that_has_the_state():
             sim.manager.load_state_dict({"step": 3, "batches_committed": 6})
             return run_scripted(sim, -1.0, 4, sync_every=2, num_replicas=2)
         return run_scripted(
-            sim, -1.0, 4, sync_every=2, num_replicas=2, value=50.0, must_not_start=WHY
+            sim, -1.0, 4, sync_every=2, num_replicas=2, value=50.0, start_refusal=WHY
         )
 
     first, second = simulate(replica, num_replicas=2)

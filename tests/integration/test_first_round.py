@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.integration
 
 CONFIG = """
 max_duration: 1000000ba
@@ -39,7 +39,7 @@ def phase_of(run_dir, replica_id):
 
 
 def wait_until(condition, launcher):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline and launcher.poll() is None
         time.sleep(0.02)
@@ -65,7 +65,7 @@ def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
 
     wait_until((run_dir / "replica_2" / "metrics.jsonl").exists, launcher)  # it is back
     (run_dir / "STOP").touch()
-    output, _ = launcher.communicate(timeout=100)
+    output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, output
     replicas = json.loads((run_dir / "summary.json").read_text())["replicas"]
     assert [replica["restarts"] for replica in replicas] == [0, 0, 1]

@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_pat
             time.sleep(0.05)
         assert groups <= {child.pid for child in launcher.children()}
         (run_dir / "STOP").touch()
-        assert launched.wait(60) == 0, (tmp_path / "said").read_text()
+        assert launched.wait(240) == 0, (tmp_path / "said").read_text()
     finally:
         launched.terminate()
         launched.wait(30)

@@ -24,7 +24,8 @@ from integration.test_faults import Scalar
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
 from composer_replication.replica.heal.client import HealError
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.quorum_watch import AtFaultError, QuorumWatch
+from composer_replication.replica.quorum_watch import AtFaultError
+from composer_replication.replica.sync_faults import SyncFaults
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +41,7 @@ def train(
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train for some seconds, with trouble after the first syncs; say how it went."""
-    QuorumWatch.LEAVES_AFTER_S = LEAVES_AFTER_S
+    SyncFaults.LEAVES_AFTER_S = LEAVES_AFTER_S
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     lost = syncs_after = retries = 0
@@ -176,14 +177,14 @@ def one_dies_in_a_sync(group: Group, num_messages: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("groups", [5, 6])
 def test_a_death_in_the_middle_of_a_sync_reaches_all_survivors_at_once(groups):
-    results = run_groups(one_dies_in_a_sync, groups, killed=[1], num_messages=2, timeout_s=90)
+    results = run_groups(one_dies_in_a_sync, groups, killed=[1], num_messages=2)
     survivors = [result for result in results if result is not None]
     assert len(survivors) == groups - 1
     for survivor in survivors:
         assert survivor["ended"] is None and survivor["lost"] == 0
         # The collectives' limit is 60 s; the lighthouse's heartbeat timeout here is 1 s, and torch
         # looks up a name for 5 s where no DNS server answers.
-        assert survivor["longest_s"] < 20 and survivor["syncs_after"] > 5
+        assert survivor["longest_s"] < 40 and survivor["syncs_after"] > 5
 
 
 def one_hangs(group: Group) -> dict[str, Any]:

@@ -27,15 +27,15 @@ RANKS = 2
 
 
 def be_of_another_mind(rank: int, manager: ReplicaManager) -> None:
-    """Rank 1 parts with those it awaits at once; to rank 0 they are alive, for two seconds."""
-    manager.HEARD_WITHIN_S = 5.0 if rank == 0 else 0.0
+    """Rank 1 gives up on missing members at once; to rank 0 they live for two seconds."""
+    manager._watch.missing.HEARTBEAT_WITHIN_S = 5.0 if rank == 0 else 0.0
     believes_from: list[float] = []
 
     def read_an_old_status(lighthouse_addr: str) -> LighthouseStatus:
         status = read_status(lighthouse_addr)
         believes_from.append(time.monotonic())
         if rank == 0 and believes_from[-1] - believes_from[0] < 2.0:
-            return replace(status, alive=status.alive | manager._watch.awaits)
+            return replace(status, alive=status.alive | manager._watch.missing.names)
         return status
 
     replica_manager.read_status = read_an_old_status  # type: ignore[assignment]
@@ -89,7 +89,6 @@ def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_non
             train_ranks_through_a_restart,
             num_replicas=3 * RANKS,
             killed=[4, 5],
-            timeout_s=120.0,
             address=lighthouse.address,
             folder=str(tmp_path),
         )

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from composer_replication.callback.export import export
 from composer_replication.replica.lighthouse import start_lighthouse
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 SCRIPT = Path(__file__).with_name("resume_group.py")
 

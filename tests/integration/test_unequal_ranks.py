@@ -109,7 +109,7 @@ def test_groups_of_two_ranks_are_refused_beside_one_of_one_rank(tmp_path: Path):
             "same number of ranks and the same kind of sharding",
             line,
         )
-        assert seconds < 10.0
+        assert seconds < 20.0
 
 
 def join_later(process: Group, folder: str) -> Any:
@@ -134,4 +134,4 @@ def test_joiners_of_another_number_of_ranks_or_shards_are_refused_and_nobody_in_
             "this replica group has 2 ranks with the model in 2 shards, and replica group b of "
             "this run has 2 ranks with the whole model on each: start every group"
         )
-    assert all(seconds < 10.0 for _, seconds in [a0, *sharded])
+    assert all(seconds < 20.0 for _, seconds in [a0, *sharded])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.launch.chaos_history import History, Strike, samples_trained_twice
+from composer_replication.launch.chaos_history import History, InjectedFault, samples_trained_twice
 from composer_replication.launch.supervision import GroupRecord
 
 
@@ -28,7 +28,7 @@ class Run:
             (folder / f"replica_{i}").mkdir()
 
     def look(self):
-        self.history.look(SimpleNamespace(records=self.records))
+        self.history.check(SimpleNamespace(records=self.records))
 
     def commit(self, at, step, *groups, digest="a", lost=0):
         self.clock = at
@@ -44,11 +44,11 @@ class Run:
         self.records[replica_id].deaths.append(status)
         self.look()
 
-    def strike(self, at, kind, *victims, **about):
+    def fault(self, at, kind, *victims, **about):
         self.clock = at
-        strike = Strike(len(self.history.strikes) + 1, kind, victims, **about)
-        self.history.add(strike)
-        return strike
+        fault = InjectedFault(len(self.history.faults) + 1, kind, victims, **about)
+        self.history.record(fault)
+        return fault
 
     def violations(self):
         return [violation["what"] for violation in self.history.violations]
@@ -64,10 +64,10 @@ def run(tmp_path):
 
 def test_a_clean_run_with_a_kill(run):
     run.commit(10.0, 1)
-    strike = run.strike(10.5, "kill", 1)
+    fault = run.fault(10.5, "kill", 1)
     run.die(10.6, 1)
     run.commit(12.5, 2, 0)
-    assert run.history.open_strikes(1) == [strike] and run.history.open_strikes(0) == []
+    assert run.history.open_faults(1) == [fault] and run.history.open_faults(0) == []
     run.commit(20.0, 3)
     verdict = run.verdict()
     assert verdict["is_clean"] and run.violations() == []
@@ -77,9 +77,9 @@ def test_a_clean_run_with_a_kill(run):
     }
     assert verdict["seconds_to_recovery"]["kill"]["max"] == 9.5
     told = json.loads((run.folder / "chaos.json").read_text())
-    assert told["seed"] == 7 and told["strikes"][0]["victims"] == [1]
+    assert told["seed"] == 7 and told["injected"][0]["victims"] == [1]
     whats = [event["what"] for event in told["events"]]
-    assert whats == ["kill group 1", "group 1 ended with status -9", "recovered from strike 1"]
+    assert whats == ["kill group 1", "group 1 ended with status -9", "recovered from fault 1"]
 
 
 def test_groups_that_differ(run):
@@ -90,43 +90,43 @@ def test_groups_that_differ(run):
 
 
 def test_a_death_that_nobody_caused(run):
-    run.strike(1.0, "kill", 1)
+    run.fault(1.0, "kill", 1)
     run.die(1.1, 1)
     run.die(1.2, 0, status=1)
-    assert run.violations() == ["group 0, not struck, ended with status 1"]
+    assert run.violations() == ["group 0 ended with status 1 without a fault"]
 
 
 def test_a_group_that_has_recovered_may_not_die_of_what_is_past(run):
-    run.strike(1.0, "stop", 1, seconds=2.0)
+    run.fault(1.0, "stop", 1, seconds=2.0)
     run.commit(2.0, 1)  # still stopped, as far as anybody knows
     run.die(2.5, 1)
     assert run.violations() == []
     run.commit(4.0, 2)
     run.die(5.0, 1)
-    assert run.violations() == ["group 1, not struck, ended with status -9"]
+    assert run.violations() == ["group 1 ended with status -9 without a fault"]
 
 
 def test_no_group_may_die_when_a_service_is_struck(run):
-    strike = run.strike(1.0, "lighthouse", seconds=3.0, how="killed")
+    fault = run.fault(1.0, "lighthouse", seconds=3.0, how="killed")
     run.commit(5.0, 1, 0)
-    assert strike.recovered_s is None
+    assert fault.recovered_s is None
     run.commit(6.0, 1, 1)
-    assert strike.recovered_s == 5.0
-    run.strike(7.0, "coordinator", seconds=3.0, how="stopped")
+    assert fault.recovered_s == 5.0
+    run.fault(7.0, "coordinator", seconds=3.0, how="stopped")
     run.die(8.0, 0, status=1)
-    assert run.violations() == ["group 0, not struck, ended with status 1"]
+    assert run.violations() == ["group 0 ended with status 1 without a fault"]
 
 
 def test_steps_that_a_survivor_loses_and_those_of_a_group_that_was_stopped(run):
     run.commit(1.0, 1)
-    run.strike(2.0, "stop", 1, seconds=5.0)
+    run.fault(2.0, "stop", 1, seconds=5.0)
     run.commit(8.0, 2, 1, lost=9)  # left behind
     assert run.violations() == []
     run.commit(8.0, 2, 0, lost=3)
     run.commit(9.0, 3, 1, lost=1)  # long after it came back
     assert run.violations() == [
-        "group 0, not struck, lost 3 inner steps before 2",
-        "group 1, not struck, lost 1 inner steps before 3",
+        "group 0 lost 3 inner steps before 2 without a fault",
+        "group 1 lost 1 inner steps before 3 without a fault",
     ]
 
 
@@ -139,36 +139,36 @@ def test_a_group_that_goes_back_and_outer_steps_that_are_missing(run):
 
 
 def test_a_group_that_does_not_come_back_and_other_ends(run):
-    run.strike(1.0, "kill", 1)
+    run.fault(1.0, "kill", 1)
     run.die(1.1, 1)
     run.commit(3.0, 1, 0)
-    assert run.verdict()["not_back"] == 1 and not run.verdict()["is_clean"]
+    assert run.verdict()["not_recovered"] == 1 and not run.verdict()["is_clean"]
     run.commit(4.0, 1, 1)
     assert run.verdict()["is_clean"]
     assert not run.verdict(ends="xy")["is_clean"]
 
 
 def test_a_fault_on_order_is_over_when_it_was_obeyed_for_so_long(run):
-    strike = run.strike(1.0, "unreachable", 1, seconds=4.0)
-    run.commit(8.0, 1)  # it had trained a long round when the order came
-    assert strike.recovered_s is None
-    obeyed = {"number": strike.number, "at": 7.0}
-    (run.folder / "replica_1" / "obeyed.json").write_text(json.dumps(obeyed))
+    fault = run.fault(1.0, "unreachable", 1, seconds=4.0)
+    run.commit(8.0, 1)  # it had trained a long round when the request came
+    assert fault.recovered_s is None
+    began_at = {"number": fault.number, "at": 7.0}
+    (run.folder / "replica_1" / "fault_began.json").write_text(json.dumps(began_at))
     run.commit(10.0, 2)
-    assert strike.recovered_s is None
+    assert fault.recovered_s is None
     run.commit(11.5, 3)
-    assert strike.recovered_s == 10.5
+    assert fault.recovered_s == 10.5
 
 
 def test_what_lasts_for_good_takes_a_new_life_to_recover_from(run):
-    strike = run.strike(1.0, "unreachable", 1, seconds=None)
-    obeyed = {"number": strike.number, "at": 1.5}
-    (run.folder / "replica_1" / "obeyed.json").write_text(json.dumps(obeyed))
+    fault = run.fault(1.0, "unreachable", 1, seconds=None)
+    began_at = {"number": fault.number, "at": 1.5}
+    (run.folder / "replica_1" / "fault_began.json").write_text(json.dumps(began_at))
     run.commit(5.0, 1, 1)
-    assert strike.recovered_s is None
+    assert fault.recovered_s is None
     run.die(40.0, 1, status=1)
     run.commit(60.0, 2)
-    assert strike.recovered_s == 59.0 and run.violations() == []
+    assert fault.recovered_s == 59.0 and run.violations() == []
 
 
 def test_samples_that_are_trained_on_twice(run):

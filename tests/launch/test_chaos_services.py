@@ -16,7 +16,7 @@ from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.chaos_services import KillableCoordinator
 from composer_replication.replica.lighthouse import read_status
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def coordinator(tmp_path):
     coordinator.shutdown()
 
 
-def answers(address, within_s=20.0):
+def answers(address, within_s=90.0):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -55,7 +55,7 @@ def test_each_comes_back_at_the_same_address_with_its_state(coordinator):
     coordinator.services["lighthouse"].kill()
     assert "away" in read_status(coordinator.lighthouse_addr).situation
     coordinator.services["lighthouse"].start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while "away" in read_status(coordinator.lighthouse_addr).situation:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -75,4 +75,4 @@ def test_both_end_with_the_process_that_started_them(coordinator):
         assert "token" not in " ".join(psutil.Process(process.pid).cmdline())
         process.stdin.close()  # as if that process had been killed
     for process in processes:
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=90) == 0

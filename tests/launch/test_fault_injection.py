@@ -1,6 +1,6 @@
 """A process that fails when it is ordered to. Run: pytest tests/launch/test_fault_injection.py
 
-Real: processes, signals, order files, and in the test of the network the lighthouse, managers and
+Real: processes, signals, request files, and in the test of the network the lighthouse, managers and
 gloo.
 """
 
@@ -13,18 +13,18 @@ import pytest
 
 from composer_replication.launch.fault_injection import (
     NOWHERE,
-    Faults,
-    Order,
-    give_order,
+    FaultRequest,
+    GroupFaults,
+    fault_began_at,
     install,
-    obeyed_at,
+    request_fault,
 )
 from composer_replication.replica import factory as replica
 from composer_replication.replica.lighthouse import start_lighthouse
 
 HANGS = """
 import pathlib, sys, threading, time
-from composer_replication.launch.fault_injection import Faults
+from composer_replication.launch.fault_injection import GroupFaults
 
 def say(word):
     while True:
@@ -32,13 +32,13 @@ def say(word):
         sys.stdout.flush()
         time.sleep(0.1)
 
-Faults(pathlib.Path(sys.argv[1])).watch()
+GroupFaults(pathlib.Path(sys.argv[1])).watch()
 threading.Thread(target=say, args=["beat"], daemon=True).start()
 say("step")
 """
 
 
-def wait_until(condition, within_s=20.0):
+def wait_until(condition, within_s=90.0):
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
@@ -51,8 +51,8 @@ def test_only_the_main_thread_of_a_process_that_hangs_stands_still(tmp_path):
     )
     try:
         assert {process.stdout.readline() for _ in range(6)} == {"beat\n", "step\n"}
-        give_order(tmp_path, Order(1, "hang"))
-        wait_until(lambda: obeyed_at(tmp_path, 1) is not None)
+        request_fault(tmp_path, FaultRequest(1, "hang"))
+        wait_until(lambda: fault_began_at(tmp_path, 1) is not None)
         time.sleep(0.2)
         lines = [process.stdout.readline() for _ in range(60)]
         assert set(lines[-10:]) == {"beat\n"} and process.poll() is None
@@ -62,23 +62,24 @@ def test_only_the_main_thread_of_a_process_that_hangs_stands_still(tmp_path):
 
 
 def test_an_order_of_its_last_life_is_not_for_a_process(tmp_path):
-    order = Order(1, "unreachable")
-    give_order(tmp_path, order)
-    faults = Faults(tmp_path)
+    request = FaultRequest(1, "unreachable")
+    request_fault(tmp_path, request)
+    faults = GroupFaults(tmp_path)
     assert not faults.begin() and faults.current("unreachable") is None
 
 
+@pytest.mark.alone
 def test_an_order_holds_from_the_next_sync_on_for_so_long(tmp_path):
-    faults = Faults(tmp_path)
+    faults = GroupFaults(tmp_path)
     faults.watch()
-    order = Order(4, "unreachable", seconds=0.5)
-    give_order(tmp_path, order)
-    wait_until(lambda: faults._order == order)
-    assert faults.current("unreachable") is None and obeyed_at(tmp_path, 4) is None
+    request = FaultRequest(4, "unreachable", seconds=0.5)
+    request_fault(tmp_path, request)
+    wait_until(lambda: faults._request == request)
+    assert faults.current("unreachable") is None and fault_began_at(tmp_path, 4) is None
     assert faults.begin() and not faults.begin()
-    assert faults.current("unreachable") == order and faults.current("one_way") is None
-    assert obeyed_at(tmp_path, 4) == pytest.approx(time.monotonic(), abs=0.4)
-    assert obeyed_at(tmp_path, 5) is None
+    assert faults.current("unreachable") == request and faults.current("one_way") is None
+    assert fault_began_at(tmp_path, 4) == pytest.approx(time.monotonic(), abs=0.4)
+    assert fault_began_at(tmp_path, 5) is None
     time.sleep(0.6)
     assert faults.current("unreachable") is None
 
@@ -90,7 +91,7 @@ def test_a_group_cannot_be_reached_or_cannot_reach_another(tmp_path, monkeypatch
     lighthouse = start_lighthouse(min_replicas=2)
     about = {"lighthouse_addr": lighthouse.address(), "timeout": 60.0}
     managers = [replica.make_manager(replica_id="a", **about)]
-    faults = Faults(tmp_path)
+    faults = GroupFaults(tmp_path)
     faults.watch()
     install(faults)
     managers.append(replica.make_manager(replica_id="b", **about))
@@ -107,12 +108,12 @@ def test_a_group_cannot_be_reached_or_cannot_reach_another(tmp_path, monkeypatch
 
     try:
         assert all_meet() == [None, None]
-        order = Order(1, kind, seconds=2.0, target="a")
-        give_order(tmp_path, order)
-        wait_until(lambda: faults._order == order)
+        request = FaultRequest(1, kind, seconds=2.0, target="a")
+        request_fault(tmp_path, request)
+        wait_until(lambda: faults._request == request)
         began = time.monotonic()
         of_a, of_b = all_meet()
-        assert time.monotonic() - began < 20  # and not gloo's timeout
+        assert time.monotonic() - began < 50  # and not gloo's timeout
         blamed = "b" if kind == "unreachable" else "a"
         assert f"replica group {blamed} says it is at {NOWHERE}" in of_b
         assert of_a is not None  # it cannot reach b, or b does not come

@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from composer_replication.launch.launcher import check_launch, launch
+from composer_replication.launch.launcher import check_launch, launch_groups
 from composer_replication.training.config import ConfigError
 
 HEAD = """
@@ -85,7 +85,7 @@ def launch_script(folder, body, *arguments, replicas=2):
     """Launch groups that run a script, in this process."""
     script = write_script(folder, body)
     config = {"run_dir": str(folder / "run"), "callbacks": {"diloco": {"sync_every": 10}}}
-    return launch(
+    return launch_groups(
         config,
         "tiny.yaml",
         replicas=replicas,
@@ -95,10 +95,10 @@ def launch_script(folder, body, *arguments, replicas=2):
 
 LAUNCHER = """
 import sys
-from composer_replication.launch import launcher as launch
+from composer_replication.launch import launcher
 script, run_dir = sys.argv[1:]
 command = lambda _: [sys.executable, script]
-sys.exit(launch.launch({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
+sys.exit(launcher.launch_groups({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
 """
 
 
@@ -112,7 +112,7 @@ def start_launcher(folder, body, num_pids):
 
 
 def wait_for_pids(folder, count):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(found := list((folder / "run").glob("*.pid"))) < count:
         assert time.monotonic() < deadline, f"only {len(found)} of {count} processes started"
         time.sleep(0.05)
@@ -202,11 +202,12 @@ def test_a_group_that_ends_without_a_result_is_a_failed_run(tmp_path, capsys):
 
 
 @pytest.mark.integration
+@pytest.mark.alone
 def test_ctrl_c_leaves_no_process_within_ten_seconds(tmp_path):
     launcher, pids = start_launcher(tmp_path, CLINGS, num_pids=4)
     began = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    said, _ = launcher.communicate(timeout=20)
+    said, _ = launcher.communicate(timeout=60)
     assert time.monotonic() - began < 10
     assert launcher.returncode == 130
     assert alive(pids) == []
@@ -214,6 +215,7 @@ def test_ctrl_c_leaves_no_process_within_ten_seconds(tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.alone
 def test_a_second_ctrl_c_kills_at_once(tmp_path):
     def press_twice():
         wait_for_pids(tmp_path, 2)
@@ -237,8 +239,8 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
 def test_groups_end_when_the_launcher_is_killed(tmp_path):
     launcher, pids = start_launcher(tmp_path, WAITS, num_pids=2)
     launcher.kill()
-    launcher.communicate(timeout=20)
-    deadline = time.monotonic() + 5
+    launcher.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(pids) == []
@@ -248,10 +250,10 @@ def test_groups_end_when_the_launcher_is_killed(tmp_path):
     ("section", "message"),
     [
         ({"replica_id": 3}, "replica_id=3: leave it out, launch numbers the groups"),
-        ({"lighthouse_addr": "http://a:1"}, "launch brings its own lighthouse"),
+        ({"lighthouse_addr": "http://a:1"}, "launch starts its own lighthouse"),
         ({"run_dir": "x"}, "set run_dir at the top of the config"),
         ({"num_replicas": 3}, "num_replicas=3 but --replicas 2"),
-        ({"min_replica_size": 3}, "no sync could ever commit. Use at most 2"),
+        ({"min_replica_size": 3}, "no sync could commit: use at most 2"),
     ],
 )
 def test_settings_that_contradict_a_launch_are_refused(section, message):

@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from composer_replication.launch.lossy_output import lose_what_cannot_be_printed
+from composer_replication.launch.lossy_output import ignore_output_errors
 if sys.argv[1] == "lossy":
-    lose_what_cannot_be_printed()
+    ignore_output_errors()
 print("before", "\\u2713", flush=True)
 resource.setrlimit(resource.RLIMIT_FSIZE, (12, resource.RLIM_INFINITY))
 for stream in (sys.stdout, sys.stderr):
@@ -38,7 +38,7 @@ def test_a_print_that_fails_does_not_end_the_process(tmp_path, how, status):
 def test_a_pipe_stays_as_it_is():
     code = (
         "import sys; before = sys.stdout; "
-        "from composer_replication.launch.lossy_output import lose_what_cannot_be_printed as lose; "
+        "from composer_replication.launch.lossy_output import ignore_output_errors as lose; "
         "lose(); print(sys.stdout is before)"
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

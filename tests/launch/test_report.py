@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from composer_replication.launch.display import Display, Progress
+from composer_replication.launch.display import Display, GroupView
 from composer_replication.launch.report import MAX_POINTS, thin_out, write_report
 from composer_replication.launch.run_record import (
     describe,
-    duration,
+    format_duration,
     last_lines,
     read_run,
     write_summary,
@@ -149,7 +149,7 @@ def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
     (tmp_path / "replica_1" / "result.json").write_bytes(b"")
     run = read_run(tmp_path)
     assert list(run.results) == ["0"] and len(run.metrics["1"]) == 8
-    assert dict(describe(run))["damaged"] == "3 lines of replica_1/metrics.jsonl, left out"
+    assert dict(describe(run))["damaged"] == "3 lines of replica_1/metrics.jsonl left out"
     assert write_report(tmp_path).exists()
 
 
@@ -168,26 +168,26 @@ def test_syncs_that_were_made_again_after_a_resume_are_drawn_once():
 
 
 def test_a_groups_progress_follows_its_files(tmp_path):
-    progress = Progress(tmp_path)
-    progress.read(None)
-    assert (progress.phase, progress.round, progress.loss) == ("starting", "-", "-")
+    view = GroupView(tmp_path)
+    view.update(None)
+    assert (view.phase, view.round, view.loss) == ("starting", "-", "-")
     status = {"phase": "training", "batch": 25, "max_batches": 95, "round": 2.5, "outer_step": 2}
     status |= {"inner_steps": 25, "loss": 3.14159, "seconds_left": 75.0}
     (tmp_path / "status.json").write_text(json.dumps(status))
-    progress.read(None)
-    assert (progress.phase, progress.round, progress.loss) == ("training", "2 / 10", "3.142")
-    assert progress.time_left == "1 min 15 s"
-    progress.read(-9)
-    assert (progress.phase, progress.time_left) == ("failed", "-")
+    view.update(None)
+    assert (view.phase, view.round, view.loss) == ("training", "2 / 10", "3.142")
+    assert view.time_left == "1 min 15 s"
+    view.update(-9)
+    assert (view.phase, view.time_left) == ("failed", "-")
 
 
 def test_a_groups_progress_keeps_the_last_digests_only(tmp_path):
-    progress = Progress(tmp_path)
+    view = GroupView(tmp_path)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in [*range(1, 1500), *range(1400, 1600)]:  # 100 made again after a resume
             file.write(json.dumps(sync(step, **{"diloco/global_digest": "ab"})) + "\n")
-    progress.read(None)
-    assert list(progress.digests) == list(range(600, 1600))
+    view.update(None)
+    assert list(view.digests) == list(range(600, 1600))
 
 
 def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(tmp_path, caplog):
@@ -250,4 +250,4 @@ def test_the_end_of_a_log_is_its_error_without_the_frames(tmp_path):
     ("seconds", "words"), [(4.4, "4 s"), (60, "1 min 0 s"), (3700, "1 h 1 min")]
 )
 def test_durations_are_words(seconds, words):
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words

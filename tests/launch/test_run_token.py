@@ -77,8 +77,8 @@ def test_a_file_that_others_can_read_is_warned_of(tmp_path, caplog, bits, warnin
     file.write_text("secret")
     file.chmod(bits)
     read_token_file(file)
-    told = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(told) == warnings and not any("secret " in message for message in told)
+    messages = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(messages) == warnings and not any("secret " in message for message in messages)
 
 
 def test_a_token_is_never_written_through_a_link(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from composer_replication import ReplicaDataLoader
 from composer_replication.data.fixed_shards import FixedShards
-from composer_replication.data.sample_stream import Place
+from composer_replication.data.sample_stream import StreamPosition
 
 pytestmark = [
     pytest.mark.llmfoundry,
@@ -44,7 +44,7 @@ def test_groups_read_each_sample_of_every_epoch_once_between_them(folder, num_wo
             dataset, 4, dataset_id="mds", unit_size=8, num_workers=num_workers
         )
         assert loader.spec.length == LENGTH
-        loader.read(FixedShards(loader.spec, group, GROUPS), Place(), lambda: False)
+        loader.read(FixedShards(loader.spec, group, GROUPS).lease, StreamPosition(), lambda: False)
         for epoch, ids in read.items():
             loader.begin(epoch, 0)
             ids += [int(i) for batch in loader for i in torch.as_tensor(batch["id"])]

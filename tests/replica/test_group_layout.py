@@ -34,7 +34,7 @@ def quorum(*, after=(), **layouts):
     """Reports by member: ranks and shards of each, and ``after`` which quorum some come."""
     return {
         f"{name}:1": Report(
-            num_ranks=ranks, num_shards=shards, last=[1, list(after)] if name in after else None
+            num_ranks=ranks, num_shards=shards, previous=[1, list(after)] if name in after else None
         )
         for name, (ranks, shards) in layouts.items()
     }

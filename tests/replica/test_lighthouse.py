@@ -39,7 +39,7 @@ def test_where_nothing_listens_the_error_has_the_address_and_the_fix(closed_port
     began = time.monotonic()
     with pytest.raises(ConnectionError) as caught:
         check_lighthouse(address, connect_timeout=0.3)
-    assert 0.3 <= time.monotonic() - began < 5.0
+    assert 0.3 <= time.monotonic() - began < 30.0
     assert f"no lighthouse answers at {address} (" in str(caught.value)
     assert "torchft_lighthouse --min_replicas 1" in str(caught.value)
     assert "composer-replication launch" in str(caught.value)
@@ -79,7 +79,7 @@ def test_our_own_lighthouse_answers_until_it_is_shut_down():
     address = lighthouse.address()
     check_lighthouse(address, connect_timeout=5.0)
     lighthouse.shutdown()  # returns before the port is closed
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     with pytest.raises(ConnectionError):
         while time.monotonic() < deadline:
             check_lighthouse(address, connect_timeout=0.05)

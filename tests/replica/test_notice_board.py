@@ -65,7 +65,7 @@ def test_silent_connections_keep_no_member_out(board, monkeypatch):
             member.post("a/1", "yes")
             break
         except OSError:  # there was no room
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 60
             time.sleep(0.05)
     for stranger in strangers:
         stranger.close()

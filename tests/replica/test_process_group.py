@@ -11,13 +11,15 @@ from datetime import timedelta
 import psutil
 import pytest
 import torch
-from torchft.process_group import ProcessGroupNCCL
+from torchft.process_group import ProcessGroupDummy, ProcessGroupNCCL
 
 from composer_replication.replica import addresses
 from composer_replication.replica.addresses import interface_of
+from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.process_group import (
     Gloo,
     GlooOnTorch27,
+    check_is_torchft_s,
     host_store,
     make_process_group,
 )
@@ -102,3 +104,24 @@ def test_nccl_s_interface_is_that_of_the_address():
 def test_a_host_name_that_does_not_resolve_is_refused_with_the_fix():
     with pytest.raises(ValueError, match="hostname='no-such-host.invalid' does not resolve here"):
         make_process_group("gloo", 10.0, "no-such-host.invalid")
+
+
+class Native(torch.distributed.ProcessGroup):
+    """As torch 2.14 makes them with ``enable_reconfigure=True``: its handle is text of its own."""
+
+    supports_reconfigure = True
+
+    def get_reconfigure_handle(self):
+        return "nccl2:0:6d1c2f:10.0.0.1:29500"
+
+
+def test_a_native_group_is_refused_before_anything_is_opened():
+    native = Native(0, 1)
+    with pytest.raises(ValueError, match="Native is a process group of torch's own, whose reconf"):
+        ReplicaManager(pg=native, load_state_dict=None, state_dict=None, min_replica_size=1)
+
+
+def test_any_group_of_torchft_is_taken():
+    for group in (ProcessGroupDummy(0, 1), make_process_group("gloo", timeout=10.0)):
+        check_is_torchft_s(group)
+        assert {"id", "store"} <= json.loads(group.get_reconfigure_handle()).keys()

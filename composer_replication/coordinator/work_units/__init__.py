@@ -1,4 +1,4 @@
-"""Persisted work units: which group has leased which part of a dataset, and what is trained.
+"""Work units in a database: which group has leased which samples, and which are in the model.
 
 Read ``work_units.py`` first.
 """

@@ -1,7 +1,11 @@
-"""What streams claim of each unit: how available ranges and counts are kept in step with that.
+"""Keeps the available ranges and the counts of an epoch consistent with its streams.
 
-Everything follows from the leases, the positions and which streams are open; ``move`` changes one
-of these and settles the units it touches, one at a time.
+They follow from the leases, the positions and which streams are open. ``update_stream`` changes one
+stream and recounts every unit that it touches. For one unit and one lease of it::
+
+    lease.start              committed                lease.stop
+        |---- in the model ------|---- leased ------------|      stream open
+        |---- in the model ------|---- available ---------|      stream closed
 """
 
 from __future__ import annotations
@@ -10,91 +14,120 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.coordinator.run_settings import RejectedError
 from composer_replication.coordinator.work_units.tables import (
     LeaseRow,
     ReturnedRow,
     StreamRow,
     check_count,
-    understood,
+    is_valid_row,
 )
 
 
-def move(
+class Interval(NamedTuple):
+    """What a stream has of a unit, in the unit's own order.
+
+    Attributes:
+        start: First sample of the lease.
+        committed: First sample that is not in the model.
+        stop: First sample that the stream neither has in the model nor holds as a lease.
+    """
+
+    start: int
+    committed: int
+    stop: int
+
+
+def update_stream(
     cursor: sqlite3.Cursor, stream: StreamRow, position: int, in_part: int, is_open: int
 ) -> None:
-    """Change how much of a stream is in the model, or whether the stream is open; not both."""
+    """Change how much of a stream is in the model, or whether the stream is open; not both.
+
+    Args:
+        cursor: Of a transaction.
+        stream: The stream as the database has it.
+        position: Samples that are in every fragment of the model.
+        in_part: Samples that are in at least one fragment.
+        is_open: 1 for an open stream, 0 for a closed one.
+    """
     low, high = sorted((stream.position, position))
     if is_open != stream.is_open:
         high = stream.samples
     leases = _overlapping(cursor, stream, low, high)
-    moved = stream._replace(position=position, in_part=in_part, is_open=int(is_open))
+    updated = stream._replace(position=position, in_part=in_part, is_open=int(is_open))
     if leases and position != stream.position:
-        moved = moved._replace(at_lease=leases[-1 if position > stream.position else 0].number)
-    for epoch, place in dict.fromkeys((lease.epoch, lease.place) for lease in leases):
-        _settle(cursor, epoch, place, moved)
-    _settle_in_part(cursor, stream, moved)
+        updated = updated._replace(at_lease=leases[-1 if position > stream.position else 0].number)
+    for epoch, epoch_rank in dict.fromkeys((lease.epoch, lease.epoch_rank) for lease in leases):
+        _recount_unit(cursor, epoch, epoch_rank, updated)
+    _recount_in_part(cursor, stream, updated)
     cursor.execute(
         "UPDATE streams SET position = ?, in_part = ?, is_open = ?, at_lease = ? WHERE key = ?",
-        (moved.position, moved.in_part, moved.is_open, moved.at_lease, moved.key),
+        (updated.position, updated.in_part, updated.is_open, updated.at_lease, updated.key),
     )
 
 
-def move_to(cursor: sqlite3.Cursor, stream: StreamRow, position: int, in_part: int) -> None:
-    """Change how much of a stream is in the model, if that is something else than before."""
+def update_position(cursor: sqlite3.Cursor, stream: StreamRow, position: int, in_part: int) -> None:
+    """Change how much of a stream is in the model, if it differs from what the database has."""
     if (position, in_part) != (stream.position, stream.in_part):
-        move(cursor, stream, position, in_part, stream.is_open)
+        update_stream(cursor, stream, position, in_part, stream.is_open)
 
 
-def check_entry(stream: StreamRow, position: int, in_part: int) -> None:
-    """Compare what a ledger says of a stream with what was leased to it.
+def check_ledger_entry(stream: StreamRow, position: int, in_part: int) -> None:
+    """Compare a ledger's entry for a stream with what was leased to the stream.
+
+    Args:
+        stream: The stream as the database has it.
+        position: Samples that every fragment of the model has been trained on.
+        in_part: Samples that at least one fragment has been trained on.
 
     Raises:
-        RefusedError: It cannot be.
+        RejectedError: The entry is impossible.
     """
     check_count(f"The position of stream {stream.key}", position)
     if position > in_part:
-        raise RefusedError(
+        raise RejectedError(
             f"Stream {stream.key} has {position} samples in the model and {in_part} in some part "
             "of it: the second has to be at least the first."
         )
     if in_part > stream.samples:
-        raise RefusedError(
+        raise RejectedError(
             f"Position {in_part} of stream {stream.key} is beyond the {stream.samples} samples "
             "that it has leased: commit what it has trained on."
         )
 
 
 def count_available(cursor: sqlite3.Cursor, stream: StreamRow) -> int:
-    """Samples of a closed stream that are not committed and that nobody has taken."""
-    free = 0
+    """Count the samples of a closed stream that are neither in the model nor leased by others."""
+    count = 0
     for lease in _overlapping(cursor, stream, stream.position, stream.samples):
-        # What the stream itself has committed of the lease is not available to anybody.
-        for start, stop in _available(cursor, lease.epoch, lease.place):
-            free += max(0, min(stop, lease.stop) - max(start, lease.start))
-    return free
+        # The ranges are those of the whole unit: only the part of this lease counts.
+        for start, stop in _available(cursor, lease.epoch, lease.epoch_rank):
+            count += max(0, min(stop, lease.stop) - max(start, lease.start))
+    return count
 
 
 def _overlapping(cursor: sqlite3.Cursor, stream: StreamRow, low: int, high: int) -> list[LeaseRow]:
-    """The leases that make up ``[low, high)`` of a stream; its position is one of the two."""
+    """The leases of ``[low, high)`` in a stream. One of the two has to be its position."""
     forward = low == stream.position
     walk = ">= ? ORDER BY number" if forward else "<= ? ORDER BY number DESC"
     cursor.execute(
         f"SELECT * FROM leases WHERE stream = ? AND number {walk}", (stream.key, stream.at_lease)
     )
-    found = []
-    for lease in filter(understood, map(LeaseRow._make, cursor)):
+    leases = []
+    for lease in filter(is_valid_row, map(LeaseRow._make, cursor)):
         stream_stop = lease.stream_start + lease.stop - lease.start
         if (lease.stream_start >= high) if forward else (stream_stop <= low):
             break
         if max(lease.stream_start, low) < min(stream_stop, high):
-            found.append(lease)
-    return sorted(found)
+            leases.append(lease)
+    return sorted(leases)
 
 
-def _settle_in_part(cursor: sqlite3.Cursor, stream: StreamRow, moved: StreamRow) -> None:
-    change = _in_part_by_epoch(cursor, moved)
+def _recount_in_part(cursor: sqlite3.Cursor, stream: StreamRow, updated: StreamRow) -> None:
+    """Update the epochs' ``trained_in_part`` for a change of a stream."""
+    change = _in_part_by_epoch(cursor, updated)
     change.subtract(_in_part_by_epoch(cursor, stream))
     cursor.executemany(
         "UPDATE epochs SET trained_in_part = trained_in_part + ? WHERE key = ?",
@@ -103,43 +136,45 @@ def _settle_in_part(cursor: sqlite3.Cursor, stream: StreamRow, moved: StreamRow)
 
 
 def _in_part_by_epoch(cursor: sqlite3.Cursor, stream: StreamRow) -> Counter[int]:
-    """Samples that a closed stream has left in some fragments: they will be trained again."""
-    found: Counter[int] = Counter()
+    """Samples that a closed stream left in some fragments only. They will be trained on again."""
+    counts: Counter[int] = Counter()
     if not stream.is_open and stream.position < stream.in_part:
         for lease in _overlapping(cursor, stream, stream.position, stream.in_part):
             stream_stop = lease.stream_start + lease.stop - lease.start
             low, high = max(lease.stream_start, stream.position), min(stream_stop, stream.in_part)
-            found[lease.epoch] += high - low
-    return found
+            counts[lease.epoch] += high - low
+    return counts
 
 
-def _available(cursor: sqlite3.Cursor, epoch: int, place: int) -> list[tuple[int, int]]:
+def _available(cursor: sqlite3.Cursor, epoch: int, epoch_rank: int) -> list[tuple[int, int]]:
+    """The available ranges ``[start, stop)`` of a unit that was leased before."""
     cursor.execute(
-        "SELECT * FROM returned WHERE epoch = ? AND place = ? ORDER BY start", (epoch, place)
+        "SELECT * FROM returned WHERE epoch = ? AND place = ? ORDER BY start", (epoch, epoch_rank)
     )
-    return [(row.start, row.stop) for row in map(ReturnedRow._make, cursor) if understood(row)]
+    return [(row.start, row.stop) for row in map(ReturnedRow._make, cursor) if is_valid_row(row)]
 
 
-def _claim(lease: LeaseRow, position: int, is_open: int) -> tuple[int, int, int]:
-    """Three edges: a stream has committed up to the second, and holds up to the third."""
+def _interval(lease: LeaseRow, position: int, is_open: int) -> Interval:
+    """What a stream has of a lease's unit, at a position of the stream."""
     size = lease.stop - lease.start
     committed = lease.start + min(max(position - lease.stream_start, 0), size)
-    return lease.start, committed, lease.stop if is_open else committed
+    return Interval(lease.start, committed, lease.stop if is_open else committed)
 
 
-def _counts(claims: Sequence[tuple[int, int, int]], sample: int) -> tuple[int, int, int]:
-    """What a sample adds to its epoch's done, leased and trained_twice; zeros: it is available."""
-    held = sum(committed <= sample < stop for _, committed, stop in claims)
-    done = sum(start <= sample < committed for start, committed, _ in claims)
+def _counts(intervals: Sequence[Interval], sample: int) -> tuple[int, int, int]:
+    """What a sample adds to its epoch's done, leased and trained_twice; all 0 if available."""
+    held = sum(interval.committed <= sample < interval.stop for interval in intervals)
+    done = sum(interval.start <= sample < interval.committed for interval in intervals)
     return int(done > 0 and held == 0), int(held > 0), max(0, done + held - 1)
 
 
-def _settle(cursor: sqlite3.Cursor, epoch: int, place: int, moved: StreamRow) -> None:
-    """Bring one unit's available ranges and counts in step with what a stream is about to be."""
-    before, after = _claims(cursor, epoch, place, moved)
-    old_ranges = _available(cursor, epoch, place)
+def _recount_unit(cursor: sqlite3.Cursor, epoch: int, epoch_rank: int, updated: StreamRow) -> None:
+    """Update the available ranges and the counts of a unit for a change of one stream."""
+    before, after = _intervals_of_unit(cursor, epoch, epoch_rank, updated)
+    old_ranges = _available(cursor, epoch, epoch_rank)
     ranges: list[tuple[int, int]] = []
     change = [0, 0, 0]
+    # Between two neighbouring edges all samples of the unit are in the same state.
     for start, stop in pairwise(sorted({e for c in (*before, *after, *old_ranges) for e in c})):
         was, now = _counts(before, start), _counts(after, start)
         change = [c + (stop - start) * (n - w) for c, n, w in zip(change, now, was, strict=True)]
@@ -151,8 +186,8 @@ def _settle(cursor: sqlite3.Cursor, epoch: int, place: int, moved: StreamRow) ->
             merged = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
             ranges.append((merged, stop))
     if ranges != old_ranges:
-        cursor.execute("DELETE FROM returned WHERE epoch = ? AND place = ?", (epoch, place))
-        rows = [(epoch, place, *free) for free in ranges]
+        cursor.execute("DELETE FROM returned WHERE epoch = ? AND place = ?", (epoch, epoch_rank))
+        rows = [(epoch, epoch_rank, *free) for free in ranges]
         cursor.executemany("INSERT INTO returned VALUES (?, ?, ?, ?)", rows)
     cursor.execute(
         "UPDATE epochs SET done = done + ?, leased = leased + ?, trained_twice = trained_twice + ?"
@@ -161,20 +196,20 @@ def _settle(cursor: sqlite3.Cursor, epoch: int, place: int, moved: StreamRow) ->
     )
 
 
-def _claims(
-    cursor: sqlite3.Cursor, epoch: int, place: int, moved: StreamRow
-) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """All claims on a unit, as they are and as they are about to be."""
+def _intervals_of_unit(
+    cursor: sqlite3.Cursor, epoch: int, epoch_rank: int, updated: StreamRow
+) -> tuple[list[Interval], list[Interval]]:
+    """The intervals of all leases of a unit, before and after a change of one stream."""
     cursor.execute(
         "SELECT leases.*, position, is_open FROM leases"
         " JOIN streams ON streams.key = leases.stream WHERE epoch = ? AND place = ?",
-        (epoch, place),
+        (epoch, epoch_rank),
     )
     before, after = [], []
     for *fields, position, is_open in cursor.fetchall():
-        if understood(lease := LeaseRow(*fields)) and type(position) is int:
-            before.append(_claim(lease, position, is_open))
-            if lease.stream == moved.key:
-                position, is_open = moved.position, moved.is_open
-            after.append(_claim(lease, position, is_open))
+        if is_valid_row(lease := LeaseRow(*fields)) and type(position) is int:
+            before.append(_interval(lease, position, is_open))
+            if lease.stream == updated.key:
+                position, is_open = updated.position, updated.is_open
+            after.append(_interval(lease, position, is_open))
     return before, after

@@ -1,4 +1,4 @@
-"""Which samples a lease is of: the first that are available, in the shuffled order of an epoch."""
+"""Leases samples to streams: the first available ones in the shuffled order of an epoch."""
 
 from __future__ import annotations
 
@@ -11,128 +11,141 @@ import numpy as np
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator.work_units.tables import (
-    NO_PLACE,
+    NO_RANK,
     DatasetRow,
     EpochRow,
     LeaseRow,
     ReturnedRow,
     StreamClosed,
     StreamRow,
-    understood,
+    is_valid_row,
 )
 
 _DAMAGED = (
-    "Lease {} of stream {} is damaged in the coordinator's database, so the stream cannot go on: "
-    "release it and open a new one."
+    "Lease {} of stream {} is damaged in the coordinator's database: release the stream and open a "
+    "new one."
 )
 
 
 @lru_cache(maxsize=4)
 def unit_order(seed: int, epoch: int, num_units: int) -> tuple[np.ndarray, int]:
-    """The order in which an epoch gives out its units, and a checksum of it."""
+    """The order in which an epoch leases its units, and a checksum of that order.
+
+    Args:
+        seed: Seed of the dataset.
+        epoch: Number of the epoch.
+        num_units: Number of units in the dataset.
+    """
     order = np.random.default_rng([seed, epoch]).permutation(num_units).astype(np.uint32)
     order.setflags(write=False)
     return order, zlib.crc32(order.data)
 
 
 def empty_lease(stream: StreamRow, number: int, epoch: int) -> Lease:
-    """The answer to a group whose stream has been closed."""
+    """The answer to a group that asks for the next lease of a closed stream."""
     return Lease(number, epoch, 0, 0, 0, stream.samples, is_open=False)
 
 
 def grant(cursor: sqlite3.Cursor, holder: StreamRow, dataset: DatasetRow, epoch: int) -> None:
-    """Add a lease to an open stream; an empty one if no epoch up to this one has anything.
+    """Add a lease to an open stream. It is empty if no epoch up to this one has available samples.
+
+    Args:
+        cursor: Of a transaction.
+        holder: The stream.
+        dataset: The stream's dataset.
+        epoch: Last epoch from which samples may be leased.
 
     Raises:
-        StorageError: The epoch is damaged, or NumPy shuffles it otherwise than when it was begun.
+        StorageError: The epoch's row is damaged, or NumPy shuffles it differently than before.
+        StreamClosed: A lease of this number exists, so the stream's row is damaged.
     """
-    asked = _begun(cursor, dataset, epoch)
-    taken = _first_available(cursor, dataset, epoch)
-    if taken is None:
-        taken = ReturnedRow(asked.key, NO_PLACE, 0, 0)
-    size = taken.stop - taken.start
-    row = LeaseRow(holder.key, holder.leases, *taken, stream_start=holder.samples)
+    epoch_row = _find_or_begin_epoch(cursor, dataset, epoch)
+    samples = _remove_first_available(cursor, dataset, epoch)
+    if samples is None:
+        samples = ReturnedRow(epoch_row.key, NO_RANK, 0, 0)
+    size = samples.stop - samples.start
+    row = LeaseRow(holder.key, holder.leases, *samples, stream_start=holder.samples)
     try:
         cursor.execute("INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, ?)", row)
     except sqlite3.IntegrityError as error:
         raise StreamClosed(_DAMAGED.format(*row[1::-1])) from error
-    cursor.execute("UPDATE epochs SET leased = leased + ? WHERE key = ?", (size, taken.epoch))
+    cursor.execute("UPDATE epochs SET leased = leased + ? WHERE key = ?", (size, samples.epoch))
     cursor.execute(
         "UPDATE streams SET leases = leases + 1, samples = samples + ? WHERE key = ?",
         (size, holder.key),
     )
 
 
-def given_lease(
+def read_lease(
     cursor: sqlite3.Cursor, holder: StreamRow, dataset: DatasetRow, number: int
 ) -> Lease:
-    """A lease that has been granted.
+    """Read a lease that has been granted.
 
     Raises:
-        StreamClosed: Its row is damaged.
-        StorageError: NumPy shuffles its epoch otherwise than when it was begun.
+        StreamClosed: The row of the lease is damaged.
+        StorageError: NumPy shuffles the epoch differently than when it began.
     """
     cursor.execute("SELECT * FROM leases WHERE stream = ? AND number = ?", (holder.key, number))
     fields = cursor.fetchone()
-    if fields is not None and understood(row := LeaseRow(*fields)):
+    if fields is not None and is_valid_row(row := LeaseRow(*fields)):
         cursor.execute("SELECT * FROM epochs WHERE key = ?", (row.epoch,))
-        found = cursor.fetchone()
-        if found is not None and understood(epoch := EpochRow(*found)):
-            if row.place == NO_PLACE:
+        epoch_fields = cursor.fetchone()
+        if epoch_fields is not None and is_valid_row(epoch := EpochRow(*epoch_fields)):
+            if row.epoch_rank == NO_RANK:
                 return Lease(number, epoch.epoch, 0, 0, 0, row.stream_start)
-            if row.place < dataset.num_units:
-                unit = int(_order(dataset, epoch)[row.place])
+            if row.epoch_rank < dataset.num_units:
+                unit = int(_order(dataset, epoch)[row.epoch_rank])
                 return Lease(number, epoch.epoch, unit, row.start, row.stop, row.stream_start)
     raise StreamClosed(_DAMAGED.format(number, holder.key))
 
 
-def _begun(cursor: sqlite3.Cursor, dataset: DatasetRow, epoch: int) -> EpochRow:
-    """The row of an epoch, which is there from now on."""
-    wanted = (dataset.key, epoch)
+def _find_or_begin_epoch(cursor: sqlite3.Cursor, dataset: DatasetRow, epoch: int) -> EpochRow:
+    """Read the row of an epoch, and add it if the epoch has not begun."""
+    key = (dataset.key, epoch)
     query = "SELECT * FROM epochs WHERE dataset = ? AND epoch = ?"
-    row = cursor.execute(query, wanted).fetchone()
+    row = cursor.execute(query, key).fetchone()
     if row is None:
         crc = unit_order(dataset.seed, epoch, dataset.num_units)[1]
         cursor.execute(
-            "INSERT INTO epochs (dataset, epoch, order_crc) VALUES (?, ?, ?)", (*wanted, crc)
+            "INSERT INTO epochs (dataset, epoch, order_crc) VALUES (?, ?, ?)", (*key, crc)
         )
-        row = cursor.execute(query, wanted).fetchone()
-    if not understood(found := EpochRow(*row)):
+        row = cursor.execute(query, key).fetchone()
+    if not is_valid_row(epoch_row := EpochRow(*row)):
         raise StorageError(
             f"Epoch {epoch} of dataset {dataset.dataset_id!r} is damaged in the coordinator's "
-            "database: put a copy of the file back, or begin with another state folder."
+            "database: restore a copy of the file, or start with another state folder."
         )
-    return found
+    return epoch_row
 
 
-def _first_available(
+def _remove_first_available(
     cursor: sqlite3.Cursor, dataset: DatasetRow, last_epoch: int
 ) -> ReturnedRow | None:
-    """Take what comes first in the earliest epoch that has anything."""
+    """Remove the first available samples of the earliest epoch that has any, and return them."""
     rows = cursor.execute(
         "SELECT * FROM epochs WHERE dataset = ? AND epoch <= ? AND done + leased < ?"
         " ORDER BY epoch",
         (dataset.key, last_epoch, dataset.length),
     ).fetchall()
-    for epoch in filter(understood, map(EpochRow._make, rows)):
-        # What has come back is of units that were given out, so it is before all that were not.
-        taken = _take_returned(cursor, epoch) or _take_next_unit(cursor, dataset, epoch)
-        if taken is not None:
-            return taken
+    for epoch in filter(is_valid_row, map(EpochRow._make, rows)):
+        # Returned samples are of units that were issued, so they come before all other units.
+        samples = _remove_returned(cursor, epoch) or _issue_next_unit(cursor, dataset, epoch)
+        if samples is not None:
+            return samples
     return None
 
 
-def _take_returned(cursor: sqlite3.Cursor, epoch: EpochRow) -> ReturnedRow | None:
+def _remove_returned(cursor: sqlite3.Cursor, epoch: EpochRow) -> ReturnedRow | None:
     cursor.execute("SELECT * FROM returned WHERE epoch = ? ORDER BY place, start", (epoch.key,))
-    taken = next(filter(understood, map(ReturnedRow._make, cursor)), None)
-    if taken is not None:
+    samples = next(filter(is_valid_row, map(ReturnedRow._make, cursor)), None)
+    if samples is not None:
         cursor.execute(
-            "DELETE FROM returned WHERE epoch = ? AND place = ? AND start = ?", taken[:3]
+            "DELETE FROM returned WHERE epoch = ? AND place = ? AND start = ?", samples[:3]
         )
-    return taken
+    return samples
 
 
-def _take_next_unit(
+def _issue_next_unit(
     cursor: sqlite3.Cursor, dataset: DatasetRow, epoch: EpochRow
 ) -> ReturnedRow | None:
     if epoch.issued >= dataset.num_units:
@@ -147,7 +160,7 @@ def _order(dataset: DatasetRow, epoch: EpochRow) -> np.ndarray:
     if crc != epoch.order_crc:
         raise StorageError(
             f"NumPy {np.__version__} shuffles epoch {epoch.epoch} of dataset "
-            f"{dataset.dataset_id!r} otherwise than when it was begun: run the coordinator with "
-            "the NumPy it had then."
+            f"{dataset.dataset_id!r} differently than when it began: run the coordinator with "
+            "the NumPy version that it had then."
         )
     return order

@@ -1,24 +1,35 @@
-"""The datasets of a run, and how far each is."""
+"""Datasets of a run, and how many of their samples are done."""
 
 from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
 
-from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.coordinator.run_settings import RejectedError
 from composer_replication.coordinator.work_units.tables import (
     MAX_UNITS,
     DatasetMismatch,
     DatasetRow,
     EpochRow,
     find_dataset,
-    understood,
+    is_valid_row,
 )
 
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """Samples of an epoch; ``done``, ``leased`` and ``available`` add up to ``length``."""
+    """Samples of an epoch; ``done``, ``leased`` and ``available`` add up to ``length``.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        length: Samples of the dataset.
+        done: Samples that are in the model and not leased.
+        leased: Samples that an open stream holds and that are not in the model.
+        available: Samples that the next leases may have.
+        trained_in_part: Samples that closed streams left in some fragments of the model only. They
+            are trained on again.
+        trained_twice: How often a sample was in the model once more than it should be.
+    """
 
     epoch: int
     length: int
@@ -26,13 +37,12 @@ class EpochProgress:
     leased: int
     available: int
     trained_in_part: int
-    """Left in some fragments of the model by streams that ended: they are trained again."""
     trained_twice: int
 
 
 @dataclass(frozen=True)
 class DatasetProgress:
-    """A dataset, and how far each epoch that has been begun is; sizes in samples."""
+    """A dataset and the progress of every epoch that has begun. All sizes are in samples."""
 
     dataset_id: str
     length: int
@@ -46,37 +56,37 @@ class DatasetProgress:
 def add_dataset(
     cursor: sqlite3.Cursor, dataset_id: str, length: int, seed: int, unit_size: int
 ) -> None:
-    """Make a dataset known; one that is known has to be the same.
+    """Add a dataset. One that exists already has to be the same.
 
     Raises:
-        DatasetMismatch: It is known with another length, seed or unit size.
-        RefusedError: It would have too many units.
+        DatasetMismatch: The dataset exists with another length, seed or unit size.
+        RejectedError: The dataset would have too many units.
     """
     if (num_units := -(-length // unit_size)) > MAX_UNITS:
-        raise RefusedError(
-            f"unit_size={unit_size} makes {num_units:,} units of {length:,} samples, and "
-            f"{MAX_UNITS:,} are the most: use {-(-length // MAX_UNITS)} or more."
+        raise RejectedError(
+            f"unit_size={unit_size} makes {num_units:,} units of {length:,} samples, and at most "
+            f"{MAX_UNITS:,} are allowed: use a unit_size of {-(-length // MAX_UNITS)} or more."
         )
     cursor.execute(
         "INSERT OR IGNORE INTO datasets (dataset_id, length, seed, unit_size) VALUES (?, ?, ?, ?)",
         (dataset_id, length, seed, unit_size),
     )
-    known = find_dataset(cursor, dataset_id)
-    wanted = {"length": length, "seed": seed, "unit_size": unit_size}
-    differ = [
-        f"{name} {getattr(known, name)}, not {value}"
-        for name, value in wanted.items()
-        if getattr(known, name) != value
+    dataset = find_dataset(cursor, dataset_id)
+    requested = {"length": length, "seed": seed, "unit_size": unit_size}
+    differing = [
+        f"{name} {getattr(dataset, name)}, not {value}"
+        for name, value in requested.items()
+        if getattr(dataset, name) != value
     ]
-    if differ:
+    if differing:
         raise DatasetMismatch(
-            f"Dataset {dataset_id!r} is known with {' and '.join(differ)}. "
-            "Ask for the same, or give the other data another dataset_id."
+            f"Dataset {dataset_id!r} exists with {' and '.join(differing)}. "
+            "Use the same values, or another dataset_id for other data."
         )
 
 
 def progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress:
-    """How far a dataset is; of epochs that have been begun."""
+    """The progress of a dataset, for the epochs that have begun."""
     rows = cursor.execute(
         "SELECT * FROM epochs WHERE dataset = ? ORDER BY epoch", (dataset.key,)
     ).fetchall()
@@ -90,7 +100,7 @@ def progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress:
             row.trained_in_part,
             row.trained_twice,
         )
-        for row in filter(understood, map(EpochRow._make, rows))
+        for row in filter(is_valid_row, map(EpochRow._make, rows))
     ]
     return DatasetProgress(
         dataset.dataset_id,
@@ -104,7 +114,6 @@ def progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress:
 
 
 def progress_of_all(cursor: sqlite3.Cursor) -> list[DatasetProgress]:
-    """All datasets, in the order in which they became known."""
+    """The progress of all datasets, in the order in which they were added."""
     rows = cursor.execute("SELECT * FROM datasets ORDER BY key").fetchall()
-    known = filter(understood, map(DatasetRow._make, rows))
-    return [progress_of(cursor, dataset) for dataset in known]
+    return [progress_of(cursor, row) for row in map(DatasetRow._make, rows) if is_valid_row(row)]

@@ -1,4 +1,4 @@
-"""The streams that the file knows."""
+"""Reads and adds the streams in the database."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import secrets
 import sqlite3
 from typing import NamedTuple
 
-from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.coordinator.run_settings import RejectedError
 from composer_replication.coordinator.work_units.tables import (
     DatasetRow,
     StreamRow,
     UnknownStream,
-    understood,
+    is_valid_row,
 )
 
 
 class OpenStream(NamedTuple):
-    """A stream that may still be trained on, and who does."""
+    """A stream that a group may still train on, and its owner.
+
+    Attributes:
+        stream: Key of the stream.
+        dataset_id: Name of its dataset.
+        replica_id: The group that owns it.
+        session: The session with which that group is registered.
+    """
 
     stream: int
     dataset_id: str
@@ -25,34 +32,35 @@ class OpenStream(NamedTuple):
 
 
 def find_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow | None:
-    """A stream by its key, if it is known; a damaged one is not."""
+    """Read a stream by its key; None if there is none or its row is damaged."""
     row = cursor.execute("SELECT * FROM streams WHERE key = ?", (stream,)).fetchone()
-    return StreamRow(*row) if row is not None and understood(StreamRow(*row)) else None
+    return StreamRow(*row) if row is not None and is_valid_row(StreamRow(*row)) else None
 
 
-def known_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow:
-    """A stream by its key.
+def get_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow:
+    """Read a stream by its key.
 
     Raises:
-        UnknownStream: There is none.
+        UnknownStream: There is no such stream.
     """
-    if (found := find_stream(cursor, stream)) is None:
+    if (row := find_stream(cursor, stream)) is None:
         raise UnknownStream(stream)
-    return found
+    return row
 
 
 def add_stream(
     cursor: sqlite3.Cursor, name: str, dataset: DatasetRow, replica_id: str, session: str
 ) -> int:
-    """The key of the stream of a name, which is made if it is not there.
+    """Return the key of the stream with a name, and add the stream if there is none.
 
     Raises:
-        RefusedError: The stream of this name is another replica's, or of another dataset.
+        RejectedError: The stream of this name belongs to another group or dataset.
     """
     query = "SELECT key, dataset, replica_id FROM streams WHERE name = ?"
-    known = cursor.execute(query, (name,)).fetchone()
-    if known is None:
-        # Not from 1 on: so a stream of another state folder is not taken for one of this.
+    row = cursor.execute(query, (name,)).fetchone()
+    if row is None:
+        # The first key is random. With 1, a checkpoint's stream of another state folder could be
+        # mistaken for a stream of this one.
         (newest,) = cursor.execute("SELECT max(key) FROM streams").fetchone()
         key = (secrets.randbelow(2**30) if newest is None else newest) + 1
         cursor.execute(
@@ -60,23 +68,23 @@ def add_stream(
             (key, name, dataset.key, replica_id, session),
         )
         return key
-    if known[1:] != (dataset.key, replica_id):
-        raise RefusedError(
-            f"Stream {name!r} is of replica {known[2]!r} or of another dataset, not of "
-            f"{replica_id!r} and {dataset.dataset_id!r}: give every stream a name of its own."
+    if row[1:] != (dataset.key, replica_id):
+        raise RejectedError(
+            f"Stream {name!r} belongs to replica group {row[2]!r} or another dataset, not to "
+            f"{replica_id!r} and {dataset.dataset_id!r}: use another name for this stream."
         )
-    cursor.execute("UPDATE streams SET session = ? WHERE key = ?", (session, known[0]))
-    return known[0]
+    cursor.execute("UPDATE streams SET session = ? WHERE key = ?", (session, row[0]))
+    return row[0]
 
 
 def all_streams(cursor: sqlite3.Cursor) -> list[StreamRow]:
-    """Every stream, oldest first; without those that are damaged."""
+    """All streams, oldest first. Damaged rows are left out."""
     rows = cursor.execute("SELECT * FROM streams ORDER BY key").fetchall()
-    return list(filter(understood, map(StreamRow._make, rows)))
+    return list(filter(is_valid_row, map(StreamRow._make, rows)))
 
 
 def open_streams(cursor: sqlite3.Cursor) -> list[OpenStream]:
-    """The streams that are open, oldest first."""
+    """The open streams, oldest first."""
     rows = cursor.execute(
         "SELECT streams.key, dataset_id, replica_id, session FROM streams"
         " JOIN datasets ON datasets.key = dataset WHERE is_open ORDER BY streams.key"

@@ -1,4 +1,4 @@
-"""The tables of datasets, streams and leases, and what a row has to be to be believed."""
+"""The database tables of datasets, streams and leases, and the checks of their rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sqlite3
 from typing import NamedTuple
 
 from composer_replication.coordinator.database import StorageError
-from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.coordinator.run_settings import RejectedError
 
 log = logging.getLogger(__name__)
 
-# A stream, dataset or epoch is its integer key in other tables. A `place` is a unit's rank in the
-# order of its epoch; `issued` is the number of places that have been leased at least once. All
-# leases of a stream before number `at_lease` are committed as a whole, all after it not at all.
+# Other tables name a stream, dataset or epoch by its integer key. The column `place` is a unit's
+# rank in the shuffled order of its epoch: `epoch_rank` in Python. `issued` is the number of units
+# of an epoch that have been leased at least once. All leases of a stream before number `at_lease`
+# are completely in the model, and none of the later ones is.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS datasets (
     key INTEGER PRIMARY KEY, dataset_id TEXT NOT NULL UNIQUE,
@@ -40,31 +41,37 @@ CREATE TABLE IF NOT EXISTS returned (
 """
 
 MAX_UNITS = 2**24
-"""Units a dataset may have: the order of an epoch is made in memory, while others wait."""
+"""Most units of a dataset: an epoch's order is computed in memory while other requests wait."""
 
-NO_PLACE = -1
-"""The place of an empty lease."""
+NO_RANK = -1
+"""The ``epoch_rank`` of an empty lease."""
 
 
-class DatasetMismatch(RefusedError):
+class DatasetMismatch(RejectedError):
     """A dataset of this name exists with another length, seed or unit size."""
 
 
-class UnknownStream(RefusedError):
-    """There is no such stream in this state folder."""
+class UnknownStream(RejectedError):
+    """The state folder has no such stream.
+
+    Args:
+        stream: Key of the stream.
+    """
 
     def __init__(self, stream: int) -> None:
         super().__init__(
-            f"The coordinator does not know stream {stream}: it runs on another state folder than "
-            "when the stream was opened. Start it with the right one."
+            f"The coordinator has no stream {stream}: it runs on another state folder than when "
+            "the stream was opened. Start it with that state folder."
         )
 
 
-class StreamClosed(RefusedError):
-    """The stream cannot go on: the group has to open a new one."""
+class StreamClosed(RejectedError):
+    """The stream cannot continue. The group has to open a new one."""
 
 
 class DatasetRow(NamedTuple):
+    """A dataset: its name, samples, seed of the order, and samples in a unit."""
+
     key: int
     dataset_id: str
     length: int
@@ -73,14 +80,18 @@ class DatasetRow(NamedTuple):
 
     @property
     def num_units(self) -> int:
+        """The number of units, of which the last one may be shorter."""
         return -(-self.length // self.unit_size)
 
     @property
-    def is_sane(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether the numbers are possible."""
         return min(self.length, self.unit_size) > 0 <= self.seed and self.num_units <= MAX_UNITS
 
 
 class EpochRow(NamedTuple):
+    """An epoch of a dataset, with its counts of samples."""
+
     key: int
     dataset: int
     epoch: int
@@ -92,11 +103,14 @@ class EpochRow(NamedTuple):
     trained_twice: int
 
     @property
-    def is_sane(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether the numbers are possible."""
         return min(self) >= 0
 
 
 class StreamRow(NamedTuple):
+    """A stream: its owner, how many leases and samples it has, and how much is in the model."""
+
     key: int
     name: str
     dataset: int
@@ -110,74 +124,92 @@ class StreamRow(NamedTuple):
     at_lease: int
 
     @property
-    def is_sane(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether the numbers are possible."""
         return 0 <= self.position <= self.in_part <= self.samples and 0 <= self.at_lease
 
 
 class LeaseRow(NamedTuple):
+    """A lease: samples ``[start, stop)`` of the unit at ``epoch_rank``.
+
+    The first of them is sample ``stream_start`` of the stream.
+    """
+
     stream: int
     number: int
     epoch: int
-    place: int
+    epoch_rank: int
     start: int
     stop: int
     stream_start: int
 
     @property
-    def is_sane(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether the numbers are possible."""
         size = self.stop - self.start
         return min(self.start, self.stream_start) >= 0 and (
-            size > 0 <= self.place or (size == 0 and self.place == NO_PLACE)
+            size > 0 <= self.epoch_rank or (size == 0 and self.epoch_rank == NO_RANK)
         )
 
 
 class ReturnedRow(NamedTuple):
+    """A range of a unit that was leased before and is available again."""
+
     epoch: int
-    place: int
+    epoch_rank: int
     start: int
     stop: int
 
     @property
-    def is_sane(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether the numbers are possible."""
         return min(self) >= 0 and self.start < self.stop
 
 
 _TEXTS = {"dataset_id", "name", "replica_id", "session"}
 
 
-def understood(row: DatasetRow | EpochRow | StreamRow | LeaseRow | ReturnedRow) -> bool:
-    """Whether a row of the file makes sense; warns of one that does not, which is left out."""
+def is_valid_row(row: DatasetRow | EpochRow | StreamRow | LeaseRow | ReturnedRow) -> bool:
+    """Whether a row has the right types and possible values.
+
+    A damaged row is logged. Callers leave it out.
+    """
     kinds = (str if name in _TEXTS else int for name in row._fields)
-    if all(type(value) is kind for value, kind in zip(row, kinds, strict=True)) and row.is_sane:
+    if all(type(value) is kind for value, kind in zip(row, kinds, strict=True)) and row.is_valid:
         return True
     log.warning("Skipping a damaged row of the coordinator's database: %s", row)
     return False
 
 
 def find_dataset(cursor: sqlite3.Cursor, dataset: str | int) -> DatasetRow:
-    """A dataset by its name, or by its key.
+    """Read a dataset by its name or its key.
 
     Raises:
-        RefusedError: There is none of this name.
-        StorageError: Its row is damaged, or there is none of this key.
+        RejectedError: There is no dataset of this name.
+        StorageError: The row is damaged, or there is no dataset of this key.
     """
     column = "dataset_id" if isinstance(dataset, str) else "key"
     row = cursor.execute(f"SELECT * FROM datasets WHERE {column} = ?", (dataset,)).fetchone()
     if row is None and isinstance(dataset, str):
-        raise RefusedError(f"There is no dataset {dataset!r}: create it first.")
-    if row is None or not understood(found := DatasetRow(*row)):
+        raise RejectedError(f"There is no dataset {dataset!r}: create it first.")
+    if row is None or not is_valid_row(dataset_row := DatasetRow(*row)):
         raise StorageError(
-            f"Dataset {dataset!r} is damaged in the coordinator's database: put a copy of the "
-            "file back, or begin with another state folder."
+            f"Dataset {dataset!r} is damaged in the coordinator's database: restore a copy of the "
+            "file, or start with another state folder."
         )
-    return found
+    return dataset_row
 
 
 def check_count(name: str, value: int, least: int = 0) -> None:
-    """Refuse what is no whole number, or too small or too large for the file.
+    """Check that a value is a whole number that the database can hold.
+
+    Args:
+        name: Name of the value, for the message.
+        value: The value.
+        least: Smallest allowed value.
 
     Raises:
-        RefusedError: It is none.
+        RejectedError: The value is no such number.
     """
     if not isinstance(value, int) or not least <= value < 2**63:
-        raise RefusedError(f"{name} has to be a whole number from {least} on, not {value!r}.")
+        raise RejectedError(f"{name} is {value!r}: use a whole number of at least {least}.")

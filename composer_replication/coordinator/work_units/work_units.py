@@ -1,12 +1,13 @@
-"""Work units: which samples of an epoch are done, which are leased, which are still to be had.
+"""Work units: which samples of an epoch are done, which are leased, and which are available.
 
-A stream of samples is its leases, one after the other. It *claims* those that are in the model
-and, while it is open, those that are not. What nobody claims is available; what an open stream has
-not yet in the model is leased; the rest is done.
+A stream is the sequence of its leases. Every stream keeps the samples that are in the model; an
+open stream also holds those that are not in the model yet, which are *leased*. A sample that no
+stream keeps or holds is *available*. All others are *done*.
 
-How much of each stream is in the model is the model's own *ledger*: by stream, its ``position``
-(samples that every fragment of the model has had) and ``in_part`` (samples that at least one has
-had). It only grows, so reports of it may be repeated, get lost, or come in any order.
+How much of each stream is in the model is recorded in the model's own *ledger*. It has two numbers
+for each stream: ``position``, the samples that every fragment of the model has been trained on, and
+``in_part``, the samples that at least one fragment has been trained on. Both only grow, so that
+reports of the ledger may be repeated, get lost, or arrive in any order.
 """
 
 from __future__ import annotations
@@ -15,19 +16,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.run_settings import RefusedError
+from composer_replication.coordinator.run_settings import RejectedError
+from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator.work_units.accounting import (
-    check_entry,
+    check_ledger_entry,
     count_available,
-    move,
-    move_to,
+    update_position,
+    update_stream,
 )
-from composer_replication.coordinator.work_units.leases import (
-    Lease,
-    empty_lease,
-    given_lease,
-    grant,
-)
+from composer_replication.coordinator.work_units.leases import empty_lease, grant, read_lease
 from composer_replication.coordinator.work_units.progress import (
     DatasetProgress,
     EpochProgress,
@@ -40,7 +37,7 @@ from composer_replication.coordinator.work_units.streams import (
     add_stream,
     all_streams,
     find_stream,
-    known_stream,
+    get_stream,
     open_streams,
 )
 from composer_replication.coordinator.work_units.tables import (
@@ -51,28 +48,34 @@ from composer_replication.coordinator.work_units.tables import (
     find_dataset,
 )
 
-Ledger = Mapping[int, tuple[int, int]]
+LedgerEntries = Mapping[int, tuple[int, int]]
 """By stream, the samples that are in the model, and those that are in some part of it."""
 
 
 class Returned(NamedTuple):
-    """Samples that came back when a stream ended; the second are some of the first."""
+    """Samples that became available again when a stream was closed.
+
+    Attributes:
+        samples: Their number.
+        in_part: How many of them are in some part of the model.
+    """
 
     samples: int
     in_part: int
 
 
 class WorkUnits:
-    """Leases of the samples of datasets to streams, tied to the ledger of the model.
+    """Leases samples of datasets to streams, and records which of them are in the model.
 
-    Every call is one transaction, durable when it returns, and may be repeated: a group that got
-    no answer asks again. Calls from several threads wait for each other.
+    Every call is one transaction, which is durable when the call returns. Every call may be
+    repeated: a group that received no answer sends its request again. Calls from several threads
+    wait for each other.
 
     Args:
-        database: Where all of it is kept; this object has no state of its own.
+        database: The database. This object has no other state.
 
     Raises:
-        StorageError: From every call: the file cannot be read or written, or is damaged.
+        StorageError: Raised by every call: the file cannot be read or written, or is damaged.
     """
 
     def __init__(self, database: Database) -> None:
@@ -80,17 +83,17 @@ class WorkUnits:
         database.execute_schema(SCHEMA)
 
     def create_dataset(self, dataset_id: str, length: int, seed: int, unit_size: int) -> None:
-        """Make a dataset known; one that is known has to be the same.
+        """Add a dataset. One that exists already has to be the same.
 
         Args:
-            dataset_id: Its name.
-            length: Samples.
-            seed: Of the order in which the units are given out.
-            unit_size: Samples a unit; unit ``u`` begins at sample ``u * unit_size``.
+            dataset_id: Name of the dataset.
+            length: Number of samples.
+            seed: Seed of the order in which units are leased.
+            unit_size: Samples in a unit. Unit ``u`` begins at sample ``u * unit_size``.
 
         Raises:
-            DatasetMismatch: It is known with another length, seed or unit size.
-            RefusedError: A number is impossible, or there are more than 16,777,216 units.
+            DatasetMismatch: The dataset exists with another length, seed or unit size.
+            RejectedError: A number is impossible, or there are more than 16,777,216 units.
         """
         check_count("length", length, least=1)
         check_count("seed", seed)
@@ -99,176 +102,196 @@ class WorkUnits:
             add_dataset(cursor, dataset_id, length, seed, unit_size)
 
     def open_stream(self, name: str, dataset_id: str, replica_id: str, session: str) -> int:
-        """Begin a stream of samples for one life of a replica group, and return its key.
+        """Open a stream of samples for one incarnation of a replica group.
 
         Args:
-            name: Asked again with the same one, the answer is the same key.
-            dataset_id: Of the samples.
+            name: Name of the stream. A repeated call with the same name returns the same key.
+            dataset_id: Name of the dataset.
             replica_id: The group.
-            session: With which its owner is registered; who asks last is the owner.
+            session: The session with which the group is registered. The last caller owns the
+                stream.
+
+        Returns:
+            The key of the stream.
 
         Raises:
-            RefusedError: There is no such dataset, or the stream of this name is another's.
+            RejectedError: There is no such dataset, or the stream of this name belongs to another
+                group.
         """
         with self._database.transaction() as cursor:
             dataset = find_dataset(cursor, dataset_id)
             return add_stream(cursor, name, dataset, replica_id, session)
 
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
-        """The lease of this number in a stream, the same one whenever it is asked for.
+        """Return a lease of a stream by its number. A repeated call returns the same lease.
 
-        A new one is the first that is available in the earliest epoch that has anything: a range
-        that has come back, or the next unit. With nothing available it is empty, and stays so:
-        ask for the next number later. A closed stream gets no more than it has.
+        A new lease has the first available samples of the earliest epoch that has any: a range that
+        was returned, or the next unit. If nothing is available, the lease is empty and stays so;
+        the group asks for the next number later. A closed stream gets no new leases.
 
         Args:
-            stream: Its key.
-            number: 0, 1, 2, ...
-            epoch: The last one that a new lease may be of; one that has been given keeps its own.
+            stream: Key of the stream.
+            number: Number of the lease in the stream: 0, 1, 2, ...
+            epoch: Last epoch of which a new lease may be. A lease that exists keeps its own.
 
         Raises:
             UnknownStream: There is no such stream.
-            StreamClosed: This lease is damaged.
-            RefusedError: The number skips one.
+            StreamClosed: The lease is damaged.
+            RejectedError: The number skips one.
         """
         check_count("number", number)
         check_count("epoch", epoch)
         with self._database.transaction() as cursor:
-            holder = known_stream(cursor, stream)
+            holder = get_stream(cursor, stream)
             if number >= holder.leases and not holder.is_open:
                 return empty_lease(holder, number, epoch)
             if number > holder.leases:
-                raise RefusedError(
+                raise RejectedError(
                     f"Stream {stream} has {holder.leases} leases, so the next one has number "
                     f"{holder.leases}, not {number}."
                 )
             dataset = find_dataset(cursor, holder.dataset)
             if number == holder.leases:
                 grant(cursor, holder, dataset, epoch)
-            return given_lease(cursor, holder, dataset, number)
+            return read_lease(cursor, holder, dataset, number)
 
-    def commit(self, ledger: Ledger) -> list[int]:
-        """Note what the model has: the larger of what is known and what the ledger says.
+    def commit(self, ledger: LedgerEntries) -> list[int]:
+        """Record what the model has been trained on, by the ledger of a sync.
 
-        Of a stream that has been closed, samples that others have by now count as trained twice.
+        Of the known position and the reported one, the larger counts. Samples of a closed stream
+        that other streams have got since count as trained twice.
+
+        Args:
+            ledger: The ledger of the model.
 
         Returns:
-            The streams in the ledger that are unknown, in its order.
+            The unknown streams of the ledger, in its order.
 
         Raises:
-            RefusedError: A stream has more than was leased; then nothing is noted at all.
+            RejectedError: A stream has more samples than were leased to it. Nothing is recorded
+                then.
         """
         unknown = []
         with self._database.transaction() as cursor:
             for stream, entry in ledger.items():
-                if (known := find_stream(cursor, stream)) is None:
+                if (row := find_stream(cursor, stream)) is None:
                     unknown.append(stream)
                     continue
-                check_entry(known, *entry)
-                move_to(cursor, known, max(entry[0], known.position), max(entry[1], known.in_part))
+                check_ledger_entry(row, *entry)
+                position, in_part = max(entry[0], row.position), max(entry[1], row.in_part)
+                update_position(cursor, row, position, in_part)
         return unknown
 
     def close(self, stream: int) -> Returned:
-        """The stream has ended: all of it that is not in the model comes back.
+        """Close a stream. Its samples that are not in the model become available again.
+
+        Args:
+            stream: Key of the stream.
 
         Returns:
-            What came back; nothing if it had been closed before.
+            What became available; nothing if the stream was closed before.
 
         Raises:
             UnknownStream: There is no such stream.
         """
         with self._database.transaction() as cursor:
-            known = known_stream(cursor, stream)
-            if not known.is_open:
+            row = get_stream(cursor, stream)
+            if not row.is_open:
                 return Returned(0, 0)
-            move(cursor, known, known.position, known.in_part, is_open=0)
-        return Returned(known.samples - known.position, known.in_part - known.position)
+            update_stream(cursor, row, row.position, row.in_part, is_open=0)
+        return Returned(row.samples - row.position, row.in_part - row.position)
 
     def reopen(self, stream: int, position: int, session: str) -> None:
-        """A group goes on in its own stream, from its own checkpoint.
+        """Continue a stream from a checkpoint of the group that owns it.
 
-        All that the stream had leased and that is not in the model is leased to it again: what
-        comes before the position is in the group's local parameters, the rest will be trained on.
+        All its samples that are not in the model are leased to it again. Those before the position
+        are in the group's local parameters; the group trains on the others.
 
         Args:
-            stream: Open or closed.
+            stream: Key of an open or closed stream.
             position: Samples of the stream that the group has trained on.
-            session: With which its owner is registered now.
+            session: The session with which the group is registered now.
 
         Raises:
             UnknownStream: There is no such stream.
-            StreamClosed: Some of these samples are leased to others or done.
-            RefusedError: The position is less than what is committed, or more than what is leased.
+            StreamClosed: Some of these samples are leased to other groups or done.
+            RejectedError: The position is below what is committed or above what is leased.
         """
         check_count("position", position)
         with self._database.transaction() as cursor:
-            known = known_stream(cursor, stream)
-            if not known.position <= position <= known.samples:
-                raise RefusedError(
-                    f"Stream {stream} cannot go on at position {position}: {known.position} "
-                    f"samples are committed and {known.samples} leased. Rewind to the ledger of "
+            row = get_stream(cursor, stream)
+            if not row.position <= position <= row.samples:
+                raise RejectedError(
+                    f"Stream {stream} cannot continue at position {position}: {row.position} "
+                    f"samples are committed and {row.samples} leased. Rewind to the ledger of "
                     "the checkpoint first, or open a new stream."
                 )
-            wanted = known.samples - known.position
-            if not known.is_open and (free := count_available(cursor, known)) < wanted:
+            uncommitted = row.samples - row.position
+            if not row.is_open and (free := count_available(cursor, row)) < uncommitted:
                 raise StreamClosed(
-                    f"Stream {stream} has been closed, and {wanted - free} of the {wanted} "
-                    "samples it had not committed are leased to others or done: open a new one."
+                    f"Stream {stream} has been closed, and {uncommitted - free} of its "
+                    f"{uncommitted} uncommitted samples are leased to others or done: open a new "
+                    "stream."
                 )
-            move(cursor, known, known.position, known.in_part, is_open=1)
+            update_stream(cursor, row, row.position, row.in_part, is_open=1)
             cursor.execute("UPDATE streams SET session = ? WHERE key = ?", (session, stream))
 
-    def rewind(self, ledger: Ledger) -> None:
-        """The run goes on from a checkpoint: the model has what its ledger says, and no more.
+    def rewind(self, ledger: LedgerEntries) -> None:
+        """Continue the run from a checkpoint: the model has what this ledger says, and no more.
 
-        What is undone is available again if the stream is closed, and leased if it is open.
+        Samples that are undone become available if their stream is closed, and leased if it is
+        open.
+
+        Args:
+            ledger: The ledger of the checkpoint's model.
 
         Raises:
             UnknownStream: The checkpoint has samples of a stream of another state folder.
-            RefusedError: A stream has more than was leased; in either case nothing changes.
+            RejectedError: A stream has more samples than were leased to it. In either case nothing
+                changes.
         """
         with self._database.transaction() as cursor:
             for stream, entry in ledger.items():
-                known = find_stream(cursor, stream)
-                if known is not None:
-                    check_entry(known, *entry)
+                row = find_stream(cursor, stream)
+                if row is not None:
+                    check_ledger_entry(row, *entry)
                 elif max(entry) > 0:
                     raise UnknownStream(stream)
-            for known in all_streams(cursor):
-                move_to(cursor, known, *ledger.get(known.key, (0, 0)))
+            for row in all_streams(cursor):
+                update_position(cursor, row, *ledger.get(row.key, (0, 0)))
 
     def owner(self, stream: int) -> str:
-        """The replica group of a stream.
+        """Return the replica group that owns a stream.
 
         Raises:
             UnknownStream: There is no such stream.
         """
         with self._database.transaction() as cursor:
-            return known_stream(cursor, stream).replica_id
+            return get_stream(cursor, stream).replica_id
 
     def open_streams(self) -> list[OpenStream]:
-        """The streams that are open, oldest first."""
+        """Return the open streams, oldest first."""
         with self._database.transaction() as cursor:
             return open_streams(cursor)
 
     def progress(self, dataset_id: str) -> list[EpochProgress]:
-        """How far each epoch that has been begun is; one that never was is not in the list.
+        """Return the progress of every epoch of a dataset that has begun.
 
         Raises:
-            RefusedError: There is no such dataset.
+            RejectedError: There is no such dataset.
         """
         return self.dataset(dataset_id).epochs
 
     def dataset(self, dataset_id: str) -> DatasetProgress:
-        """A dataset and how far it is.
+        """Return a dataset and its progress.
 
         Raises:
-            RefusedError: There is no such dataset.
+            RejectedError: There is no such dataset.
         """
         with self._database.transaction() as cursor:
             return progress_of(cursor, find_dataset(cursor, dataset_id))
 
     def datasets(self) -> list[DatasetProgress]:
-        """All datasets, in the order in which they became known."""
+        """Return all datasets and their progress, in the order in which they were added."""
         with self._database.transaction() as cursor:
             return progress_of_all(cursor)

@@ -1,4 +1,4 @@
-"""One sync's messages in a wire format: to whom they go, and who sums them."""
+"""The messages of one sync in a quantized wire format."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from composer_replication.diloco.torchft_api import DiLoCoManager
 
 
 class _PeerFailed(Exception):
-    """A message has not come; the manager knows why."""
+    """A message has not arrived. The manager already has the reason."""
 
 
 class Exchange:
-    """The messages of one sync, started; a Work to be waited for.
+    """Sends the buckets of one sync. It is a Work: ``wait`` returns after the last message.
 
-    What there is to do between the first and the second message of a bucket is done on a thread, so
-    that training goes on meanwhile. The groups' collectives have to be in the same order: the
-    caller starts no other before this one has been waited for.
+    Each bucket takes two messages. A thread computes what goes into the second one, so that
+    training continues meanwhile. All groups must start their collectives in the same order,
+    therefore the caller starts no other collective before ``wait`` has returned.
 
     Args:
         manager: The torchft manager, or its simulated double.
-        buckets: In the order that all groups share.
-        contribution: Of this group. With 0 its values are zeros.
-        keeps_error: Whether the buckets are to tell what has been rounded away.
-        memory: uint8, of the ``memory_bytes`` of all buckets.
+        buckets: The buckets, in the same order in all groups.
+        contribution: This group's weight. With 0 its values are zeros.
+        keeps_error: Whether the buckets keep their rounding errors, for error feedback.
+        memory: uint8, as large as the ``memory_bytes`` of all buckets together.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class Exchange:
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
         with torch.no_grad():
-            places = memory.split([bucket.memory_bytes for bucket in buckets])
+            parts = memory.split([bucket.memory_bytes for bucket in buckets])
             self._works = [
-                bucket.start(manager, contribution, place)
-                for bucket, place in zip(buckets, places, strict=True)
+                bucket.start(manager, contribution, part)
+                for bucket, part in zip(buckets, parts, strict=True)
             ]
+        # Without a thread the second messages would start only when training next waits, and the
+        # sync would not overlap with it.
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
         self._thread.start()
 
@@ -70,8 +72,8 @@ class Exchange:
         except Exception as error:
             self._manager.report_error(error)
         finally:
-            # A gloo connection stays open while there is a Work of it, and peers that wait for the
-            # messages of a group that has given up are freed by its end.
+            # A gloo connection stays open while one of its Works exists. If this group has given
+            # up, its peers would wait for its messages until their timeout.
             self._works.clear()
 
     def _follow(self, bucket: EncodedBucket, work: Any) -> Any:
@@ -82,11 +84,11 @@ class Exchange:
 
     @property
     def total(self) -> float:
-        """The sum of all contributions. With 0 there is no mean."""
+        """The sum of all contributions. If it is 0, there is no mean."""
         return self.buckets[0].total
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the last message. Errors have gone to the manager."""
-        del timeout  # the manager's
+        """Wait for the last message. Errors are reported to the manager, not raised."""
+        del timeout  # the manager's timeout bounds each message
         self._thread.join()
         return True

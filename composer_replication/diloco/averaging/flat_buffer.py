@@ -1,4 +1,4 @@
-"""Memory of a model's size: dear when fresh, and not to be kept."""
+"""A reusable fp32 buffer whose pages the kernel may reclaim between syncs (MADV_FREE)."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from torch import Tensor
 
 
 def fresh_pages(num_bytes: int) -> mmap.mmap:
-    """Zeros, in huge pages where the system has them.
+    """Return memory that is filled with zeros, in huge pages where the system has them.
 
-    A ``bytearray`` would be written to once more, and all of it begun 4 KB at a time.
+    A ``bytearray`` would be written once more when it is made, and would fault in 4 KB at a time.
     """
     pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel that is built without them
+        with suppress(OSError):  # the kernel was built without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
 class FlatMemory:
-    """fp32 memory of one size, used again from sync to sync.
+    """An fp32 buffer that is reused from sync to sync.
 
-    On a CPU fresh memory costs several times what is then done in it, and keeping it would cost a
-    model's size. So between the syncs it is the system's to take (``MADV_FREE``): without a
-    shortage it is still there for the next one. In huge pages this costs nothing; in small ones
-    writing to it again takes a tenth longer. It is not pinned: pinned memory cannot be taken.
+    On a CPU, page faults in fresh memory take several times as long as the sync's arithmetic, and a
+    buffer that is kept costs as much memory as the model. Between syncs the kernel may therefore
+    reclaim its pages (``MADV_FREE``); it does so only when memory is short. With huge pages this
+    costs nothing; with 4 KB pages the next write takes a tenth longer. The buffer is not pinned,
+    because pinned pages cannot be reclaimed.
 
     Args:
-        num_elements: How many.
-        device: Where.
+        num_elements: Size of the buffer in elements.
+        device: Where it lies.
     """
 
     def __init__(self, num_elements: int, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class FlatMemory:
         self._spare: Tensor | None = None
 
     def take(self) -> Tensor:
-        """Uninitialised, 1-D. What was taken before and not given back is left alone."""
+        """Return the buffer, 1-D and uninitialised, or a new one if it has not been given back."""
         if not self._can_be_lent:
             return torch.empty(self.num_elements, device=self._device)
         taken, self._spare = self._spare, None
@@ -53,7 +54,7 @@ class FlatMemory:
         return taken
 
     def give_back(self, taken: Tensor) -> None:
-        """It is not needed any more, by nobody: no allreduce is under way in it."""
+        """Allow the kernel to reclaim the buffer. No allreduce may still use it."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_FREE)
             self._spare = taken

@@ -1,4 +1,4 @@
-"""Values of one bucket on their way between the groups, encoded."""
+"""The quantized messages of one bucket."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from composer_replication.diloco.averaging.wire_sizes import FRAME, PART
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 WEIGHT = 4
-"""Bytes before each part: the contribution of the group that sends it, in fp32."""
+"""Bytes before each part: the contribution of the sending group, in fp32."""
 
 
 class Frame(NamedTuple):
-    """Elements of a part that are encoded by themselves, and where their bytes are in it."""
+    """Elements of a part that are encoded together, and the slice that their bytes take in it."""
 
     elements: slice
     encoded: slice
@@ -25,23 +25,26 @@ class Frame(NamedTuple):
 
 
 class EncodedBucket(ABC):
-    """What becomes of one bucket: encoded and sent, then known to all groups in the same bits.
+    """Encodes, sends and averages one bucket, bitwise identically in all groups.
 
-    Each part is encoded in frames, so that on a CPU what is written is still in cache when it is
-    read again. All groups of a run have the same kind of device, and so the same frames.
+    Each part is encoded in frames, so that on a CPU the values are still in cache when they are
+    read again. All groups of a run have the same kind of device, and therefore the same frames.
 
     Args:
-        values: 1-D fp32, a slice of what is averaged; the mean is written into it.
-        parts: Into how many equal parts it is cut.
-        wire_format: How parts travel.
+        values: 1-D fp32, a slice of what is averaged. ``finish`` writes the mean into it.
+        parts: The number of equal parts that the bucket is cut into.
+        wire_format: The format of each part.
+
+    Attributes:
+        total: The sum of all contributions, once the first messages have arrived.
+        num_bytes: Size of the bucket on the network. Each of k groups sends 2 (k - 1) / k times
+            this size to the others.
+        memory_bytes: Size of the memory that ``start`` needs.
     """
 
     total = 0.0
-    """The sum of all contributions, once it has been received."""
     num_bytes = 0
-    """What it takes: of k groups each sends 2 (k - 1) / k of it to the others."""
     memory_bytes = 0
-    """What its messages need."""
 
     def __init__(self, values: Tensor, parts: int, wire_format: WireFormat) -> None:
         self.values = values
@@ -59,30 +62,42 @@ class EncodedBucket(ABC):
 
     @abstractmethod
     def start(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
-        """Encode and send it: a Work. ``memory`` has ``memory_bytes`` of uint8."""
+        """Encode the values and start the first message.
+
+        Args:
+            manager: The torchft manager, or its simulated double.
+            contribution: This group's weight in the mean.
+            memory: uint8, of ``memory_bytes``.
+
+        Returns:
+            A Work to wait for.
+        """
 
     @abstractmethod
     def follow(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
-        """Once that Work has ended well: another one to wait for, or None.
+        """Average this group's part and start the second message, once the first has arrived.
 
         Args:
-            manager: As before.
-            keeps_error: Whether ``finish`` will be asked for the error.
+            manager: The manager that ``start`` got.
+            keeps_error: Whether ``finish`` will be asked for the rounding error.
+
+        Returns:
+            A Work to wait for, or None if there is no second message.
         """
 
     @abstractmethod
     def finish(self, error: Tensor | None) -> None:
-        """Once all has ended well: write the mean into ``values``.
+        """Write the mean into ``values``, once all messages have arrived.
 
         Args:
-            error: Where to write what has been rounded away, if that is kept.
+            error: Where to write this group's rounding error. None: it is not kept.
         """
 
-    def _part(self, values: Tensor, place: int) -> Tensor:
-        return values[place * self._size : (place + 1) * self._size]
+    def _part(self, values: Tensor, index: int) -> Tensor:
+        return values[index * self._size : (index + 1) * self._size]
 
     def _encode(self, part: Tensor, into: Tensor) -> None:
-        """A part of the values; the last ones may be short of elements."""
+        """Encode a part of the values. The last parts may be shorter and are padded with zeros."""
         for frame in self._frames:
             values = part[frame.elements]
             missing = frame.size - values.numel()
@@ -90,7 +105,7 @@ class EncodedBucket(ABC):
             self._format.encode(padded, into[frame.encoded])
 
     def _decode(self, part: Tensor, frame: Frame, into: Tensor) -> Tensor:
-        """A frame of an encoded part."""
+        """Decode one frame of an encoded part."""
         self._format.decode(part[frame.encoded], into[: frame.size])
         return into[: frame.size]
 
@@ -99,9 +114,9 @@ class EncodedBucket(ABC):
 
 
 class SharedBucket(EncodedBucket):
-    """Between two groups, or in one alone: each gets what the other has, and both take the mean.
+    """A bucket of one or two groups: both gather each other's values and compute the mean.
 
-    As many bytes as in parts that are summed here and there, and rounded once instead of twice.
+    That takes as many bytes as a reduce-scatter and an all-gather, and rounds once, not twice.
     """
 
     def __init__(self, values: Tensor, groups: int, rank: int, wire_format: WireFormat) -> None:
@@ -141,9 +156,9 @@ class SharedBucket(EncodedBucket):
 
 
 class ScatteredBucket(EncodedBucket):
-    """Between more groups: each sums one part of it, and sends the mean to all.
+    """A bucket of three or more groups: each averages one part and sends the mean to all.
 
-    Of its own values of that part, which do not travel, nothing is rounded.
+    A group's own values of its own part are not sent, and therefore not rounded.
     """
 
     def __init__(self, values: Tensor, groups: int, rank: int, wire_format: WireFormat) -> None:
@@ -157,12 +172,12 @@ class ScatteredBucket(EncodedBucket):
     def start(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
         sent, received, self._gathered, self._own = memory.split(self._memory_sizes)
         self._sent, self._received = sent.chunk(self._groups), received.chunk(self._groups)
-        for place, message in enumerate(self._sent):
+        for rank, message in enumerate(self._sent):
             message[:WEIGHT].view(torch.float32).fill_(contribution)
-            if place == self._rank:
+            if rank == self._rank:
                 message[WEIGHT:] = 0
             else:
-                self._encode(self._part(self.values, place), message[WEIGHT:])
+                self._encode(self._part(self.values, rank), message[WEIGHT:])
         return manager.all_to_all(received, sent)
 
     def follow(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
@@ -172,15 +187,15 @@ class ScatteredBucket(EncodedBucket):
         for frame in self._frames:
             exact = self._part(self.values, self._rank)[frame.elements]
             mean.zero_()
-            for place, (weight, message) in enumerate(zip(weights, self._received, strict=True)):
-                if weight and place == self._rank:
+            for rank, (weight, message) in enumerate(zip(weights, self._received, strict=True)):
+                if weight and rank == self._rank:
                     mean[: exact.numel()].add_(exact, alpha=weight / self.total)
                 elif weight:
                     part = self._decode(message[WEIGHT:], frame, decoded)
                     mean[: frame.size].add_(part, alpha=weight / self.total)
             self._format.encode(mean[: frame.size], self._own[frame.encoded])
             if keeps_error:
-                # It counts by this group's part of the mean when it comes with the next one.
+                # The next sync weights this error by this group's share of the mean: undo that.
                 rounded = self._decode(self._own, frame, decoded)[: exact.numel()]
                 torch.sub(mean[: exact.numel()], rounded, out=exact)
                 exact.mul_(self.total / weights[self._rank])
@@ -188,14 +203,14 @@ class ScatteredBucket(EncodedBucket):
 
     def finish(self, error: Tensor | None) -> None:
         scratch = self._scratch()
-        for place, (message, gathered) in enumerate(
+        for rank, (message, gathered) in enumerate(
             zip(self._sent, self._gathered.chunk(self._groups), strict=True)
         ):
             for frame in self._frames:
-                values = self._part(self.values, place)[frame.elements]
+                values = self._part(self.values, rank)[frame.elements]
                 if error is not None:
-                    kept = self._part(error, place)[frame.elements]
-                    if place == self._rank:
+                    kept = self._part(error, rank)[frame.elements]
+                    if rank == self._rank:
                         kept.copy_(values)
                     else:
                         sent = self._decode(message[WEIGHT:], frame, scratch)
@@ -204,5 +219,5 @@ class ScatteredBucket(EncodedBucket):
 
 
 def weights_of(messages: tuple[Tensor, ...]) -> list[float]:
-    """The contributions of the groups, in their order."""
+    """Return the contributions of the groups, by rank."""
     return [float(message[:WEIGHT].view(torch.float32)) for message in messages]

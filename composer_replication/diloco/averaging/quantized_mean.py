@@ -7,21 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from composer_replication.diloco.averaging.exchange import Exchange
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.averaging.quantized_buckets import ScatteredBucket, SharedBucket
-from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import MeanLayout, WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
-from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 LEAST_MESSAGES = 4
 """In a sync. gloo does not receive while it sends an all-gather or all-to-all: over 100 Mbit/s a
 single one takes 1.5 or 1.8 times as long as an allreduce that sends as much, four at a time 1.1 or
-1.2 (``benchmarks/messages.py``)."""
+1.2 (``benchmarks/slow_links/messages.py``)."""
 
 
 def check_can_encode(manager: object, wire_format: str) -> None:
@@ -53,24 +51,13 @@ class EncodedMean(WeightedMean):
     alone: a sync that is tried again sends the same.
 
     Args:
-        sizes: See ``WeightedMean``, as for every argument not listed here.
+        layout: The arguments of ``WeightedMean``.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
         error_feedback: Whether there is a residual.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        bucket_cap_mb: float,
-        device: torch.device,
-        ranks: ProcessGroup | None,
-        model_device: torch.device | None,
-        shards: Shards | None = None,
-        *,
-        wire_format: str,
-        error_feedback: bool,
-    ) -> None:
-        super().__init__(sizes, bucket_cap_mb, device, ranks, model_device, shards)
+    def __init__(self, layout: MeanLayout, *, wire_format: str, error_feedback: bool) -> None:
+        super().__init__(*layout)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._messages: FlatMemory | None = None
@@ -78,7 +65,8 @@ class EncodedMean(WeightedMean):
         self.residual: Tensor | None = None
         """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
         if error_feedback:
-            self.residual = torch.zeros(self.share.stop - self.share.start, device=device)
+            size = self.share.stop - self.share.start
+            self.residual = torch.zeros(size, device=self.device)
 
     def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         del contribution  # it goes along with each part
@@ -116,9 +104,8 @@ class EncodedMean(WeightedMean):
             stop = start + bucket.values.numel()
             bucket.finish(residual[start:stop] if residual is not None else None)
             start = stop
-        if self.total:
-            assert self._sums is not None, "it has been formed"
-            self.share.gather(self._sums)
+        if self.total and self._gathers:
+            self.share.gather(self.flat)
         return self.total
 
     def clear(self) -> None:
@@ -134,7 +121,7 @@ class EncodedMean(WeightedMean):
         whole = self.residual.new_zeros(self.share.padded)
         whole[self.share.start : self.share.stop] = self.residual
         self.share.gather(whole)
-        return whole[: sum(self._sizes)]
+        return whole[: sum(self.share.whole_sizes)]
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         if self.residual is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.averaging.rank_shares import RankShare
@@ -20,15 +20,19 @@ CHUNK = 2**18
 again."""
 
 
+def elements_of(bucket_cap_mb: float) -> int:
+    """How many fp32 numbers a bucket of so many MiB has."""
+    return max(1, int(bucket_cap_mb * 2**20) // 4)
+
+
 class MeanLayout(NamedTuple):
     """The arguments of ``WeightedMean``, for who builds several."""
 
-    sizes: Sequence[int]
+    share: RankShare
     bucket_cap_mb: float
     device: torch.device
-    ranks: ProcessGroup | None
-    model_device: torch.device | None
     shards: Shards | None = None
+    gathers: bool = True
 
 
 class WeightedMean:
@@ -41,38 +45,31 @@ class WeightedMean:
     The sum is an allreduce of fp32 numbers; ``EncodedMean`` has the other wire formats.
 
     Args:
-        sizes: Elements of each tensor, in the order that all groups share.
+        share: Of the tensors, in the order that all groups share: what this rank sends.
         bucket_cap_mb: Largest message in MiB of fp32.
         device: Where the messages live.
-        ranks: The ranks of this group that hold the same values, if there are several: each sends a
-            share of them.
-        model_device: Where the values come from, and where ``ranks`` talk to each other. None:
-            ``device``.
         shards: Of the tensors, where each rank of this group holds one: a rank sends all that it
             holds, and whether all values are finite is one answer for the whole group.
+        gathers: Whether every rank of the group gets the whole mean, or only that of its share.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        share: RankShare,
         bucket_cap_mb: float,
         device: torch.device,
-        ranks: ProcessGroup | None = None,
-        model_device: torch.device | None = None,
         shards: Shards | None = None,
+        gathers: bool = True,
     ) -> None:
-        model_device = model_device or device
+        self.share, self.device, self._gathers = share, device, gathers
         self._shards = shards or Shards()
-        self._sizes = sizes
-        self._bucket = max(1, int(bucket_cap_mb * 2**20) // 4)
-        self.device = device
+        self._bucket = elements_of(bucket_cap_mb)
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
-        self._chunk = CHUNK if device.type == "cpu" else max(1, sum(sizes))
-        self.share = RankShare(sizes, ranks, model_device, self._bucket)
+        self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
         self.messages: list[Tensor] = []
-        self._memory = FlatMemory(self.share.padded, device)
+        self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
-        self.num_bytes = self.num_bytes_float32 = 4 * (self.share.stop - self.share.start + 1)
+        self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
         2 (k - 1) / k of it to the others: with two, that is all of it."""
         self.norm = 0.0
@@ -134,8 +131,7 @@ class WeightedMean:
 
     @property
     def _own(self) -> Tensor:
-        assert self._sums is not None, "it has been formed"
-        return self._sums[self.share.start : self.share.stop]
+        return self.flat[self.share.start : self.share.stop]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start what makes it the mean, without waiting: every Work of it has to be waited for."""
@@ -150,19 +146,26 @@ class WeightedMean:
     def receive(self) -> float:
         """Once all that ``send`` started has ended well: ``sum(c_i)``, also in ``total``.
 
-        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it. Not before
-        the vote: it cannot be formed again after it.
+        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it, if they do.
+        Not before the vote: it cannot be formed again after it.
         """
         self.total = self.divisor = float(self.messages[-1])
-        if self.total:
-            assert self._sums is not None, "it has been formed"
-            self.share.gather(self._sums)
+        if self.total and self._gathers:
+            self.share.gather(self.flat)
         return self.total
 
+    @property
+    def flat(self) -> Tensor:
+        """The memory of all ranks' shares, in which this rank's are the sums."""
+        assert self._sums is not None, "it has been formed"
+        return self._sums
+
     def sums(self) -> Sequence[Tensor]:
-        """The sums of each tensor, 1-D fp32: ``divisor`` times the mean."""
-        assert self._sums is not None, "it has been formed and received"
-        return self._sums[: sum(self._sizes)].split(list(self._sizes))
+        """``divisor`` times the mean of each tensor, 1-D fp32: of all of it, or of the share."""
+        if self._gathers:
+            sizes = self.share.whole_sizes
+            return self.flat[: sum(sizes)].split(sizes)
+        return self._own[: sum(self.share.sizes)].split(self.share.sizes)
 
     def take(self) -> Iterator[Tensor]:
         """The mean of each tensor, 1-D fp32; once, in place."""
@@ -181,6 +184,5 @@ class WeightedMean:
 
     def clear(self) -> None:
         """Forget what was sent, which has all ended well."""
-        assert self._sums is not None, "it has been formed"
-        self._memory.give_back(self._sums)
+        self._memory.give_back(self.flat)
         self.messages, self._sums = [], None

@@ -1,4 +1,4 @@
-"""Wire formats: fp32 numbers in fewer bytes, and back."""
+"""Wire formats: fp32 values quantized to fewer bytes, and dequantized again."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from composer_replication.diloco.averaging.wire_sizes import (
 )
 
 SMALLEST = 1e-30
-"""Below this a block counts as zeros: the reciprocal of its scale would overflow."""
+"""A block whose largest value is below this becomes zeros: 1 / scale would overflow."""
 
 
 class WireFormat(ABC):
-    """How numbers travel. Rounds to the nearest; the same bytes decode to the same bits everywhere.
+    """Quantizes fp32 values for the network. All groups decode the same bytes to the same bits.
 
-    All lengths are multiples of ``wire_sizes.PART`` elements.
+    Values are rounded to the nearest. All lengths are multiples of ``wire_sizes.PART`` elements.
     """
 
     name: str
 
     def num_bytes(self, num_elements: int) -> int:
-        """How many bytes so many elements take."""
+        """Return how many bytes ``num_elements`` take."""
         return encoded_bytes(self.name, num_elements)
 
     @abstractmethod
     def encode(self, values: Tensor, into: Tensor) -> None:
-        """Write finite 1-D fp32 values into 1-D uint8, which starts at a multiple of 4 bytes."""
+        """Quantize finite 1-D fp32 values into 1-D uint8, aligned to 4 bytes."""
 
     @abstractmethod
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        """Write what ``encode`` made of them into 1-D fp32."""
+        """Dequantize what ``encode`` has written, into 1-D fp32."""
 
 
 class BFloat16(WireFormat):
-    """The upper half of fp32."""
+    """bfloat16: the upper half of fp32, rounded to the nearest."""
 
     name = "bfloat16"
 
@@ -52,7 +52,7 @@ class BFloat16(WireFormat):
 
 
 class Int8(WireFormat):
-    """Integers from -127 to 127; an fp32 scale for every 256 of them."""
+    """Integers from -127 to 127, with an fp32 scale for every 256 of them."""
 
     name = "int8"
     _block = BLOCK["int8"]
@@ -75,13 +75,13 @@ class Int8(WireFormat):
 
 
 class Fp4(WireFormat):
-    """Block floating point: integers from -7 to 7; an 8-bit scale for every 32 of them.
+    """Block floating point: integers from -7 to 7, with an 8-bit scale for every 32 of them.
 
-    The scale has 5 bits of exponent, counted down from the largest of the frame, and 3 of
-    mantissa. The pseudo-gradient of an Adam has about the same size everywhere in a block: even
-    steps round it half as much as E2M1, and a third as much as the E3M0 of arXiv 2501.18512
-    (docs/adrs/ADR-017). Two elements share a byte: one of the frame's first half, in the lower
-    bits, and one of the second.
+    The scale has 5 bits of exponent, relative to the largest scale of the frame, and 3 bits of
+    mantissa. The pseudo-gradient of Adam has about the same magnitude everywhere in a block, so
+    evenly spaced values have half the rounding error of E2M1, and a third of that of the E3M0 in
+    arXiv 2501.18512 (docs/adrs/ADR-017). Two elements share a byte: an element of the frame's first
+    half, in the lower bits, and one of its second half.
     """
 
     name = "fp4"
@@ -105,7 +105,7 @@ class Fp4(WireFormat):
         into.view(-1, self._block).mul_(factors)
 
     def _write_scales(self, largest: Tensor, head: Tensor, scales: Tensor) -> Tensor:
-        """Of each block, from its largest size; and what they decode to."""
+        """Write each block's scale, rounded up from its largest magnitude. Returns it decoded."""
         largest = largest.clamp(min=SMALLEST)
         rounded = (largest.view(torch.int32) + 2**self._scale_shift - 1) >> self._scale_shift  # up
         base = rounded.max() - 255
@@ -124,7 +124,7 @@ class Fp4(WireFormat):
 
 
 def make_wire_format(name: str) -> WireFormat:
-    """The format of that name; float32 has none, being summed as it is.
+    """Return the wire format of that name. float32 has none: it is summed directly.
 
     Raises:
         ValueError: There is no such format.

@@ -1,11 +1,11 @@
-"""How many bytes each wire format takes; without torch, for who only plans."""
+"""How many bytes each wire format takes. Torch-free, so that ``plan`` can import it."""
 
 from __future__ import annotations
 
 WIRE_FORMATS = ("float32", "bfloat16", "int8", "fp4")
 
 BLOCK = {"int8": 256, "fp4": 32}
-"""Elements that share a scale, of which bfloat16 has none."""
+"""Elements that share a scale. bfloat16 has no scales."""
 
 BYTES_PER_PARAMETER = {
     "float32": 4.0,
@@ -13,20 +13,24 @@ BYTES_PER_PARAMETER = {
     "int8": 1 + 4 / BLOCK["int8"],
     "fp4": 0.5 + 1 / BLOCK["fp4"],
 }
-"""Of a large message."""
+"""Bytes per parameter of a large message."""
 
 PART = 512
-"""What is encoded at a time has a multiple of so many elements."""
+"""A part of a message has a multiple of this number of elements."""
 
 FRAME = 2**18
-"""Elements that are encoded by themselves on a CPU: all groups have to agree on it."""
+"""Elements that are encoded at a time on a CPU. It has to be the same in all groups."""
 
 FP4_HEADER = 4
-"""Bytes before the scales of an fp4 frame: what they are relative to."""
+"""Bytes before the scales of an fp4 frame: the base that the scales are relative to."""
 
 
 def encoded_bytes(wire_format: str, num_elements: int) -> int:
-    """Bytes of ``num_elements`` in a wire format, a multiple of ``PART`` unless it is float32.
+    """Return the bytes that ``num_elements`` take in a wire format.
+
+    Args:
+        wire_format: One of ``WIRE_FORMATS``.
+        num_elements: A multiple of ``PART``, unless the format is float32.
 
     Raises:
         ValueError: There is no such format.

@@ -1,4 +1,6 @@
-"""How a joiner gets the global state from a peer: authenticated, checked, without pickles.
+"""How a joiner gets the global state from a donor: authenticated, checked by hash, without pickles.
 
-Read ``transport.py`` first.
+``transport.py`` is what torchft calls; read it first. ``client.py`` and ``server.py`` are the two
+ends of a download, ``proof.py`` the proofs of the token that both check, ``state_bytes.py`` the
+format, and ``prefetch.py`` the download before the first quorum.
 """

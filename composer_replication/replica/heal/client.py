@@ -1,4 +1,4 @@
-"""Asking a peer for its state, and trusting nothing that it sends."""
+"""The joiner's side of a heal: asks a peer for its state, and checks all that the peer sends."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
-from composer_replication.replica.heal import state_bytes as heal_format
-from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal import state_bytes
+from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 
 CHUNK = 1 << 20
 LARGEST_OFFER = 1 << 16
-"""Bytes of an answer that is read before it has been authenticated."""
+"""Most bytes that are read of an answer that has not been authenticated yet."""
 
 
 class HealError(ConnectionError):
-    """A peer's global state could not be had, or is not to be trusted."""
+    """A peer could not send its global state, or what it sent is not to be trusted."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a donor's state: the SHA-256 that names it (``heal_format.digest``), its size."""
+    """A part of a donor's state.
+
+    Attributes:
+        name: Its SHA-256, by ``state_bytes.digest``.
+        num_bytes: Its size.
+    """
 
     name: str
     num_bytes: int
@@ -42,7 +47,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a donor has: the manager's step, and the parts of the state that can be fetched."""
+    """What a donor has.
+
+    Attributes:
+        step: The manager's step.
+        parts: The parts of the state that can be fetched: ``state`` is the global state, ``rest``
+            what others have registered with the manager and torchft's own.
+    """
 
     step: int
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -55,37 +66,37 @@ class Offer:
         """Read what ``to_json`` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is something else.
         """
         try:
-            found = json.loads(text)
-            parts = {kind: Part(**part) for kind, part in found["parts"].items()}
-            return cls(int(found["step"]), parts)
+            content = json.loads(text)
+            parts = {kind: Part(**part) for kind, part in content["parts"].items()}
+            return cls(int(content["step"]), parts)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no offer of a state: {error!r}") from error
 
 
 def load(body: memoryview) -> Any:
-    """What a peer's ``heal_format.dump`` made.
+    """Read the bytes that a peer's ``state_bytes.dump`` made.
 
     Raises:
-        HealError: It is something else.
+        HealError: They are something else.
     """
     try:
-        return heal_format.load(body)
-    except heal_format.NotAState as error:
+        return state_bytes.load(body)
+    except state_bytes.NotAState as error:
         raise HealError(
-            f"a peer's state is refused, it is more than tensors and plain containers: {error}"
+            f"a peer's state is rejected, it is more than tensors and plain containers: {error}"
         ) from error
 
 
 @dataclass(frozen=True)
 class HealClient:
-    """Asks the heal servers of peers.
+    """Asks the heal servers of peers, and proves in each request that it knows the run's token.
 
     Args:
         tokens: The run's accepted tokens; the first one signs.
-        name: Of this replica group, for the peers' audit log.
+        name: The name of this replica group, for the peers' audit log.
         timeout: How long a peer may be silent, in seconds.
         context: For TLS. None: no TLS.
     """
@@ -96,21 +107,21 @@ class HealClient:
     context: ssl.SSLContext | None = None
 
     def ask(self, address: str, path: str, deadline: float) -> Offer:
-        """Ask a peer what it has, and check that it is a peer of this run.
+        """Ask a peer what it has, and check that the peer belongs to this run.
 
         Args:
-            address: Of its heal server, ``http://host:port``.
+            address: The address of its heal server, ``http://host:port``.
             path: ``/latest``, ``/latest/offer`` or ``/offer/STEP``.
-            deadline: When the answer has to be here, by ``time.monotonic``.
+            deadline: When the answer must have arrived, by ``time.monotonic``.
 
         Raises:
-            HealError: It does not answer, refuses, or is not to be trusted.
+            HealError: The peer does not answer, rejects the request, or is not to be trusted.
         """
         with self._answer(address, path, deadline) as (question, answer):
             size = int(answer.getheader("Content-Length", ""))
             if size > LARGEST_OFFER:
-                raise HealError(f"{address} answers {size} bytes to {path}: refused")
-            body = bytes(_read(answer, heal_format.memory(size), address, deadline)[:size])
+                raise HealError(f"{address} answers {size} bytes to {path}: rejected")
+            body = bytes(_read(answer, state_bytes.memory(size), address, deadline)[:size])
             if not question.is_answered(self.tokens, body, answer.getheader(MAC) or ""):
                 raise _stranger(address)
             return Offer.from_json(body)
@@ -121,21 +132,25 @@ class HealClient:
         """Fetch a part of the state that an authenticated answer named.
 
         Args:
-            address: Of the peer's heal server.
+            address: The address of the peer's heal server.
             part: Its name and size.
-            deadline: When it has to be here, by ``time.monotonic``.
-            into: Memory that is needed no longer, for a part of the same size.
+            deadline: When it must have arrived, by ``time.monotonic``.
+            into: Memory to write to, if it has the size of the part. None: fresh memory, which
+                is expensive for a large state.
+
+        Returns:
+            The bytes of the part, whose hash is its name.
 
         Raises:
-            HealError: It does not arrive in time, or is another.
+            HealError: The part does not arrive in time, or has another hash.
         """
         with self._answer(address, f"/state/{part.name}", deadline) as (_, answer):
             size = int(answer.getheader("Content-Length", ""))
             if size != part.num_bytes:
                 raise HealError(f"{address} sends {size} bytes, and offered {part.num_bytes}")
-            body = into if into is not None and len(into) == size else heal_format.memory(size)
+            body = into if into is not None and len(into) == size else state_bytes.memory(size)
             _read(answer, body, address, deadline)
-        if heal_format.digest([body]) != part.name:
+        if state_bytes.digest([body]) != part.name:
             raise HealError(f"{address} sent a state that is damaged: {size} bytes")
         return body
 
@@ -143,13 +158,15 @@ class HealClient:
     def _answer(
         self, address: str, path: str, deadline: float
     ) -> Iterator[tuple[Question, HTTPResponse]]:
-        """Ask, on one connection for the challenge and for what is wanted.
+        """Send a request, and give its proof's content and the answer to the ``with`` block.
 
         Raises:
-            HealError: In place of whatever goes wrong, also in the body of the ``with``.
+            HealError: Something went wrong here, or in the ``with`` block.
         """
         try:
             with _connected(address, self.timeout, deadline, self.context) as connection:
+                # A socket's timeout limits each wait, not their sum: a peer that sends a byte now
+                # and then could hold this group for ever. The timer ends every wait at once.
                 watchdog = threading.Timer(_left(deadline), _break_off, (connection.sock,))
                 watchdog.daemon = True
                 watchdog.start()
@@ -167,6 +184,7 @@ class HealClient:
     def _exchange(
         self, connection: HTTPConnection, address: str, path: str
     ) -> tuple[Question, HTTPResponse]:
+        """Get the server's challenge, then ask with a proof, both on one connection."""
         connection.request("GET", path)
         answer = connection.getresponse()
         challenge = answer.getheader(CHALLENGE)
@@ -176,7 +194,7 @@ class HealClient:
         question = Question(address, path, self.name, challenge, secrets.token_hex(16))
         proof = question.proof(self.tokens[0])
         connection.request(
-            "GET", path, headers={NONCE: question.nonce, MAC: proof, ASKER: self.name}
+            "GET", path, headers={NONCE: question.nonce, MAC: proof, CLIENT_NAME: self.name}
         )
         answer = connection.getresponse()
         if answer.status == 403:
@@ -191,7 +209,7 @@ class HealClient:
 
 def _stranger(address: str) -> HealError:
     return HealError(
-        f"{address} sent a state that is refused: it does not know this run's token. Either "
+        f"{address} sent a state that is rejected: it does not know this run's token. Either "
         "COMPOSER_REPLICATION_TOKEN differs between the groups, or a stranger has joined"
     )
 
@@ -200,9 +218,13 @@ def _stranger(address: str) -> HealError:
 def _connected(
     address: str, timeout: float, deadline: float, context: ssl.SSLContext | None
 ) -> Iterator[HTTPConnection]:
-    """A connection to ``http://host:port``, or to ``https://host:port`` with a context.
+    """Connect to ``http://host:port``, or with a context to ``https://host:port``.
 
-    ``timeout`` in seconds limits each single wait.
+    Args:
+        address: The server's.
+        timeout: Limit of each single wait, in seconds.
+        deadline: Limit of connecting, by ``time.monotonic``.
+        context: For TLS. None: no TLS.
     """
     parts = urlsplit(address)
     if parts.scheme != ("http" if context is None else "https"):
@@ -222,13 +244,18 @@ def _connected(
 
 
 def _connect(host: str, port: int, timeout: float, deadline: float) -> socket.socket:
-    """``socket.create_connection``, whose limit is for each of a name's addresses, not for all."""
+    """Connect to the first of a name's addresses that answers.
+
+    ``socket.create_connection`` does the same, but its limit is for each address, not for all.
+    """
     reason = OSError(f"{host} has no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
         connection = socket.socket(family, kind, protocol)
         try:
             connection.settimeout(min(timeout, _left(deadline)))
-            connection.connect(place)
+            connection.connect(address)
             connection.settimeout(timeout)
             return connection
         except OSError as error:
@@ -238,6 +265,7 @@ def _connect(host: str, port: int, timeout: float, deadline: float) -> socket.so
 
 
 def _read(answer: HTTPResponse, body: memoryview, address: str, deadline: float) -> memoryview:
+    """Fill ``body`` from an answer; raises a HealError if it breaks off or takes too long."""
     received = 0
     while received < len(body):
         num_bytes, reason = 0, "it was closed"
@@ -260,7 +288,7 @@ def _read(answer: HTTPResponse, body: memoryview, address: str, deadline: float)
 
 
 def _left(deadline: float) -> float:
-    """Seconds until then; a moment where there are none, since 0 would mean not to wait at all."""
+    """Seconds until the deadline, but never 0: a socket with timeout 0 does not wait at all."""
     return max(0.001, deadline - time.monotonic())
 
 

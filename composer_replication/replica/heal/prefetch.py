@@ -1,7 +1,8 @@
-"""Fetch the global state before asking for a quorum, so that a slow line stalls nobody.
+"""Fetching the global state before this group asks for a quorum.
 
-While a group waits for its state inside a quorum, all the others wait with it, for ``timeout`` at
-most. So a joiner fetches first, and gives no sign of life to the lighthouse meanwhile.
+While a joiner fetches its state inside a quorum, all other groups wait with it, for ``timeout`` at
+most. So a joiner fetches first. Meanwhile it sends the lighthouse no heartbeat, so no quorum waits
+for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from composer_replication.replica.lighthouse import can_connect, read_status
 log = logging.getLogger(__name__)
 
 SLOWEST_BYTES_PER_S = 1_000_000
-"""What the time limit of a download ahead of the quorum allows for."""
+"""The slowest download for which the time limit of a prefetch leaves room."""
 
 POLL_S = 0.2
 TRIES = 2
@@ -35,22 +36,22 @@ def prefetch(
     timeout: float,
     connect_timeout: float,
 ) -> None:
-    """Give the transport the global state of the groups in training, if there are any.
+    """Download the global state of the groups in training, if there are any.
 
-    The state that counts is the one at this group's first quorum. If the peers commit nothing
-    between the download and that, it is here already; else it is fetched again in the quorum, which
-    is fine where that is quick.
+    This group needs the state at its first quorum. If the peers commit nothing between the download
+    and that quorum, it has the state already. Otherwise it fetches again in the quorum, which is
+    acceptable if the download takes less than a quarter of ``timeout``.
 
     Args:
-        transport: Of this rank.
+        transport: The transport of this rank, which takes over the download.
         lighthouse_addr: ``http://host:port``.
         rank: This process's rank in its group; it fetches from the same rank of a peer.
         timeout: How long peers wait for this group in a quorum, in seconds.
         connect_timeout: Limit of connecting to a peer, in seconds.
 
     Raises:
-        HealError: There are donors, and from none of them the state could be had, or not quickly
-            enough: this group would only hold up the others.
+        HealError: There are donors, and none of them could send the state, or none fast enough.
+            This group would only hold up the others.
     """
     reasons: list[str] = []
     for donor in _donors(lighthouse_addr, rank, transport.client, connect_timeout):
@@ -60,18 +61,18 @@ def prefetch(
         except HealError as error:
             log.warning("No global state from %s: %s", donor, error)
             if _answers(donor, connect_timeout):
-                reasons.append(str(error))  # else it has just left, or died, and is no donor
+                reasons.append(str(error))  # otherwise it has just left or died: it is no donor
     if reasons:
         raise HealError(
-            f"{len(reasons)} replica groups have the global state, and it could be had from none. "
-            f"The last of them: {reasons[-1]}"
+            f"{len(reasons)} replica groups have the global state, and it could not be fetched "
+            f"from any. The last error: {reasons[-1]}"
         )
 
 
 def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
     client = transport.client
     for attempt in range(TRIES):
-        if attempt:  # from right after a commit there is most time until the next
+        if attempt:  # right after a commit there is most time until the next one
             _wait_for_commit(donor, client, timeout)
         began = time.monotonic()
         offer = _ask(donor, "/latest/offer", client, timeout)
@@ -81,7 +82,7 @@ def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
         size = state.num_bytes
         log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
         deadline = began + timeout + size / SLOWEST_BYTES_PER_S
-        transport.fetched = {state.name: client.fetch(donor, state, deadline)}
+        transport.adopt_download(state.name, client.fetch(donor, state, deadline))
         seconds = time.monotonic() - began
         is_current = _ask(donor, "/latest", client, timeout).step == offer.step
         if is_current or seconds < timeout / 4:
@@ -90,27 +91,27 @@ def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
         f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
         f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one sync to "
         f"the next, and too much of timeout={timeout:g} for them to wait: this group leaves. Use a "
-        f"faster line, a larger sync_every, or timeout={4.5 * seconds:.0f} in all groups"
+        f"faster link, a larger sync_every, or timeout={4.5 * seconds:.0f} in all groups"
     )
 
 
 def _donors(
     lighthouse_addr: str, rank: int, client: HealClient, connect_timeout: float
 ) -> Iterator[str]:
-    """The heal servers of the groups in the last quorum, the most advanced first."""
+    """The heal servers of the living groups of the last quorum, the highest step first."""
     members = read_status(lighthouse_addr, connect_timeout).members
     limit = timedelta(seconds=connect_timeout)
     for member in sorted(members, key=lambda member: -member.step):
         try:
             if not _answers(member.manager_addr, connect_timeout):
-                continue  # it has died, which torchft's client would find out after connect_timeout
+                continue  # it has died; torchft's client would wait for connect_timeout
             manager = ManagerClient(member.manager_addr, connect_timeout=limit)
             address = manager._checkpoint_metadata(rank, timeout=limit)
             is_donor = _ask(address, "/latest", client, connect_timeout).step > 0
         except (RuntimeError, OSError, ValueError) as error:
-            # It has died, or is no donor; if it has to be one, the heal in the quorum says why.
-            said = (str(error).splitlines() or [repr(error)])[0]
-            log.info("%s is no donor: %s", member.replica_id, said)
+            # It has died, or is no donor. If the quorum makes it one, the heal there says why not.
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            log.info("%s is no donor: %s", member.replica_id, reason)
             continue
         if is_donor:
             yield address
@@ -120,7 +121,7 @@ def _answers(address: str, connect_timeout: float) -> bool:
     try:
         server = urlsplit(address)
         return can_connect(server.hostname or "", server.port or 0, connect_timeout)
-    except ValueError:  # it is no address: a stranger has given it
+    except ValueError:  # not an address: a stranger has written it
         return False
 
 

@@ -1,4 +1,4 @@
-"""What both sides of a heal sign, so that neither needs to believe what a stranger passes on."""
+"""How both sides of a heal prove the run's token, so that a stranger in between gains nothing."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CHALLENGE, NONCE, MAC, ASKER = "X-Challenge", "X-Nonce", "X-Mac", "X-Replica-Group"
+CHALLENGE, NONCE, MAC, CLIENT_NAME = "X-Challenge", "X-Nonce", "X-Mac", "X-Replica-Group"
 """HTTP headers: the server's nonce, the client's, the proof, and the name of the client's group."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request to a heal server, with all that tells it from every other request.
+    """A request to a heal server, with everything that makes it different from other requests.
+
+    Both proofs are HMACs of all these fields, with the run's token as the key.
 
     Args:
-        address: Whom it is for, as the client dialled: a server refuses a proof that was made for
-            another, so nobody can pass it on.
-        path: What is asked for.
-        asker: Name of the client's replica group.
-        challenge: A random number from the server, valid once and on this connection, so that a
+        address: The server's address, as the client dialled it. A server rejects a proof that was
+            made for another address, so a stranger cannot relay the request.
+        path: The path of the request.
+        client_name: The name of the client's replica group.
+        challenge: A random number from the server. It is valid once and on this connection, so a
             recorded request is worth nothing.
-        nonce: One from the client, so that a recorded answer is worth nothing.
+        nonce: A random number from the client, so that a recorded answer is worth nothing.
     """
 
     address: str
     path: str
-    asker: str
+    client_name: str
     challenge: str
     nonce: str
 
@@ -51,13 +53,13 @@ class Question:
     def _mac(self, token: str, *parts: bytes) -> str:
         """HMAC-SHA256, in hex. Each part follows its length: none can run into the next."""
         mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
-        fields = (self.address, self.path, self.asker, self.challenge, self.nonce)
+        fields = (self.address, self.path, self.client_name, self.challenge, self.nonce)
         for part in (*(field.encode() for field in fields), *parts):
             mac.update(struct.pack("<Q", len(part)))
             mac.update(part)
         return mac.hexdigest()
 
 
-def _equal(expected: str, found: str) -> bool:
+def _equal(expected: str, received: str) -> bool:
     # As bytes: compare_digest raises a TypeError for a str that is not ASCII.
-    return hmac.compare_digest(expected.encode(), found.encode())
+    return hmac.compare_digest(expected.encode(), received.encode())

@@ -1,8 +1,9 @@
-"""Serving a group's state to its peers, from inside a training process that strangers can reach.
+"""The donor's side of a heal: serves a group's state from inside a training process.
 
-A connection that has not proven the token gets little: a few at a time, for seconds, with a small
-request. So strangers can take neither the trainer's file descriptors and memory, nor the place of
-an honest joiner.
+Strangers can reach this server. So a connection that has not proven the run's token yet gets few
+resources: there are at most ``MOST_UNPROVEN`` of them, each for ``PROOF_WITHIN_S``, with a small
+request. Strangers can use up neither the file descriptors nor the memory of the training process,
+and they cannot keep an honest joiner out.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from typing import Any
 
 from composer_replication.replica import audit
 from composer_replication.replica.background_server import BackgroundServer
-from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 
 log = logging.getLogger(__name__)
 
 Body = Sequence[memoryview]
 
 MOST_UNPROVEN = 16
-"""Connections that have not proven the token yet, at a time."""
+"""How many connections that have not proven the token may be open at a time."""
 
 PROOF_WITHIN_S = 5.0
 LARGEST_HEAD = 8 << 10
@@ -40,26 +41,34 @@ SAY_EVERY_S = 60.0
 ACCEPT_PAUSE_S = 0.5
 
 SILENT_S = 60
-"""How long a joiner may take nothing, in seconds."""
+"""How long a joiner may receive nothing before the server gives up on it, in seconds."""
 
 PARTS_A_CALL = 1024
-"""What the kernel takes at a time (``IOV_MAX``)."""
+"""How many buffers the kernel takes in one call (``IOV_MAX``)."""
 
 TLS_CHUNK = 1 << 20
-"""Bytes of an encrypted answer that a joiner has to take within ``SILENT_S``."""
+"""How many bytes of an encrypted answer a joiner has to receive within ``SILENT_S``."""
 
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class HealServer(BackgroundServer):
-    """Answers those who prove that they know one of the run's tokens; each in a thread.
+    """Answers clients that prove that they know one of the run's tokens.
+
+    Each connection has a thread. A request takes two rounds: the first is answered with a
+    challenge, and the second, with a proof for that challenge, with what is asked for.
 
     Args:
         listener: A listening socket, which the server closes in the end.
-        address: ``http://host:port`` under which peers reach it. A proof for another is refused.
+        address: ``http://host:port`` under which peers reach it. A proof that was made for another
+            address is rejected.
         tokens: The run's accepted tokens; the first one signs.
-        answer: What a path gets; a KeyError says that there is nothing.
+        answer: Gives the answer to a path, or raises a KeyError if there is nothing. It is called
+            on the connections' threads.
         context: For TLS. None: no TLS.
+
+    Attributes:
+        rejections: Requests without a valid proof, for the log.
     """
 
     def __init__(
@@ -72,39 +81,45 @@ class HealServer(BackgroundServer):
     ) -> None:
         self._context = context
         self.address, self.tokens, self.answer = address, tokens, answer
-        self.refusals = Seldom()
-        self._shortages = Seldom()
-        self._unproven: dict[socket.socket, str] = {}  # the oldest first, with their hosts
+        self.rejections = RateLimitedCount()
+        self._shortages = RateLimitedCount()
+        self._unproven: dict[socket.socket, str] = {}  # with their hosts; the oldest comes first
         self._changed = threading.Condition()
         super().__init__(listener, _Handler, "heal")
 
     def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
         try:
-            connection, place = super().get_request()
+            connection, client_address = super().get_request()
             if self._context is not None:
-                # The first read of the connection's own thread shakes hands, within its deadline.
+                # The connection's own thread does the handshake, at its first read and within its
+                # deadline. Here a client that sends nothing would keep all others waiting.
                 connection = self._context.wrap_socket(
                     connection, server_side=True, do_handshake_on_connect=False
                 )
-            return connection, place
+            return connection, client_address
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
-                # The connection stays in the queue: without a pause the loop would spin.
+                # The connection stays in the kernel's queue. Without this pause the loop would spin
+                # and take the interpreter lock from the training thread.
                 if (count := self._shortages.count()) is not None:
                     log.warning("Cannot accept a connection (%s), %d times", error, count)
                 time.sleep(ACCEPT_PAUSE_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection. Where there are too many without a proof, the oldest of
-        the host that has most of them is closed for it."""
+        """Start a thread for a connection.
+
+        If too many connections have no proof yet, the oldest one of the host with most of them is
+        closed. Otherwise a stranger that keeps opening connections would keep joiners out.
+        """
         with self._changed:
             if len(self._unproven) >= MOST_UNPROVEN:
                 by_host = Counter(self._unproven.values())
                 [(greediest, _)] = by_host.most_common(1)
                 oldest = next(c for c, host in self._unproven.items() if host == greediest)
-                with contextlib.suppress(OSError):  # it has just ended by itself
-                    oldest.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # it may just have ended by itself
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends the read that its thread waits in
             has_room = self._changed.wait_for(
                 lambda: len(self._unproven) < MOST_UNPROVEN, PROOF_WITHIN_S
             )
@@ -116,43 +131,53 @@ class HealServer(BackgroundServer):
             self.shutdown_request(request)
 
     def has_proven(self, connection: socket.socket) -> None:
-        """Count a connection as a peer's from now on."""
+        """Count a connection as a peer's from now on; wakes the thread that waits for room."""
         with self._changed:
             self._unproven.pop(connection, None)
             self._changed.notify_all()
 
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
-        self.has_proven(request)  # or it never will: it is closed
+        self.has_proven(request)  # it is closed, so it takes no room any more
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: that a joiner breaks off is the joiner's matter, and it says so."""
+        """Ignore clients that disconnect: the joiner logs the reason itself."""
 
 
-class Seldom:
-    """Says when something that strangers can cause may be logged: once in ``SAY_EVERY_S``."""
+class RateLimitedCount:
+    """Counts events that strangers can cause, and says when the count may be logged.
+
+    A line for every event would let a stranger fill the disk with the log. So there is at most one
+    line in ``SAY_EVERY_S``.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count, self._said = 0, -SAY_EVERY_S
+        self._lock = threading.Lock()  # connections have threads of their own
+        self._count, self._logged_at = 0, -SAY_EVERY_S
 
     def count(self) -> int | None:
-        """Count it; return how often it has happened since the last line, if one is due."""
+        """Count one event.
+
+        Returns:
+            How many events there have been since the last line, if a new line is due; else None.
+        """
         with self._lock:
             self._count += 1
-            if time.monotonic() - self._said < SAY_EVERY_S:
+            if time.monotonic() - self._logged_at < SAY_EVERY_S:
                 return None
-            count, self._count, self._said = self._count, 0, time.monotonic()
+            count, self._count, self._logged_at = self._count, 0, time.monotonic()
             return count
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Handles one connection: a challenge, then a proof and the answer to it."""
+
     server: HealServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    protocol_version = "HTTP/1.1"  # a question is two requests on one connection
+    protocol_version = "HTTP/1.1"  # both rounds of a request are on one connection
 
     def setup(self) -> None:
         super().setup()
-        self.rfile.close()  # heads are read by handle_one_request
+        self.rfile.close()  # ``handle_one_request`` reads heads itself, within a deadline
         self._until = time.monotonic() + PROOF_WITHIN_S
         self._challenge = ""
 
@@ -173,10 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        asker, nonce = self.headers.get(ASKER, ""), self.headers.get(NONCE, "")
-        question = Question(self.server.address, self.path, asker, challenge, nonce)
+        client_name, nonce = self.headers.get(CLIENT_NAME, ""), self.headers.get(NONCE, "")
+        question = Question(self.server.address, self.path, client_name, challenge, nonce)
         if not challenge or not question.is_proven(self.server.tokens, mac):
-            self._refuse(asker)
+            self._reject(client_name)
             return
         self.server.has_proven(self.request)
         try:
@@ -184,27 +209,27 @@ class _Handler(BaseHTTPRequestHandler):
         except KeyError:
             self.send_error(404)
             return
-        self._give(question, body)
+        self._send_answer(question, body)
 
-    def _refuse(self, asker: str) -> None:
-        if (count := self.server.refusals.count()) is not None:
+    def _reject(self, client_name: str) -> None:
+        if (count := self.server.rejections.count()) is not None:
             host = self.client_address[0]
             log.warning(
-                "Refused the global state to %s: no valid token. Refusals since this was last "
-                "said: %d",
+                "Rejected a request for the global state from %s: no valid token. Rejected since "
+                "the last such line: %d",
                 host,
                 count,
             )
-            audit.record("heal", asker[:64], host, outcome="refused", requests=count)
+            audit.record("heal", client_name[:64], host, outcome="refused", requests=count)
         self.send_error(403)
 
-    def _give(self, question: Question, body: Body) -> None:
+    def _send_answer(self, question: Question, body: Body) -> None:
         size = sum(map(len, body))
         self.send_response(200)
         self.send_header("Connection", "close")
         self.send_header("Content-Length", str(size))
         is_part = self.path.startswith("/state/")
-        if not is_part:  # those are named by their hash
+        if not is_part:  # a part needs no proof: its name is its hash
             proof = question.proof_of_answer(self.server.tokens[0], b"".join(body))
             self.send_header(MAC, proof)
         self.end_headers()
@@ -213,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
             name = self.path.rpartition("/")[2]
             audit.record(
                 "heal",
-                question.asker,
+                question.client_name,
                 self.client_address[0],
                 outcome="given",
                 sha256=name,
@@ -221,11 +246,11 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: http.server's is a line on stderr for every request."""
+        """Log nothing: http.server writes a line to stderr for every request."""
 
 
 def _read_head(connection: socket.socket, until: float) -> bytes:
-    """A request's head; nothing if it is too large, does not come in time, or has a body."""
+    """Read the head of a request; empty if it is too large, comes too late, or has a body."""
     head = bytearray()
     while not head.endswith(b"\r\n\r\n"):
         left = until - time.monotonic()
@@ -240,10 +265,11 @@ def _read_head(connection: socket.socket, until: float) -> bytes:
 
 
 def _send(connection: socket.socket, body: Body) -> None:
-    """Send all parts in as few calls as can be.
+    """Send all parts, in as few calls as possible.
 
-    The limit is the kernel's: with Python's own every few MB are a call, after which this thread
-    waits for the interpreter that the group trains with.
+    The time limit is the kernel's (``SO_SNDTIMEO``). With a timeout of Python's own, a call would
+    send a few MB at most, and after each call this thread would wait for the interpreter lock of
+    the training thread.
     """
     if isinstance(connection, ssl.SSLSocket):
         connection.settimeout(SILENT_S)

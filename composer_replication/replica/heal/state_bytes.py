@@ -1,7 +1,7 @@
-"""A group's state as bytes: a small head that says what there is, and then all tensors' numbers.
+"""The heal state as bytes: a small head that describes it, followed by the data of all tensors.
 
-``torch.save`` would copy a large state again and again: into a buffer that grows, with a checksum
-of its own, and out of it.
+``torch.save`` would copy a large state several times: into a buffer that grows, through a checksum
+of its own, and out of the buffer. Here the data of tensors in host memory is not copied at all.
 """
 
 from __future__ import annotations
@@ -21,23 +21,32 @@ from torch.utils._pytree import tree_map
 from composer_replication.diloco.averaging.flat_buffer import fresh_pages
 
 ALIGNMENT = 64
-PIECE = 1 << 24
+"""The data of a tensor starts at a multiple of this many bytes."""
+
+HASH_CHUNK = 1 << 24
+"""How many bytes one core hashes at a time."""
+
 _LENGTH = struct.Struct("<Q")
 
 
 class NotAState(ValueError):
-    """These bytes are not what ``dump`` makes."""
+    """Raised for bytes that ``dump`` has not made."""
 
 
 def memory(num_bytes: int) -> memoryview:
-    """Fresh memory."""
+    """Allocate memory for a state of this size."""
     return memoryview(fresh_pages(num_bytes))[:num_bytes]
 
 
 def dump(content: Any) -> list[memoryview]:
-    """Tensors and plain containers as bytes, which one after the other are what ``load`` takes.
+    """Turn tensors and plain containers into bytes.
 
-    They are the memory of the tensors, where that is of the host: nobody may write there.
+    Args:
+        content: Dicts, lists and tuples of tensors, numbers, strings and None.
+
+    Returns:
+        The bytes in parts, to be sent one after the other. The parts of tensors in host memory are
+        that memory itself, so nobody may write to those tensors while the parts are in use.
     """
     tensors: list[Tensor] = []
 
@@ -59,10 +68,13 @@ def dump(content: Any) -> list[memoryview]:
 
 
 def load(body: memoryview) -> Any:
-    """What ``dump`` made, and nothing that could run code. The tensors are parts of ``body``.
+    """Turn bytes that ``dump`` has made back into tensors and containers. It runs no code in them.
+
+    Args:
+        body: All parts, one after the other. The tensors are views of this memory.
 
     Raises:
-        NotAState: It is something else.
+        NotAState: The bytes are something else.
     """
     described: list[Tensor] = []
 
@@ -88,36 +100,40 @@ def load(body: memoryview) -> Any:
 
 
 def digest(parts: Sequence[memoryview]) -> str:
-    """The SHA-256 of the SHA-256 of each piece of all: all cores work at it."""
+    """Hash a state: the SHA-256 of the SHA-256s of its chunks, so that all cores can work at it.
 
-    def digest_of(piece: list[memoryview]) -> bytes:
-        found = hashlib.sha256()
-        for part in piece:
-            found.update(part)
-        return found.digest()
+    Args:
+        parts: The bytes. How they are divided into parts makes no difference.
+    """
+
+    def digest_of(chunk: list[memoryview]) -> bytes:
+        sha256 = hashlib.sha256()
+        for part in chunk:
+            sha256.update(part)
+        return sha256.digest()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return hashlib.sha256(b"".join(pool.map(digest_of, _cut(parts)))).hexdigest()
 
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Pieces of equal sizes, however the bytes are divided into parts."""
-    piece: list[memoryview] = []
-    room = PIECE
+    """Cut the bytes into chunks of ``HASH_CHUNK``, however they are divided into parts."""
+    chunk: list[memoryview] = []
+    room = HASH_CHUNK
     for part in parts:
         while len(part):
-            piece.append(part[:room])
+            chunk.append(part[:room])
             part = part[room:]
-            room -= len(piece[-1])
+            room -= len(chunk[-1])
             if not room:
-                yield piece
-                piece, room = [], PIECE
-    if piece:
-        yield piece
+                yield chunk
+                chunk, room = [], HASH_CHUNK
+    if chunk:
+        yield chunk
 
 
 def _layout(head: int, tensors: list[Tensor]) -> Iterator[int]:
-    """Where each tensor's numbers begin, after a head of so many bytes; at last, where they end."""
+    """Yield the offset of each tensor's data, after a head of this many bytes; then the end."""
     end = head
     for tensor in tensors:
         start = -(-end // ALIGNMENT) * ALIGNMENT

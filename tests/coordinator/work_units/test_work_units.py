@@ -43,18 +43,20 @@ def in_part(units):
 
 def test_a_dataset_may_be_created_again_but_not_otherwise(units):
     units.create_dataset("c4", LENGTH, SEED, UNIT_SIZE)
-    with pytest.raises(DatasetMismatch, match="'c4' is known with length 23, not 24 and seed 7, "):
+    with pytest.raises(DatasetMismatch, match="'c4' exists with length 23, not 24 and seed 7, "):
         units.create_dataset("c4", LENGTH + 1, SEED + 1, UNIT_SIZE)
 
 
 @pytest.mark.parametrize("wrong", [{"length": 0}, {"unit_size": 0}, {"seed": -1}, {"seed": 2**63}])
 def test_a_dataset_of_impossible_numbers_is_refused(units, wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} has to be a whole number from"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(wrong))} is .*: use a whole number of at least"
+    ):
         units.create_dataset("other", **{"length": 1, "seed": 0, "unit_size": 1} | wrong)
 
 
 def test_a_dataset_of_more_units_than_fit_is_refused_with_a_size_that_does(units):
-    with pytest.raises(ValueError, match="units of 2[0-9,]+ samples, .* are the most: use 121 "):
+    with pytest.raises(ValueError, match="units of 2[0-9,]+ samples, .*: use a unit_size of 121 "):
         units.create_dataset("huge", 120 * MAX_UNITS + 1, 0, 64)
     units.create_dataset("huge", 120 * MAX_UNITS + 1, 0, 121)
 
@@ -77,7 +79,9 @@ def test_a_name_is_of_one_stream_which_is_of_one_group(units, a, b):
     assert open_stream(units, "a") == a != b
     units.create_dataset("pile", 3, 0, 1)
     for dataset_id, replica_id in (("c4", "another"), ("pile", "replica of a")):
-        with pytest.raises(ValueError, match="Stream 'a' is of replica 'replica of a' or of an"):
+        with pytest.raises(
+            ValueError, match="Stream 'a' belongs to replica group 'replica of a' or an"
+        ):
             units.open_stream("a", dataset_id, replica_id, "session of a")
     assert units.open_streams() == [
         OpenStream(a, "c4", "replica of a", "session of a"),
@@ -107,7 +111,7 @@ def test_an_unknown_stream_is_told_from_a_closed_one(units):
         lambda: units.rewind({UNKNOWN: (1, 1)}),
     )
     for call in calls:
-        with pytest.raises(UnknownStream, match=f"not know stream {UNKNOWN}: .* state folder"):
+        with pytest.raises(UnknownStream, match=f"has no stream {UNKNOWN}: .* state folder"):
             call()
 
 
@@ -156,7 +160,7 @@ def test_a_lease_is_the_same_whenever_it_is_asked_for(units, a, database, path):
 def test_a_number_cannot_be_skipped(units, a):
     with pytest.raises(ValueError, match="has 0 leases, so the next one has number 0, not 1"):
         units.lease(a, 1, 0)
-    with pytest.raises(ValueError, match="number has to be a whole number from 0 on, not -1"):
+    with pytest.raises(ValueError, match="number is -1: use a whole number of at least 0"):
         units.lease(a, -1, 0)
 
 
@@ -265,7 +269,7 @@ def test_unknown_streams_of_a_ledger_are_reported(units, a):
         ((1, 1), "Position 1 of stream .* is beyond the 0 samples"),
         ((0, 1), "Position 1 of stream .* is beyond the 0 samples"),
         ((1, 0), "has 1 samples in the model and 0 in some part of it"),
-        ((-1, 0), "The position of stream .* has to be a whole number from 0 on, not -1"),
+        ((-1, 0), "The position of stream .* is -1: use a whole number of at least 0"),
     ],
 )
 def test_a_ledger_that_cannot_be_is_refused_as_a_whole(units, a, b, call, entry, message):

@@ -14,6 +14,7 @@ import torch.multiprocessing
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 
+CPU = torch.device("cpu")
 RANKS = 3
 SIZES = [[5, 1, 70_000, 3], [2], [RANKS * 16], [200_000]]
 
@@ -55,7 +56,7 @@ def mean_of(ours, theirs, weights, ranks):
     means = []
     for values, weight in zip((ours, theirs), weights, strict=True):
         sizes = [v.numel() for v in values]
-        mean = WeightedMean(sizes, 0.1, torch.device("cpu"), ranks)
+        mean = WeightedMean(RankShare(sizes, 1000, ranks, CPU), 0.1, CPU)
         mean.form(lambda value, into: into.copy_(value), (mean.share.own(values),), weight)
         means.append(mean)
     for one, other in zip(means[0].messages, means[1].messages, strict=True):
@@ -89,7 +90,7 @@ def test_every_element_is_in_the_share_of_one_rank_in_order(sizes, ranks):
     tensors = whole.split(sizes)
     seen = []
     for rank in range(ranks):
-        share = RankShare(sizes, OneOf(rank, ranks), torch.device("cpu"), bucket=10)
+        share = RankShare(sizes, 10, OneOf(rank, ranks), CPU)
         own = list(share.own(tensors))
         assert [part.numel() for part in own] == share.sizes
         assert torch.equal(torch.cat(own), whole[share.start : share.stop])

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 
 CPU = torch.device("cpu")
@@ -13,7 +14,9 @@ CPU = torch.device("cpu")
 
 def average(groups, weights, bucket_cap_mb):
     """The mean that each group computes, with the sum that a network would give."""
-    means = [WeightedMean([t.numel() for t in group], bucket_cap_mb, CPU) for group in groups]
+    means = [
+        WeightedMean(RankShare([t.numel() for t in group]), bucket_cap_mb, CPU) for group in groups
+    ]
     for mean, group, weight in zip(means, groups, weights, strict=True):
         flat = [t.reshape(-1) for t in group]
         mean.form(lambda value, into: into.copy_(value), (flat,), weight)
@@ -94,7 +97,7 @@ def test_no_bucket_size_changes_a_bit():
 
 
 def test_norm_and_bytes_are_those_of_what_is_sent():
-    mean = WeightedMean([2, 1], 2**-17, CPU)
+    mean = WeightedMean(RankShare([2, 1]), 2**-17, CPU)
     values = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
     mean.form(lambda value, into: into.copy_(value), (values,), 2.0)
     assert mean.norm == 5.0

@@ -90,7 +90,7 @@ def transport(stack, token="secret"):
 
 def donor(stack):
     made = transport(stack)
-    made.source = (lambda: 4, lambda: STATE)
+    made.serve(lambda: 4, lambda: STATE)
     return made
 
 
@@ -147,7 +147,7 @@ def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(stack, light
     assert [member.step for member in read_status(lighthouse).members] == [4, 10**6]
     joiner = fetch_ahead(stack, lighthouse)
     assert [status for status, *_ in relay.answers] == [401, 403]
-    assert len(joiner.fetched) == 1  # from the honest donor
+    assert len(joiner.downloads) == 1  # from the honest donor
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_stranger_s_odd_address_does_not_end_a_joiner(stack, lighthouse, addre
         (Group("honest", lighthouse, stack), 4, honest.metadata()),
         (Group("stranger", lighthouse, stack), 10**6, address),
     )
-    assert len(fetch_ahead(stack, lighthouse).fetched) == 1
+    assert len(fetch_ahead(stack, lighthouse).downloads) == 1
 
 
 def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(stack, lighthouse):
@@ -168,12 +168,12 @@ def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(stack, lighthou
     def die():
         raise HTTPException("killed")
 
-    dying.source = (lambda: 5, die)  # it answers /latest, and is gone when it makes the copy
+    dying.serve(lambda: 5, die)  # it answers /latest, and is gone when it makes the copy
     all_join(
         (Group("dying", lighthouse, stack), 5, dying.metadata()),
         (Group("honest", lighthouse, stack), 4, honest.metadata()),
     )
-    assert len(fetch_ahead(stack, lighthouse).fetched) == 1
+    assert len(fetch_ahead(stack, lighthouse).downloads) == 1
 
 
 def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(stack, lighthouse):
@@ -183,9 +183,9 @@ def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(stack, light
         leaving.shutdown()
         raise KeyError("it has gone")
 
-    leaving.source = (lambda: 4, leave)
+    leaving.serve(lambda: 4, leave)
     all_join(
         (Group("a", lighthouse, stack), 4, leaving.metadata()),
         (Group("b", lighthouse, stack), 0, "http://127.0.0.1:1"),
     )
-    assert fetch_ahead(stack, lighthouse).fetched == {}
+    assert fetch_ahead(stack, lighthouse).downloads == {}

@@ -21,7 +21,7 @@ import pytest
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal import server as heal_server
 from composer_replication.replica.heal.client import HealClient, HealError, Offer
-from composer_replication.replica.heal.proof import ASKER, CHALLENGE, MAC, NONCE, Question
+from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
 
 ANSWER = [memoryview(Offer(4).to_json())]
@@ -79,7 +79,7 @@ class Conversation:
         return reply.getheader(CHALLENGE)
 
     def send(self, question, mac):
-        headers = {NONCE: question.nonce, ASKER: question.asker, MAC: mac}
+        headers = {NONCE: question.nonce, CLIENT_NAME: question.client_name, MAC: mac}
         self.connection.request("GET", question.path, headers=headers)
         reply = self.connection.getresponse()
         reply.read()
@@ -101,7 +101,7 @@ def test_a_question_for_another_server_is_refused(server):
     assert talk.send(question, question.proof("secret")) == 403
 
 
-@pytest.mark.parametrize("changed", ["path", "asker", "nonce"])
+@pytest.mark.parametrize("changed", ["path", "client_name", "nonce"])
 def test_a_question_that_was_changed_on_the_way_is_refused(server, changed):
     talk = Conversation(server)
     question = question_for(server, talk.challenge())
@@ -140,7 +140,7 @@ def test_idle_connections_take_few_files_and_no_joiner_s_place(server):
         assert open_files() - before - 300 <= MOST_UNPROVEN + 2
         began = time.monotonic()
         assert ask(server) == Offer(4)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < heal_server.PROOF_WITHIN_S
 
 
 def test_the_host_with_most_idle_connections_loses_them_first(server):
@@ -158,10 +158,10 @@ def test_who_proves_nothing_in_time_is_hung_up_on(server, monkeypatch):
     began = time.monotonic()
     with connect(server) as dripping:
         with contextlib.suppress(OSError):
-            while time.monotonic() - began < 5:
+            while time.monotonic() - began < 60:
                 dripping.sendall(b"G")
                 time.sleep(0.05)
-        assert 0.3 < time.monotonic() - began < 3
+        assert 0.3 < time.monotonic() - began < 30
 
 
 def test_a_head_of_many_lines_is_not_kept(server):
@@ -173,23 +173,25 @@ def test_a_head_of_many_lines_is_not_kept(server):
     assert ask(server) == Offer(4)
 
 
-def test_refusals_are_one_line_a_minute_and_one_in_the_audit_log(server, caplog):
+def test_rejections_are_one_line_a_minute_and_one_in_the_audit_log(server, caplog):
     caplog.set_level(logging.INFO, "composer_replication.replica.audit")
     for _ in range(20):
         with pytest.raises(HealError, match="403 Forbidden .* does not accept this group's token"):
             ask(server, "guessed")
     lines = [record.getMessage() for record in caplog.records]
-    assert len([line for line in lines if "Refused the global state to 127.0.0.1" in line]) == 1
+    assert (
+        len([line for line in lines if "request for the global state from 127.0.0.1" in line]) == 1
+    )
     [refused] = [json.loads(line) for line in lines if '"outcome": "refused"' in line]
     assert (refused["what"], refused["who"], refused["from"]) == ("heal", "joiner", "127.0.0.1")
     assert "guessed" not in caplog.text
 
 
-def test_refusals_are_counted_until_they_are_said_again(monkeypatch):
-    seldom = heal_server.Seldom()
-    assert [seldom.count() for _ in range(4)] == [1, None, None, None]
+def test_rejections_are_counted_until_they_are_logged_again(monkeypatch):
+    rejections = heal_server.RateLimitedCount()
+    assert [rejections.count() for _ in range(4)] == [1, None, None, None]
     monkeypatch.setattr(heal_server, "SAY_EVERY_S", 0.0)
-    assert seldom.count() == 4
+    assert rejections.count() == 4
 
 
 def test_without_file_descriptors_the_server_waits_and_does_not_spin(server, monkeypatch, caplog):
@@ -204,7 +206,7 @@ def test_without_file_descriptors_the_server_waits_and_does_not_spin(server, mon
     monkeypatch.setattr(server, "socket", FailingAccept(server.socket, fail))
     with connect(server):
         time.sleep(0.55)
-        assert 3 <= len(accepts) <= 8
+        assert 1 <= len(accepts) <= 8
         assert caplog.text.count("Cannot accept a connection") == 1
         server.socket.accept = accept
         assert ask(server) == Offer(4)

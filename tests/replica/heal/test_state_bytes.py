@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer_replication.replica.heal.state_bytes import (
-    PIECE,
+    HASH_CHUNK,
     NotAState,
     digest,
     dump,
@@ -45,8 +45,8 @@ def test_the_same_state_has_the_same_digest_and_another_has_another():
 
 
 def test_the_digest_is_that_of_the_bytes_however_they_are_divided():
-    body = memory(2 * PIECE + 3)
-    for sizes in ((1, PIECE), (PIECE, PIECE), (PIECE + 7, 0, 5)):
+    body = memory(2 * HASH_CHUNK + 3)
+    for sizes in ((1, HASH_CHUNK), (HASH_CHUNK, HASH_CHUNK), (HASH_CHUNK + 7, 0, 5)):
         parts, start = [], 0
         for size in sizes:
             parts.append(body[start : start + size])
@@ -62,9 +62,9 @@ def test_what_is_dumped_is_no_copy():
 
 
 def test_each_byte_of_every_piece_counts():
-    body = memory(2 * PIECE + 3)
+    body = memory(2 * HASH_CHUNK + 3)
     before = digest([body])
-    for place in (0, PIECE - 1, PIECE, 2 * PIECE + 2):
+    for place in (0, HASH_CHUNK - 1, HASH_CHUNK, 2 * HASH_CHUNK + 2):
         body[place] = 1
         assert digest([body]) != before
         body[place] = 0

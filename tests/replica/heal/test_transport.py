@@ -83,7 +83,7 @@ def test_without_the_token_nothing_is_given_and_the_donor_says_who_asked(transpo
     donor.send_checkpoint([1], 4, SENT, LIMIT)
     with pytest.raises(HealError, match="answers 403"):
         receive(stranger, donor)
-    assert any("Refused the global state to " in r.message for r in caplog.records)
+    assert any("Rejected a request for the global state from " in r.message for r in caplog.records)
 
 
 class Marker:
@@ -139,7 +139,7 @@ def test_even_a_peer_s_pickle_is_not_run(transports, tmp_path):
     marker = tmp_path / "executed"
     sent = {"user": {"diloco": STATE, "more": Marker(marker)}, "torchft": {}}
     donor.send_checkpoint([1], 4, sent, LIMIT)
-    with pytest.raises(HealError, match="a peer's state is refused, it is more than tensors"):
+    with pytest.raises(HealError, match="a peer's state is rejected, it is more than tensors"):
         receive(joiner, donor)
     assert not marker.exists()
 
@@ -230,7 +230,7 @@ def test_joiners_at_the_same_step_share_one_copy_and_the_next_step_has_another(t
         copies.append(step)
         return STATE | {"outer_step": step}
 
-    donor.source = (lambda: step, snapshot)
+    donor.serve(lambda: step, snapshot)
 
     def offer():
         return joiner.client.ask(donor.metadata(), "/latest/offer", time.monotonic() + 10)
@@ -289,7 +289,7 @@ def in_training(transports, monkeypatch):
     """A donor in training; its manager's step, and how long a state takes to arrive."""
     donor = transports()
     now = {"step": 4, "delay_s": 0.0, "commits": False}
-    donor.source = (lambda: now["step"], lambda: STATE | {"outer_step": now["step"]})
+    donor.serve(lambda: now["step"], lambda: STATE | {"outer_step": now["step"]})
     status = LighthouseStatus((Member("0:uuid", 4, "http://manager"),), "")
     monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
     monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([donor.metadata()]))
@@ -323,7 +323,7 @@ def test_a_state_that_was_fetched_ahead_is_not_fetched_again_in_the_quorum(
     fetch_ahead(joiner)
     sent = SENT | {"user": {"diloco": STATE | {"outer_step": now["step"]}}}
     donor.send_checkpoint([1], 4, sent, LIMIT)
-    [state], fetched = joiner.fetched, []
+    [state], fetched = joiner.downloads, []
     fetch = HealClient.fetch
 
     def noting(client, address, part, *more):
@@ -345,9 +345,11 @@ def test_one_that_has_been_overtaken_is_fetched_again_in_the_quorum(transports, 
 
 def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transports, in_training):
     _, now = in_training
-    now |= {"delay_s": 0.3, "commits": True}
-    with pytest.raises(HealError, match=r"takes 0\.3 s .* this group leaves. Use a\s+faster line"):
-        fetch_ahead(transports(), timeout=1.0)
+    now |= {"delay_s": 0.6, "commits": True}
+    with pytest.raises(
+        HealError, match=r"takes \d\.\d s .* this group leaves. Use a\s+faster link"
+    ):
+        fetch_ahead(transports(), timeout=2.0)
 
 
 def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_another(
@@ -361,19 +363,21 @@ def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_anothe
         monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors))
         joiner = transports()
         fetch_ahead(joiner)
-        assert joiner.fetched
+        assert joiner.downloads
         for each in donors[:-1]:
             assert f"No global state from {each}: " in caplog.text
         monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors[:-1]))
         # Those that are not there are no donors; the other one answers, and lies.
-        with pytest.raises(HealError, match="1 replica groups .* from none. The last of them: "):
+        with pytest.raises(
+            HealError, match="1 replica groups .* could not be fetched from any. The last error: "
+        ):
             fetch_ahead(transports())
 
 
 def test_a_slow_line_is_no_matter_if_the_others_sync_more_slowly(transports, in_training, caplog):
     caplog.set_level(logging.INFO)
     _, now = in_training
-    now |= {"delay_s": 0.3, "commits": False}
+    now |= {"delay_s": 0.6, "commits": False}
     joiner = transports()
-    fetch_ahead(joiner, timeout=1.0)
-    assert joiner.fetched
+    fetch_ahead(joiner, timeout=2.0)
+    assert joiner.downloads

@@ -1,6 +1,6 @@
-"""What training over a slow line costs: rounds of two replica groups over shaped lines.
+"""What training over a slow link costs: rounds of two replica groups over shaped links.
 
-    python benchmarks/bandwidth.py [--quick] [--json OUT] [--links 1Gbit,100Mbit+50ms] [...]
+    python -m benchmarks.slow_links.bandwidth [--quick] [--json OUT] [--links 1Gbit,100Mbit]
 
 Two groups of one process and one core each, in network namespaces of their own (``links.py``), that
 train a multilayer perceptron and meet over gloo. ``+50ms`` is one way: the round trip is 100 ms.
@@ -8,15 +8,15 @@ train a multilayer perceptron and meet over gloo. ``+50ms`` is one way: the roun
 * Beside each round, just before it in the same processes, are the same inner steps without
   communication: their time over the round's is the fraction computing. The slower group counts.
 * Bytes are what a group's device has sent, as the kernel counts them: with the headers of packets
-  that a card would still cut, acknowledgements and what was sent twice. The rate of a line is with
+  that a card would still cut, acknowledgements and what was sent twice. The rate of a link is with
   the headers of all segments, which leaves some 95.6 % of it.
 * DDP is one step, scaled to a round.
-* Overlap: over a line on which a sync of the model takes about three inner steps; with how much of
+* Overlap: over a link on which a sync of the model takes about three inner steps; with how much of
   the round training stood still, and what is left of it without the faster group's wait for the
   slower one. Where a sync begins both have to be there.
 
 Needs root, iproute2 and a kernel with network namespaces, veth, tbf and TUN. Where it may not make
-such lines it says so and exits with 2.
+such links it says so and exits with 2.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from links import CONGESTION_CONTROL, Link, LinkError, Network
-from results import command_line, count, write
 from rich.console import Console
 from rich.progress import Progress
-from shaped_bench import Bench
-from shaped_tables import print_tables
-from visits import Pair
+
+from benchmarks.results import command_line, count, write
+
+from .links import CONGESTION_CONTROL, Link, LinkError, Network
+from .shaped_bench import Bench
+from .shaped_tables import print_tables
+from .visits import Pair
 
 LINKS = "10Gbit,1Gbit,100Mbit,100Mbit+50ms"
 WIRE_FORMATS = "float32,bfloat16,int8,fp4"
@@ -47,10 +49,10 @@ QUICK = {
 
 
 def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
-    """Make the lines, start the groups, measure, and take all away again.
+    """Make the links, start the groups, measure, and take all away again.
 
     Raises:
-        LinkError: This machine does not let us make such lines.
+        LinkError: This machine does not let us make such links.
     """
     with Progress(console=console, transient=True) as progress, Network() as network:
         task = progress.add_task("groups start", total=len(arguments.links) + 1)
@@ -81,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-fragments", type=int, default=2, help="of streaming")
     parser.add_argument("--fragment-sync-delay", type=int, default=4, help="of streaming")
     parser.add_argument(
-        "--link-s", type=float, default=80.0, help="turns on a line: one, and more if they fit"
+        "--link-s", type=float, default=80.0, help="turns on a link: one, and more if they fit"
     )
     parser.add_argument("--overlap-turns", type=int, default=2)
     arguments = parser.parse_args()
@@ -104,7 +106,7 @@ def main() -> None:
     try:
         bench = measure_all(arguments, console)
     except LinkError as error:
-        Console(stderr=True).print(f"no shaped lines here: {error}", style="red", markup=False)
+        Console(stderr=True).print(f"no shaped links here: {error}", style="red", markup=False)
         sys.exit(2)
     arguments.tcp_congestion_control = CONGESTION_CONTROL.read_text().strip()
     print_tables(console, arguments, bench.rows, bench.ratios)

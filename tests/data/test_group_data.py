@@ -1,6 +1,6 @@
-"""A Composer job whose samples are shared out, without a coordinator: epochs, ranks, resumes.
+"""A Composer job that reads a fixed shard of its samples: epochs, ranks, resumes.
 
-Run: pytest tests/data/test_share.py. Simulated network; with a coordinator: test_leases.py.
+Run: pytest tests/data/test_group_data.py. Simulated network; with a coordinator: test_leases.py.
 """
 
 import pytest
@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
 from composer_replication.callback.composer_job import samples_in_batch
-from composer_replication.data.share import fixed_shards
+from composer_replication.coordinator.wire_types import DatasetSpec
+from composer_replication.data.fixed_shards import FixedShards
 from composer_replication.replica.options import ReplicaOptions
 
 LENGTH = 44
@@ -83,8 +84,8 @@ def test_a_resume_reads_on_and_ends_on_the_same_bits(tmp_path, stop):
 
 
 @pytest.mark.parametrize("replica_id", ["paris", "2"])
-def test_a_name_that_says_no_share_is_refused(replica_id):
-    loader = ReplicaDataLoader(TensorDataset(torch.arange(9)), 1, dataset_id="d", unit_size=1)
+def test_a_name_that_says_no_shard_is_refused(replica_id):
+    dataset = DatasetSpec("d", length=9, seed=0, unit_size=1)
     options = ReplicaOptions(replica_id=replica_id, num_replicas=2)
-    with pytest.raises(ValueError, match=f"replica_id='{replica_id}' says no share .* 0 to 1, or"):
-        fixed_shards(options, loader)
+    with pytest.raises(ValueError, match=f"replica_id='{replica_id}' does not say .* 0 to 1, or"):
+        FixedShards.of_group(options, dataset)

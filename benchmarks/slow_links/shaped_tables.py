@@ -38,7 +38,7 @@ def print_tables(
     )
     names = [link.name for link in arguments.links]
     if names:
-        console.print(_lines(names, ratios))
+        console.print(_links(names, ratios))
         console.print(_rounds([row for row in rows if row["link"] in names], ratios))
     console.print(_overlap(rows, ratios))
     if names:
@@ -50,8 +50,8 @@ def _spread(value: dict[str, float], digits: str = ".3f") -> str:
     return f"{value['median']:{digits}} ({value['min']:.2f}, {value['max']:.2f})"
 
 
-def _lines(names: list[str], ratios: Ratios) -> Table:
-    table = Table("line", "reached / set rate", "round trip, ms", title="The lines, one plain TCP")
+def _links(names: list[str], ratios: Ratios) -> Table:
+    table = Table("link", "reached / set rate", "round trip, ms", title="The links, one plain TCP")
     for name in names:
         table.add_row(
             name,
@@ -68,14 +68,14 @@ def _rounds(rows: list[Row], ratios: Ratios) -> Table:
         caption="*: one step, scaled to a round",
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    line = ""
+    link = ""
     for row in rows:
-        if row["link"] != line:
-            line = row["link"]
+        if row["link"] != link:
+            link = row["link"]
             table.add_section()
-            table.add_row(f"[bold]{line}")
+            table.add_row(f"[bold]{link}")
         method = f"{row['method']} {row['wire_format']}"
-        key = f"{line}, {method}"
+        key = f"{link}, {method}"
         part = ratios.get(f"{key}: bytes / vanilla float32")
         table.add_row(
             method + ("*" if row["method"] == "DDP" else ""),
@@ -97,7 +97,7 @@ def _overlap(rows: list[Row], ratios: Ratios) -> Table:
 
 def _fewest_steps(names: list[str], rows: list[Row]) -> Table:
     table = Table(
-        "line", "vanilla float32", "streaming float32", "fewest of all rows",
+        "link", "vanilla float32", "streaming float32", "fewest of all rows",
         title=f"Least sync_every (H) and fragments (P) for {ENOUGH:.0%} computing, derived",
         caption="from the time beyond the inner steps, which does not depend on H",
     )  # fmt: skip

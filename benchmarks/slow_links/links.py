@@ -1,6 +1,6 @@
-"""Two network namespaces on this machine, and lines of a given rate and delay between them.
+"""Two network namespaces on this machine, and links of a given rate and delay between them.
 
-Rates are by ``tc``'s token bucket (tbf) on a pair of veth devices; lines with a delay go through
+Rates are by ``tc``'s token bucket (tbf) on a pair of veth devices; links with a delay go through
 ``relay.py`` and a pair of TUN devices, since some kernels come without netem. It needs root and
 iproute2, and leaves nothing behind, unless it is killed with SIGKILL.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from relay import QUEUE_S
+from .relay import QUEUE_S
 
 NEEDS = (
     "needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN, iproute2 (ip and tc), and a kernel with "
@@ -31,7 +31,7 @@ SETTINGS = {
     "tcp_rmem": "4096 131072 33554432",
     "tcp_wmem": "4096 131072 33554432",
 }
-"""Of both namespaces, so that the window is never what limits a line. The congestion control is the
+"""Of both namespaces, so that the window is never what limits a link. The congestion control is the
 machine's own: a namespace may not have one that the machine keeps for itself."""
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -43,12 +43,12 @@ CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 class LinkError(RuntimeError):
-    """This machine does not let us make such a line."""
+    """This machine does not let us make such a link."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A line between the two namespaces.
+    """A link between the two namespaces.
 
     Attributes:
         name: As it was written, e.g. ``100Mbit+50ms``.
@@ -74,13 +74,13 @@ class Link:
 
     @property
     def round_trip_s(self) -> float:
-        """What the line adds to a round trip, in seconds."""
+        """What the link adds to a round trip, in seconds."""
         return 2 * self.delay_s
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One end of a line: its address, that of end 0, the other one's, and its device."""
+    """One end of a link: its address, that of end 0, the other one's, and its device."""
 
     address: str
     first_address: str
@@ -102,10 +102,10 @@ def call(*command: str) -> None:
     try:  # in a session of its own, so that Ctrl-C does not end it half way
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     except OSError as error:
-        raise LinkError(f"{command[0]!r} cannot be run ({error}); a shaped line {NEEDS}") from error
+        raise LinkError(f"{command[0]!r} cannot be run ({error}); a shaped link {NEEDS}") from error
     if done.returncode:
         said = done.stderr.strip() or f"exit status {done.returncode}"
-        raise LinkError(f"`{' '.join(command)}`: {said}; a shaped line {NEEDS}")
+        raise LinkError(f"`{' '.join(command)}`: {said}; a shaped link {NEEDS}")
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -120,7 +120,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 class Network:
-    """Two namespaces, and between them one veth line and one through the relay.
+    """Two namespaces, and between them one veth link and one through the relay.
 
     A context manager, which signals end too. Names have the process's id in them, so that several
     can run.
@@ -182,12 +182,12 @@ class Network:
             self._inside(namespace, "ip", "link", "set", device, "up")
 
     def endpoint(self, link: Link, side: int) -> Endpoint:
-        """Where a line ends in namespace 0 or 1."""
+        """Where a link ends in namespace 0 or 1."""
         prefix, device = ("10.78.0", "tun0") if link.delay_s else ("10.77.0", "veth0")
         return Endpoint(f"{prefix}.{side + 1}", f"{prefix}.1", f"{prefix}.{2 - side}", device)
 
     def shape(self, link: Link, *, limited: bool = True) -> None:
-        """Make a line what it is, from now on.
+        """Make a link what it is, from now on.
 
         Args:
             link: Which; the other kind, with or without a delay, is left as it is.
@@ -228,5 +228,5 @@ def _open_tun(name: str) -> int:
         fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
         fcntl.ioctl(tun, _TUNSETOFFLOAD, _OFFLOAD)
     except OSError as error:
-        raise LinkError(f"no TUN device can be made ({error}); a delayed line {NEEDS}") from error
+        raise LinkError(f"no TUN device can be made ({error}); a delayed link {NEEDS}") from error
     return tun

@@ -1,10 +1,10 @@
-"""A line with a delay, where the kernel has no netem: a process that passes packets on, later.
+"""A link with a delay, where the kernel has no netem: a process that passes packets on, later.
 
 Started by ``links.py`` as ``python relay.py FD FD``, with the descriptors of two TUN devices. A
 line on its standard input, ``BITS_PER_S DELAY_S``, says what it does with every packet from then
 on; it ends when that input does. Packets come as the kernel hands them to a network card that cuts
 them itself: up to 64 KiB, with a header that says into which segments. So few pass here, while TCP
-at both ends works with segments of an Ethernet line.
+at both ends works with segments of an Ethernet link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import deque
 
 QUEUE_S = 0.25
-"""How long a packet waits for the line at most, in seconds; what would wait longer is dropped."""
+"""How long a packet waits for the link at most, in seconds; what would wait longer is dropped."""
 
 HEADER = struct.Struct("=BBHHHH")
 """``struct virtio_net_hdr``: flags, kind, length of the headers, segment size, two for the sum."""
@@ -25,7 +25,7 @@ HEADER = struct.Struct("=BBHHHH")
 LARGEST = 2**16 + HEADER.size
 
 
-def bytes_on_line(packet: bytes) -> int:
+def bytes_on_link(packet: bytes) -> int:
     """Bytes of a packet once it has been cut into segments, each with headers of its own."""
     _, kind, headers, segment, _, _ = HEADER.unpack_from(packet)
     size = len(packet) - HEADER.size
@@ -36,7 +36,7 @@ def bytes_on_line(packet: bytes) -> int:
 
 
 class Direction:
-    """One way through the line, first in first out.
+    """One way through the link, first in first out.
 
     Args:
         source: Descriptor that packets are read from.
@@ -59,7 +59,7 @@ class Direction:
             begins = max(now, self._free_at)
             if begins - now > QUEUE_S:
                 continue
-            self._free_at = begins + 8 * bytes_on_line(packet) / bits_per_s
+            self._free_at = begins + 8 * bytes_on_link(packet) / bits_per_s
             self.waiting.append((self._free_at + delay_s, packet))
 
     def deliver(self) -> float | None:

@@ -1,7 +1,7 @@
 """One replica group of ``bandwidth.py``, in a network namespace of its own.
 
-Started as ``python shaped_group.py RANK PARAMS FD``: it answers the commands of
-``group_commands.py`` that come over the socket FD, one answer each, until that is closed.
+Started as ``python -m benchmarks.slow_links.shaped_group RANK PARAMS FD``: it answers the commands
+of ``group_commands.py`` that come over the socket FD, one answer each, until that is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from group_commands import (
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.replica.lighthouse import start_lighthouse
+
+from .group_commands import (
     BytesSent,
     Failed,
     Join,
@@ -30,13 +36,8 @@ from group_commands import (
     Taken,
     TimeSteps,
 )
-from line_probe import receive_probe, send_probe
-from links import Endpoint
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.replica.lighthouse import start_lighthouse
+from .link_probe import receive_probe, send_probe
+from .links import Endpoint
 
 from composer_replication.replica.factory import make_manager  # isort: skip
 

@@ -1,4 +1,4 @@
-"""What ``bandwidth.py`` measures: every method over every line, and the overlap."""
+"""What ``bandwidth.py`` measures: every method over every link, and the overlap."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from group_commands import Method
-from links import Link
-from visits import Pair, RoundTaken
+from .group_commands import Method
+from .links import Link
+from .visits import Pair, RoundTaken
 
 OVERLAP_DELAY = 4
 OVERLAP_SYNC_STEPS = 3
-"""How many inner steps a sync of the model takes on the line of the overlap."""
+"""How many inner steps a sync of the model takes on the link of the overlap."""
 
 ROUNDS = 2
 """In each turn of a method."""
@@ -32,7 +32,7 @@ class Bench:
     Args:
         pair: The two groups.
         arguments: Of the command line.
-        advance: Called with the part of a line's measurements, or the overlap's, that is done.
+        advance: Called with the part of a link's measurements, or the overlap's, that is done.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Bench:
         self.ratios: dict[str, Spread] = {}
 
     def methods(self) -> Iterator[Method]:
-        """Every way to communicate that is measured on every line."""
+        """Every way to communicate that is measured on every link."""
         a = self._arguments
         yield Method("DDP", "float32", a.sync_every)
         for wire in a.wire_formats:
@@ -53,7 +53,7 @@ class Bench:
             yield Method("streaming", wire, a.sync_every, a.num_fragments, a.fragment_sync_delay)
 
     def measure(self, link: Link) -> None:
-        """Every method on a line, taking turns."""
+        """Every method on a link, taking turns."""
         bits_per_s, round_trip_s = self._pair.probe(link)
         self._note(f"{link.name}: reached / set rate", [bits_per_s / link.bits_per_s])
         self._note(f"{link.name}: round trip, ms", [1000 * round_trip_s])
@@ -103,7 +103,7 @@ class Bench:
             self._add_row(link, method, samples)
 
     def _find_overlap_link(self, vanilla: Method) -> Link:
-        """The line on which one sync takes as long as some inner steps do."""
+        """The link on which one sync takes as long as some inner steps do."""
         bits = 32.0 * self._pair.params
         link = Link.parse("10Gbit")
         self._pair.join(link, vanilla)

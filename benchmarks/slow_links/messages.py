@@ -1,13 +1,13 @@
 """In how many messages the bytes of a sync should travel, when gloo does not allreduce them.
 
-    python benchmarks/messages.py [--quick] [--json OUT] [--link 100Mbit] [--megabytes 20]
+    python -m benchmarks.slow_links.messages [--quick] [--json OUT] [--link 100Mbit]
 
-Two processes in network namespaces of their own, with a shaped line between them (``links.py``),
+Two processes in network namespaces of their own, with a shaped link between them (``links.py``),
 that send each other the same bytes: in one all-gather or all-to-all, and in several that are under
 way at once. All take turns in each repetition; a row is the time over that of one allreduce which
 sends as many bytes each way, of the slower process.
 
-Needs what ``bandwidth.py`` needs. Where it may not make such a line it says so and exits with 2.
+Needs what ``bandwidth.py`` needs. Where it may not make such a link it says so and exits with 2.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
-from links import Link, LinkError, Network
-from results import command_line, report
+
+from benchmarks.results import command_line, report
+
+from .links import Link, LinkError, Network
 
 MESSAGES = (1, 2, 4, 16)
 PORT = 29456
@@ -74,7 +76,7 @@ def measure(link: Link, num_bytes: int, repetitions: int) -> Taken:
     """The slower process's seconds.
 
     Raises:
-        LinkError: This machine does not let us make such a line, or a process has failed.
+        LinkError: This machine does not let us make such a link, or a process has failed.
     """
     with Network() as network:
         network.shape(link)
@@ -85,7 +87,8 @@ def measure(link: Link, num_bytes: int, repetitions: int) -> Taken:
             for rank in range(2):
                 ours, theirs = Pipe()
                 own = [rank, address, num_bytes, repetitions, theirs.fileno()]
-                command = [sys.executable, __file__, "--process", *map(str, own)]
+                command = [sys.executable, "-m", f"{__package__}.messages", "--process"]
+                command += map(str, own)
                 processes.append(network.start(rank, command, theirs.fileno(), sys.stderr))
                 ends.append(ours)
                 theirs.close()
@@ -97,7 +100,7 @@ def measure(link: Link, num_bytes: int, repetitions: int) -> Taken:
                 process.kill()
                 process.wait()
     if len(found) < len(ends):
-        raise LinkError(f"no answer after {TIMEOUT_S:.0f} s: take a faster line or fewer bytes")
+        raise LinkError(f"no answer after {TIMEOUT_S:.0f} s: take a faster link or fewer bytes")
     return {name: list(map(max, *(taken[name] for taken in found))) for name in found[0]}
 
 
@@ -110,12 +113,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.megabytes, arguments.repetitions = 4.0, 2
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of names that the line does not have
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of names that the link does not have
     num_bytes = round(arguments.megabytes * 1e6) // 64 * 64
     try:
         taken = measure(arguments.link, num_bytes, arguments.repetitions)
     except LinkError as error:
-        print(f"no shaped line here: {error}", file=sys.stderr)
+        print(f"no shaped link here: {error}", file=sys.stderr)
         sys.exit(2)
     reference = taken.pop("allreduce")
     rows = {

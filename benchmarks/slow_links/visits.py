@@ -1,4 +1,4 @@
-"""The pair of replica groups of ``bandwidth.py``, and their visits to each other over a line."""
+"""The pair of replica groups of ``bandwidth.py``, and their visits to each other over a link."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from group_commands import (
+from .group_commands import (
     BytesSent,
     Failed,
     Join,
@@ -24,7 +23,7 @@ from group_commands import (
     Taken,
     TimeSteps,
 )
-from links import Link, Network
+from .links import Link, Network
 
 ANSWER_WITHIN_S = 600.0
 
@@ -97,8 +96,8 @@ class Pair:
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
         self._ends.append(ours)
-        script = str(Path(__file__).with_name("shaped_group.py"))
-        command = [sys.executable, script, str(rank), str(self.params), str(theirs.fileno())]
+        arguments = map(str, (rank, self.params, theirs.fileno()))
+        command = [sys.executable, "-m", f"{__package__}.shaped_group", *arguments]
         process = self._network.start(rank, command, theirs.fileno(), self._log)
         theirs.close()
         self._stack.callback(_end, process)
@@ -119,7 +118,7 @@ class Pair:
             if not end.poll(ANSWER_WITHIN_S):
                 raise RuntimeError(
                     f"group {rank} has not answered for {ANSWER_WITHIN_S:.0f} s: take a faster "
-                    f"line or fewer parameters\n{self._said()}"
+                    f"link or fewer parameters\n{self._said()}"
                 )
             try:
                 answers.append(end.recv())
@@ -135,7 +134,7 @@ class Pair:
         return self._log.read()[-3000:]
 
     def probe(self, link: Link) -> tuple[float, float]:
-        """What a line gives: bits of payload a second, and a round trip in seconds."""
+        """What a link gives: bits of payload a second, and a round trip in seconds."""
         self._network.shape(link)
         seconds = 1.0 + 10 * link.round_trip_s
         num_bytes = round(min(max(link.bits_per_s / 8 * seconds, 4e6), 4e8))
@@ -144,8 +143,8 @@ class Pair:
         return bits_per_s, round_trip_s
 
     def join(self, link: Link, method: Method) -> None:
-        """Begin a visit, with a round that allocates. Until then the line has any rate, to save
-        time; but where there is a delay that round also opens TCP's windows, at the line's own."""
+        """Begin a visit, with a round that allocates. Until then the link has any rate, to save
+        time; but where there is a delay that round also opens TCP's windows, at the link's own."""
         self._port += 1
         self._method = method
         self._network.shape(link, limited=False)
@@ -161,7 +160,7 @@ class Pair:
         self.ask(Leave())
 
     def reshape(self, link: Link) -> None:
-        """Change the line of the visit under way."""
+        """Change the link of the visit under way."""
         self._network.shape(link)
 
     def steps(self, count: int) -> RoundTaken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from links import Endpoint
+from .links import Endpoint
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Probe:
-    """Send bytes over the line. End 0 answers with the seconds of a round trip, end 1 with the bits
+    """Send bytes over the link. End 0 answers with the seconds of a round trip, end 1 with the bits
     of payload a second."""
 
     end: Endpoint
@@ -44,7 +44,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Join:
-    """Meet the other group on a line."""
+    """Meet the other group on a link."""
 
     end: Endpoint
     port: int

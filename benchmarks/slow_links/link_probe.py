@@ -1,4 +1,4 @@
-"""What a shaped line really gives: the rate and the round trip of a plain TCP connection."""
+"""What a shaped link really gives: the rate and the round trip of a plain TCP connection."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 import statistics
 import time
 
-from links import Endpoint
+from .links import Endpoint
 
 _PORT = 29400
 _PINGS = 9
@@ -32,7 +32,7 @@ def receive_probe(end: Endpoint, num_bytes: int) -> float:
 
 
 def send_probe(end: Endpoint, num_bytes: int) -> float:
-    """Send bytes to the other end of a line; before that, the median round trip in seconds."""
+    """Send bytes to the other end of a link; before that, the median round trip in seconds."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:

@@ -1,0 +1,292 @@
+"""Connects a group's ``ReplicaDataLoader`` with its syncs, for the callback."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from composer import State
+from composer.core import TimeUnit
+from composer.utils import dist
+
+from composer_replication.coordinator.client_http import CoordinatorAwayError
+from composer_replication.coordinator.membership import Membership
+from composer_replication.coordinator.wire_types import CommitReport
+from composer_replication.data.fixed_shards import FixedShards
+from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.data.sample_stream import StreamPosition
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.sample_ledger import check_keeps_all_steps
+from composer_replication.replica.options import ReplicaOptions
+from composer_replication.replica.ranks import ask_on_rank_0
+
+log = logging.getLogger(__name__)
+
+
+def group_data_of(
+    state: State,
+    options: ReplicaOptions,
+    diloco: DiLoCo,
+    membership: Membership | None,
+    sync_idle: Callable[[], None],
+) -> GroupData | None:
+    """The data of a job, if its training loader is a ``ReplicaDataLoader``.
+
+    Args:
+        state: Composer's.
+        options: Of this group.
+        diloco: Which will train on it.
+        membership: In a run with a coordinator, which then leases the samples; else None.
+        sync_idle: See ``LeasedData``.
+
+    Raises:
+        CoordinatorAwayError: The coordinator does not answer.
+        RefusedByCoordinatorError: The dataset's name belongs to another dataset.
+        ValueError: Samples would count as trained whose steps are thrown away.
+    """
+    loader: Any = state.train_dataloader
+    if not isinstance(loader, ReplicaDataLoader):
+        return None
+    if state.max_duration is not None and state.max_duration.unit == TimeUnit.EPOCH:
+        log.info(
+            "Schedules count an epoch as %d batches, as if this group read all of it; state them "
+            "in batches to fit the part that it reads",
+            len(loader),
+        )
+    if membership is None:
+        return GroupData(loader, diloco, options)
+    return LeasedData(loader, diloco, options, membership, sync_idle)
+
+
+class GroupData:
+    """Feeds a loader with a fixed shard of its dataset, and knows what was trained on.
+
+    Args:
+        loader: Of this rank.
+        diloco: Which trains on it.
+        options: Of this group: they say which shard is its own.
+    """
+
+    def __init__(self, loader: ReplicaDataLoader, diloco: DiLoCo, options: ReplicaOptions) -> None:
+        self._loader = loader
+        self._diloco = diloco
+        self._options = options
+        self._start = StreamPosition()
+        self._steps_before = 0
+        loader.pause()
+
+    @property
+    def position(self) -> StreamPosition:
+        """The position in the stream after the last batch."""
+        return self._loader.position
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the samples that were trained on, for a checkpoint or another fit.
+
+        In a batch whose inner step has not been made yet this is the position before the batch.
+        """
+        is_trained = self._diloco.inner_steps > self._steps_before
+        before = None if is_trained else self._loader.position_before
+        position = before or self._loader.position
+        return {"number": position.number, "position": position.samples}
+
+    def load_state_dict(self, reading: Mapping[str, Any]) -> None:
+        """Continue from that position, at ``start``."""
+        self._start = StreamPosition(reading.get("number", 0), reading["position"])
+
+    def start(self) -> None:
+        """Begin to read, once the group has joined the others.
+
+        Raises:
+            ValueError: The group's name does not say which shard it reads.
+        """
+        shard = FixedShards.of_group(self._options, self._loader.spec)
+        self._loader.read(shard.lease, self._start, lambda: False)
+
+    def before_batch(self, state: State) -> None:
+        """Composer is about to read a batch."""
+        self._steps_before = self._diloco.inner_steps
+        self._loader.begin(state.timestamp.epoch.value, state.timestamp.batch_in_epoch.value)
+
+    def after_batch(self) -> None:
+        """The last batch has been trained on, also if its inner step was skipped."""
+        self._loader.position_before = None
+
+    def after_sync(self) -> None:
+        """A sync has ended: with a fixed shard there is nothing to report."""
+
+    def end(self) -> None:
+        """Training has ended: nor is there here."""
+
+    def close(self) -> None:
+        """Read no more."""
+        self._loader.pause()
+
+
+class Pause(Enum):
+    """What follows when a stream has no samples at the moment."""
+
+    MORE_SAMPLES = "more samples"
+    END_OF_EPOCH = "end of epoch"
+    WAIT = "wait"
+    """Other groups train on the last samples, which come back if these groups die."""
+
+
+class LeasedData(GroupData):
+    """Reads samples that the coordinator leases to this group, and reports what was trained on.
+
+    Every rank asks for the leases of the group's stream itself, and gets the same ones. All other
+    requests are made by rank 0. A group that holds leases trains on while the coordinator is away;
+    one that needs a lease then waits until it is back.
+
+    Args:
+        loader: Of this rank.
+        diloco: Which trains on it.
+        options: Of this group.
+        membership: The group's, in the run.
+        sync_idle: Called on every rank while the group waits: takes part in the others' next sync
+            without samples, and then calls ``after_sync``.
+
+    Raises:
+        CoordinatorAwayError: The coordinator does not answer.
+        RefusedByCoordinatorError: The dataset's name belongs to another dataset.
+        ValueError: Samples would count as trained whose steps are thrown away.
+    """
+
+    POLL_S = 0.2
+    END_RETRY_S = 30.0
+    """How long the coordinator may be away when training ends."""
+
+    def __init__(
+        self,
+        loader: ReplicaDataLoader,
+        diloco: DiLoCo,
+        options: ReplicaOptions,
+        membership: Membership,
+        sync_idle: Callable[[], None],
+    ) -> None:
+        check_keeps_all_steps(diloco.settings)
+        super().__init__(loader, diloco, options)
+        self._membership = membership
+        self._client = membership.client.with_limits(retry_s=math.inf)
+        self._sync_idle = sync_idle
+        self._stream = 0
+        self._num_streams = 0
+        self._epoch, self._is_last_epoch = 0, False
+        ask_on_rank_0(lambda: membership.client.create_dataset(loader.spec))
+
+    def load_state_dict(self, reading: Mapping[str, Any]) -> None:
+        """Continue in the checkpoint's stream, at ``start``."""
+        super().load_state_dict(reading)
+        self._stream = reading["stream"]
+
+    def start(self) -> None:
+        """Begin to read, once the group has joined the others.
+
+        Where all groups start, the coordinator is sent which samples their model has. A group that
+        continues from its own checkpoint reads on in that stream. A group that has healed instead
+        releases that stream, and opens another one.
+
+        Raises:
+            CoordinatorAwayError: The coordinator does not answer.
+            RefusedByCoordinatorError: The checkpoint's samples are leased to others by now, or the
+                coordinator does not know the stream.
+        """
+        ask_on_rank_0(self._continue_run)
+        if self._diloco.stream:
+            self._read(self._diloco.stream, self._start)
+        else:
+            self._open_stream()
+
+    def _continue_run(self) -> None:
+        client, diloco = self._membership.client, self._diloco
+        if not diloco.has_joined_others:
+            client.rewind(diloco.outer_step, diloco.ledger())
+        if diloco.stream:
+            client.reopen_stream(diloco.stream, self._start.samples, self._membership.session)
+
+    def _open_stream(self) -> None:
+        """Release the stream so far, for what the model does not have of it, and read another."""
+        stream = ask_on_rank_0(self._exchange_stream)
+        self._diloco.read_from(stream)
+        self._read(stream, StreamPosition())
+
+    def _exchange_stream(self) -> int:
+        if self._stream:
+            self._client.release_stream(self._stream, self._diloco.ledger())
+        session, group = self._membership.session, self._membership.replica_id
+        name = f"{session}/{self._num_streams}"
+        self._num_streams += 1
+        return self._client.open_stream(name, self._loader.spec.dataset_id, group, session)
+
+    def _read(self, stream: int, position: StreamPosition) -> None:
+        self._stream = stream
+        source = functools.partial(self._client.lease, stream)
+        self._reader = self._loader.read(source, position, self._has_more)
+
+    def before_batch(self, state: State) -> None:
+        """Composer is about to read a batch."""
+        super().before_batch(state)
+        self._epoch, end = state.timestamp.epoch.value, state.max_duration
+        epochs = end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
+        self._is_last_epoch = self._epoch + 1 >= epochs
+
+    def after_sync(self) -> None:
+        """Report the sync. A group that has lost steps in it opens another stream."""
+        diloco = self._diloco
+        self._membership.report_commit(
+            CommitReport(diloco.outer_step, diloco.ledger(), diloco.streams_in_last_sync())
+        )
+        if not diloco.stream:
+            self._open_stream()
+
+    def _has_more(self) -> bool:
+        """Whether this epoch has more samples for this group, which waits until that is known.
+
+        Between epochs a group continues at once, and trains on samples that come back of an earlier
+        one later. In the last epoch it waits until all samples are in the model: nobody would train
+        on the samples of a group that dies after the others have ended.
+        """
+        while True:
+            with self._diloco.waiting_for_others():  # the coordinator may be away
+                pause = ask_on_rank_0(self._ask_what_follows)
+            if pause is not Pause.WAIT:
+                return pause is Pause.MORE_SAMPLES
+            outer_step, reader = self._diloco.outer_step, self._reader
+            self._sync_idle()
+            if self._reader is not reader:
+                return True  # this group has healed and opened another stream
+            if reader.is_closed:
+                self._open_stream()
+                return True
+            if self._diloco.outer_step == outer_step:
+                time.sleep(self.POLL_S)
+
+    def _ask_what_follows(self) -> Pause:
+        if self._reader.is_closed:
+            return Pause.WAIT  # the others have committed without this group: the sync heals it
+        if not self._is_last_epoch:
+            return Pause.END_OF_EPOCH
+        self._membership.send_report(self._client)  # the answer to the next request depends on it
+        epochs = self._client.progress(self._loader.spec.dataset_id)
+        begun = [epoch for epoch in epochs if epoch["epoch"] <= self._epoch]
+        if all(epoch["done"] == epoch["length"] for epoch in begun):
+            return Pause.END_OF_EPOCH
+        is_more = any(epoch["available"] for epoch in begun)
+        return Pause.MORE_SAMPLES if is_more else Pause.WAIT
+
+    def end(self) -> None:
+        """Training has ended: report the last sync, and release the stream."""
+        if dist.get_global_rank() or not self._stream:
+            return
+        client = self._client.with_limits(retry_s=self.END_RETRY_S)
+        try:
+            self._membership.send_report(client)
+            client.release_stream(self._stream, self._diloco.ledger())
+        except (CoordinatorAwayError, ValueError) as error:
+            log.warning("The coordinator has not received the last syncs: %s", error)

@@ -1,0 +1,93 @@
+"""Functions whose arguments are the fields of a dataclass, named there and nowhere else."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+P = ParamSpec("P")
+Self = TypeVar("Self")
+Result = TypeVar("Result")
+Part = TypeVar("Part")
+
+
+class _Decorator(Protocol[P]):
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Self, ...], Result], /
+    ) -> Callable[Concatenate[Self, P], Result]: ...
+
+    @overload
+    def __call__(self, function: Callable[..., Result], /) -> Callable[P, Result]: ...
+
+
+def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
+    """Give a function, or a method, the arguments of a dataclass's constructor.
+
+    The function is written with ``**given``, and ``*positional`` if some fields are not
+    keyword-only. It receives what its caller has given and nothing else, and usually begins with
+    ``arguments = TheDataclass(**given)``. To the caller, to ``inspect.signature``, to ``help`` and
+    to a type checker it looks as if it had written out all fields, with their types, defaults and
+    descriptions.
+
+    Args:
+        arguments: The dataclass. Its docstring, and those of the dataclasses it inherits from,
+            describe the fields under ``Args:``.
+
+    Raises:
+        TypeError: From the function, if a keyword is none of the fields; it names the closest one.
+    """
+    constructor = inspect.signature(arguments)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*positional: Any, **given: Any) -> Any:
+            for keyword in given:
+                if keyword not in signature.parameters:
+                    raise TypeError(_unknown(keyword, name, constructor.parameters))
+            return function(*positional, **given)
+
+        own = inspect.signature(function).parameters.values()
+        kept = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+        signature = constructor.replace(
+            parameters=[*kept, *constructor.parameters.values()],
+            return_annotation=function.__annotations__.get("return", inspect.Signature.empty),
+        )
+        checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        checked.__annotations__ = {
+            each.name: each.annotation
+            for each in signature.parameters.values()
+            if each.annotation is not each.empty
+        }
+        checked.__doc__ = f"{inspect.getdoc(function) or ''}\n\nArgs:\n{_descriptions(arguments)}"
+        return checked
+
+    return decorate  # pyright: ignore[reportReturnType]
+
+
+def pick(kind: Callable[..., Part], values: Mapping[str, Any]) -> Part:
+    """Build a dataclass from those of the values that are fields of it."""
+    names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
+    return kind(**{name: values[name] for name in names if name in values})
+
+
+def _unknown(keyword: str, function: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
+    return f"{keyword} is no argument of {function}: {hint}"
+
+
+def _descriptions(arguments: Any) -> str:
+    """The lines below ``Args:`` in the docstrings of a dataclass and of those it inherits from."""
+    sections = []
+    for kind in reversed(arguments.__mro__):
+        _, found, rest = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Args:\n")
+        if found:
+            sections.append(rest.partition("\n\n")[0])
+    return "\n".join(sections)

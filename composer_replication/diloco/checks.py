@@ -1,0 +1,55 @@
+"""Checks of single values. Each error contains the name, the value and the fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def check_integer(name: str, value: object, *, at_least: int) -> None:
+    """Reject a value that is not an integer, or too small.
+
+    Raises:
+        ValueError: The value is not an integer of at least ``at_least``.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name}={value!r}: use an integer of at least {at_least}")
+
+
+def check_number(name: str, value: object, low: float, high: float, *, below: bool = False) -> None:
+    """Reject a value that is not a finite number, or out of bounds.
+
+    Args:
+        name: The name of the argument.
+        value: Its value.
+        low: The smallest value allowed.
+        high: The largest value allowed.
+        below: Whether ``high`` itself is not allowed.
+
+    Raises:
+        ValueError: The value is not a finite number within the bounds.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high or (below and value == high):  # pyright: ignore
+        bounds = f"{low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
+        raise ValueError(f"{name}={value!r}: use a number {bounds}{', exclusive' if below else ''}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Reject a value that is not a duration in seconds.
+
+    Raises:
+        ValueError: The value is not a finite number above 0.
+    """
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
+
+
+def check_choice(name: str, value: str | None, choices: Sequence[str | None]) -> None:
+    """Reject a value that is none of the choices.
+
+    Raises:
+        ValueError: The value is none of them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: use {' or '.join(filter(None, choices))}")

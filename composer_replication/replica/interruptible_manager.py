@@ -1,0 +1,122 @@
+"""A torchft Manager whose waits end when a signal comes, or when a peer reports an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # pyright: ignore[reportPrivateImportUsage]
+from torchft.manager import Manager, _ManagedWork
+from torchft.work import _DummyWork
+
+from composer_replication.replica.sync_alarm import SyncAlarm
+from composer_replication.replica.waiting import DaemonExecutor, InterruptibleWork
+
+
+class InterruptibleManager(Manager):
+    """The collectives and the vote of one sync; ``ReplicaManager`` adds quorum and leaving.
+
+    torchft waits for a collective inside gloo, and for a vote inside its Rust client. Python
+    handles no signal meanwhile, so SIGTERM or Ctrl-C would do nothing for up to ``timeout``. Here
+    the main thread waits in short sleeps. It also looks at the connection's ``SyncAlarm``, so an
+    error that one member sees in a collective ends the collective on all members at once.
+
+    Collectives of tensors on an accelerator are waited for as in torchft: their ``wait`` only
+    queues work on the stream.
+
+    Args:
+        **arguments: torchft's (``manager.py``, ``Manager``).
+    """
+
+    BROKEN_AFTER_S = 0.5
+    """How long after an alarm a collective may still end well: data that is under way in the
+    network arrives, and the members then vote on whether their collective has ended well."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._executor = DaemonExecutor()
+        self._alarm: SyncAlarm | None = None
+
+    def report_error(self, e: Exception) -> None:
+        """Note an error of the current sync, as torchft does, and tell the peers.
+
+        Without the alarm a peer would wait for this group's part until its own timeout.
+        """
+        super().report_error(e)
+        if self._alarm is not None:
+            self._alarm.raise_for_all()
+
+    def _is_broken(self) -> bool:
+        """Whether the collectives under way can never end well."""
+        if self.errored():
+            return True
+        age = None if self._alarm is None else self._alarm.age_s()
+        if age is None or age < self.BROKEN_AFTER_S:
+            return False
+        self.report_error(ConnectionError("another replica group reports that this sync failed"))
+        return True
+
+    def allreduce(
+        self,
+        tensor: Tensor,
+        should_quantize: bool = False,
+        reduce_op: ReduceOp = ReduceOp.AVG,  # pyright: ignore[reportArgumentType]
+    ) -> Any:
+        """Start an allreduce, as torchft does. A signal can interrupt the wait on a CPU."""
+        work = super().allreduce(tensor, should_quantize, reduce_op)
+        return self._interruptible(work, tensor)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        """Start to send each group its part of ``sent``. Errors are handled as in ``allreduce``.
+
+        Args:
+            received: 1-D; the parts from all groups, in the order of the groups.
+            sent: 1-D; as many equal parts as there are groups.
+        """
+        return self._start_collective(
+            lambda: self._pg.alltoall_base(received, sent, [], [], AllToAllOptions()), received
+        )
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
+        """Start to send ``own`` to all groups. Errors are handled as in ``allreduce``.
+
+        Args:
+            gathered: 1-D; the parts from all groups, in the order of the groups.
+            own: This group's part.
+        """
+        parts = list(gathered.chunk(gathered.numel() // own.numel()))
+        return self._start_collective(
+            lambda: self._pg.allgather([parts], [own], AllgatherOptions()), gathered
+        )
+
+    def _start_collective(self, start: Callable[[], Any], result: Tensor) -> Any:
+        """Do for a collective that torchft's Manager lacks what ``Manager.allreduce`` does.
+
+        After an error in the same sync nothing is sent: the sync cannot commit any more.
+        """
+        if self.errored():
+            return _DummyWork(result)
+        try:
+            work = _ManagedWork(self, start(), result)
+        except Exception as error:
+            self.report_error(error)
+            return _DummyWork(result)
+        return self._interruptible(work, result)
+
+    def _interruptible(self, work: Any, tensor: Tensor) -> Any:
+        return InterruptibleWork(work, self._is_broken) if tensor.device.type == "cpu" else work
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Vote, as torchft does. A signal can interrupt the wait on a CPU.
+
+        The vote waits for the other ranks of the group, one of which may have died. On a thread of
+        its own it blocks no signal. With an accelerator it stays on the calling thread, since it
+        synchronises the device of the thread that it runs on.
+        """
+        if torch.accelerator.is_available():
+            return super().should_commit(timeout)
+        return self._executor.submit(super().should_commit, timeout).result()

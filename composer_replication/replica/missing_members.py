@@ -1,0 +1,110 @@
+"""The members that a new quorum lacks although they may be alive, and the wait for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
+
+log = logging.getLogger(__name__)
+
+
+class MissingMembers:
+    """The members of the previous quorum for which this group waits before it uses a new one.
+
+    A lighthouse that has been restarted, or that nobody could reach for a while, gives the first
+    group that asks a quorum of its own. If that group trained on alone, the run would fork. So it
+    declines the quorum and asks again, until the others are in it or do not need to be waited for.
+
+    Args:
+        read_alive: Reads the names of the members that have sent the lighthouse a heartbeat lately;
+            empty if the lighthouse does not answer.
+
+    Attributes:
+        names: The lighthouse's names of the members waited for.
+        deadline: When the wait for them ends, by ``time.monotonic``. None: ``STRAGGLER_TIMEOUT_S``
+            after ``wait`` was first called for this quorum.
+    """
+
+    HEARTBEAT_WITHIN_S = 5.0
+    """How long a restarted lighthouse may take to receive a heartbeat of a living member."""
+
+    WAIT_FOR_LIVING_S = 10.0
+    """How long to wait for a member that is alive and not in the quorum. A member that was too slow
+    for the lighthouse's join timeout also looks like this, so the wait is short."""
+
+    POLL_S = 0.1
+
+    def __init__(self, read_alive: Callable[[], frozenset[str]]) -> None:
+        self.read_alive = read_alive
+        self.names: frozenset[str] = frozenset()
+        self.deadline: float | None = None
+
+    def add_all(self, members: Iterable[str]) -> None:
+        """Wait for all these members: the lighthouse has been restarted and knows none of them."""
+        self.names = self.names.union(members)
+
+    def add_living(self, members: frozenset[str]) -> None:
+        """Wait for those of these members that the lighthouse's page shows as alive.
+
+        The wait has one deadline: a member that stays alive and never asks for a quorum is waited
+        for once, and not again in every quorum that it is missing in.
+        """
+        now = time.monotonic()
+        if self.deadline is not None and now >= self.deadline:
+            return
+        living = members & self.read_alive()
+        if living:
+            log.warning("Asking for a quorum again: %s alive, and missing", group_names(living))
+            self.deadline = self.deadline or now + self.WAIT_FOR_LIVING_S
+            self.names = self.names | living
+
+    def update(self, reported: Iterable[Collection[str]], present: Iterable[str]) -> None:
+        """Also wait for those whom other members wait for, and no longer for those in the quorum.
+
+        Args:
+            reported: Whom each member of the quorum waits for. If members disagreed about that,
+                one would use the quorum and wait in it for another that has declined it.
+            present: The members of the quorum.
+        """
+        self.names = self.names.union(*reported).difference(present)
+
+    def wait(self, began: float) -> None:
+        """Give the lighthouse a moment to hear of the missing members, then give up on the dead.
+
+        Args:
+            began: When this group first asked for the quorum, by ``time.monotonic``.
+        """
+        deadline = time.monotonic() + self.HEARTBEAT_WITHIN_S
+        # Members that are alive need a moment to ask too. Without this pause the group would ask
+        # again at once, and a lighthouse that has all members it knows of answers at once.
+        time.sleep(self.POLL_S)
+        while not self.names <= (alive := self.read_alive()):
+            if time.monotonic() > deadline:
+                if alive:
+                    self._drop(self.names - alive, "has not heard of")
+                else:  # The lighthouse is away again, or its page cannot be read from here.
+                    self._drop_stragglers(began)
+                return
+            time.sleep(self.POLL_S)
+        self._drop_stragglers(began)
+
+    def _drop_stragglers(self, began: float) -> None:
+        """Give up on members that are alive and have not asked for a quorum for too long."""
+        now = time.monotonic()
+        is_past_deadline = self.deadline is not None and now > self.deadline
+        if now - began > STRAGGLER_TIMEOUT_S or is_past_deadline:
+            self._drop(self.names, "was not asked for a quorum by")
+
+    def _drop(self, names: frozenset[str], reason: str) -> None:
+        if names:
+            groups = group_names(names)
+            log.warning("Going on without those that the lighthouse %s: %s", reason, groups)
+            self.names = self.names - names
+
+
+def group_names(members: Iterable[str]) -> str:
+    """The replica ids of members, for a message. The lighthouse's names also have a uuid."""
+    return ", ".join(sorted(member.partition(":")[0] for member in members))

@@ -1,0 +1,109 @@
+"""Functions that take a dataclass's fields: what callers and ``help`` see of them."""
+
+import inspect
+from dataclasses import dataclass, fields
+
+import pytest
+from common import plain_sgd
+from torch import nn, optim
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.arguments import pick, takes
+from composer_replication.diloco.options import DiLoCoArguments, DiLoCoOptions
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.factory import ManagerArguments, make_manager
+from composer_replication.simulation.simulation import SimulationError, simulate
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large it is.
+
+    Args:
+        width: In metres.
+        height: In metres,
+            from the floor.
+
+    Raises:
+        ValueError: Never.
+    """
+
+    width: float
+    height: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class House(Size):
+    """What it has.
+
+    Args:
+        colour: Of the walls.
+    """
+
+    colour: str = "white"
+
+
+@takes(House)
+def build(*size, **arguments) -> str:
+    """Build it."""
+    return f"{House(*size, **arguments)} from {sorted(arguments)}"
+
+
+def test_a_function_takes_the_fields_by_place_and_by_name():
+    assert build(3.0) == "House(width=3.0, height=2.0, colour='white') from []"
+    assert build(3.0, 4.0, colour="red").endswith("height=4.0, colour='red') from ['colour']")
+
+
+def test_its_signature_and_its_docstring_are_complete():
+    shown = "(width: float, height: float = 2.0, *, colour: str = 'white') -> str"
+    assert str(inspect.signature(build)) == shown
+    assert inspect.getdoc(build) == (
+        "Build it.\n\nArgs:\n    width: In metres.\n    height: In metres,\n"
+        "        from the floor.\n    colour: Of the walls."
+    )
+
+
+def test_an_unknown_argument_is_refused_with_the_closest_one():
+    with pytest.raises(TypeError, match="^color is no argument of build: did you mean colour?"):
+        build(3.0, color="red")
+    with pytest.raises(TypeError, match="^a is no argument of build: use one of width, height, c"):
+        build(3.0, a=1)
+
+
+def test_pick_takes_the_fields_and_leaves_the_rest():
+    assert pick(Size, {"colour": "red", "width": 1.0}) == Size(1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"), [(DiLoCo, DiLoCoArguments), (make_manager, ManagerArguments)]
+)
+def test_the_public_ones_show_every_field_with_its_default_and_a_description(function, arguments):
+    shown = dict(inspect.signature(function).parameters)
+    assert list(shown) == list(inspect.signature(arguments).parameters)
+    assert shown.keys() == {field.name for field in fields(arguments)}
+    described = inspect.getdoc(function.__init__ if function is DiLoCo else function)
+    for name in shown:
+        assert f"\n    {name}: " in described, name
+
+
+def outer_optimizer_of(*outer, **arguments):
+    def replica(sim):
+        model = nn.Linear(2, 2)
+        inner = optim.SGD(model.parameters(), lr=0.1)
+        diloco = DiLoCo(sim.manager, model, inner, *outer, **arguments)
+        return diloco.state_dict()["fragments"][0]["optimizer"]["param_groups"][0]
+
+    return simulate(replica, num_replicas=1)[0]
+
+
+def test_every_setting_is_an_argument_of_diloco_the_outer_optimizer_s_too():
+    settings = DiLoCoSettings(outer_lr=0.5, outer_momentum=0.25, outer_nesterov=False)
+    group = outer_optimizer_of(**vars(settings), **vars(DiLoCoOptions()))
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.5, 0.25, False)
+    group = outer_optimizer_of()
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.7, 0.9, True)
+
+
+def test_a_setting_that_an_outer_optimizer_of_one_s_own_would_not_hear_of_is_refused():
+    with pytest.raises(SimulationError, match="outer_lr and an outer_optimizer of your own: give"):
+        outer_optimizer_of(plain_sgd(), outer_lr=0.5)

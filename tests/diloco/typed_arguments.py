@@ -1,0 +1,23 @@
+"""What a type checker, and so an editor's completion, knows of the arguments. Pyright reads it.
+
+It fails where an error that is expected here is none: then the arguments have lost their types.
+"""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=error
+
+from typing import Any, assert_type
+
+from composer_replication import DiLoCo, DiLoCoCallback
+from composer_replication.replica import make_manager
+from composer_replication.replica.manager import ReplicaManager
+
+
+def typed(manager: ReplicaManager, model: Any, optimizer: Any) -> None:
+    assert_type(make_manager(replica_id=0, lighthouse_addr="http://head:29510"), ReplicaManager)
+    make_manager(replica=0)  # pyright: ignore[reportCallIssue]
+    DiLoCo(manager, model, optimizer, None, 100, num_fragments=2, start_refusal=None)
+    DiLoCo(manager, model, optimizer, sync_evry=100)  # pyright: ignore[reportCallIssue]
+    DiLoCo(manager, model, optimizer, num_fragments="2")  # pyright: ignore[reportArgumentType]
+    DiLoCoCallback(sync_every=100, replica_id="a", manager=manager)
+    DiLoCoCallback(sync_every="often")  # pyright: ignore[reportArgumentType]
+    DiLoCoCallback(sync_evry=100)  # pyright: ignore[reportCallIssue]

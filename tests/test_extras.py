@@ -1,0 +1,242 @@
+"""What an installation without extras can do, and what it says about the rest.
+
+Processes of their own, in which the modules that the extras bring cannot be found.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from composer_replication import EXTRA_OF
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "composer_replication"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+CORE = (
+    "diloco/algorithm.py",
+    "diloco/settings.py",
+    "replica/factory.py",
+    "replica/process_group.py",
+    "simulation/simulation.py",
+)
+"""Where the public names that need no extra come from."""
+
+DISTRIBUTION = {
+    "composer": "mosaicml",
+    "h11": "uvicorn",
+    "starlette": "fastapi",
+    "torchft": "torchft-nightly",
+    "yaml": "pyyaml",
+}
+"""What brings a module, where it has another name."""
+
+HIDE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def run(program, *arguments, hidden, **environment):
+    """Run a program in a process in which these modules are missing."""
+    return subprocess.run(
+        [sys.executable, "-c", HIDE.format(hidden=set(hidden)) + program, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def own_file(module):
+    path = ROOT / module.replace(".", "/")
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
+
+
+def imported_by(path):
+    """The names of the modules that a file imports, and numpy where it calls ``Tensor.numpy``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Attribute) and node.attr == "numpy":
+            yield "numpy"
+
+
+def others_modules(files):
+    """The modules of other packages that these files of ours import, and those that they import."""
+    seen, todo, found = set(), [PACKAGE / name for name in files], set()
+    while todo:
+        path = todo.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in imported_by(path):
+            if name == "composer_replication":
+                continue  # its public names are imported when they are asked for
+            if name.startswith("composer_replication."):
+                todo.append(own_file(name) or own_file(name.rpartition(".")[0]))
+            else:
+                found.add(name.partition(".")[0])
+    return found - sys.stdlib_module_names
+
+
+def distributions(requirements):
+    names = {re.split(r"[<>=\[; ]", line)[0] for line in requirements}
+    return {name.lower() for name in names}
+
+
+def brought_by(extra):
+    """The distributions that an extra lists, and those of the extras that it includes."""
+    lines = PROJECT["optional-dependencies"][extra]
+    parts = re.findall(r"composer-replication\[([\w,-]+)\]", " ".join(lines))
+    nested = [brought_by(name) for part in parts for name in part.split(",")]
+    return distributions(lines).union(*nested) - {"composer-replication"}
+
+
+def test_the_core_depends_on_what_it_imports_and_on_no_more():
+    found = {DISTRIBUTION.get(name, name) for name in others_modules(CORE)}
+    assert found == distributions(PROJECT["dependencies"])
+
+
+def test_every_other_module_is_brought_by_the_extra_that_is_named():
+    everything = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    beyond_core = others_modules(everything) - others_modules(CORE)
+    assert beyond_core == EXTRA_OF.keys()
+    for module, extra in EXTRA_OF.items():
+        assert DISTRIBUTION.get(module, module) in brought_by(extra), module
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [("callback", "composer"), ("data", "composer"), ("training", "composer"),
+     ("coordinator", "coordinator"), ("launch", "launch")],
+)  # fmt: skip
+def test_an_extra_brings_what_its_package_imports(package, extra):
+    own = {name for path in (PACKAGE / package).rglob("*.py") for name in imported_by(path)}
+    needed = {
+        DISTRIBUTION.get(top, top)
+        for top in {name.partition(".")[0] for name in own}
+        if top not in sys.stdlib_module_names and top != "composer_replication"
+    }
+    client_s = {"httpx", "tenacity"}  # the client's modules, which are a group's side
+    if package == "coordinator":
+        needed -= client_s
+    assert needed <= brought_by(extra) | distributions(PROJECT["dependencies"])
+
+
+def test_everything_but_the_tools_is_in_all():
+    others = ("composer", "coordinator", "launch")
+    assert brought_by("all") == set().union(*map(brought_by, others))
+    assert brought_by("dev") == brought_by("all") | brought_by("test")
+
+
+def test_composer_s_own_dependencies_are_listed_but_for_torch_and_torchvision():
+    lines = [Requirement(line) for line in requires("mosaicml") or []]
+    theirs = {canonicalize_name(r.name): r.specifier for r in lines if not r.marker}
+    del theirs["torch"], theirs["torchvision"]
+    lines = [Requirement(line) for line in PROJECT["optional-dependencies"]["composer-side"]]
+    ours = {canonicalize_name(r.name): r.specifier for r in lines}
+    for name, allowed in theirs.items():
+        assert {(s.operator, Version(s.version)) for s in allowed} <= {
+            (s.operator, Version(s.version)) for s in ours[name]
+        }, name
+
+
+def test_one_newer_torch_is_meant_everywhere():
+    installed = (ROOT / "tests/torch_new/requirements.txt").read_text()
+    page = (ROOT / "docs/newer-torch.md").read_text()
+    for name in ("torch", "torchvision"):
+        (version,) = re.findall(rf"^{name}===(\S+)$", installed, re.MULTILINE)
+        assert set(re.findall(rf"\b{name}==([\d.]+)", page)) == {version}
+    assert "--no-deps mosaicml==0.32.1" in page
+    assert "--no-deps mosaicml==0.32.1" in (ROOT / "Makefile").read_text()
+
+
+def test_the_spike_passes_without_extras():
+    program = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    arguments = ["-q", "-p", "pytest_timeout", "-p", "no:cacheprovider", "spikes/008-diloco"]
+    # Plugins of other packages may need what is hidden here.
+    result = run(program, *arguments, hidden=EXTRA_OF, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 passed" in result.stdout
+
+
+USE_THE_CORE = """
+import composer_replication
+from composer_replication import DiLoCo, DiLoCoSettings, simulate
+from composer_replication.replica import backend_for, host_store, make_manager
+
+for module, name in [
+    ("composer_replication", "DiLoCoCallback"),
+    ("composer_replication.callback", "DiLoCoCallback"),
+    ("composer_replication", "ReplicaDataLoader"),
+    ("composer_replication.training", "train"),
+    ("composer_replication.launch", "launch"),
+]:
+    try:
+        exec(f"from {module} import {name}")
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_what_needs_an_extra_says_which_and_the_rest_is_there():
+    result = run(USE_THE_CORE, hidden=EXTRA_OF)
+    assert result.stdout.splitlines() == [
+        "DiLoCoCallback needs Composer: pip install 'composer-replication[composer]'",
+        "DiLoCoCallback needs Composer: pip install 'composer-replication[composer]'",
+        "ReplicaDataLoader needs Composer: pip install 'composer-replication[composer]'",
+        "train needs Composer: pip install 'composer-replication[composer]'",
+        "launch needs rich: pip install 'composer-replication[launch]'",
+    ], result.stderr
+
+
+COMMAND = "from composer_replication.__main__ import main; main()"
+
+
+def test_without_its_extra_the_command_says_which():
+    result = run(COMMAND, "--help", hidden=EXTRA_OF)
+    line = "pip install 'composer-replication[launch]'"
+    assert result.stderr == f"Error: The command composer-replication needs typer: {line}\n"
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        ("simulate configs/simulation.yaml run_dir={tmp}/run", "composer", "composer"),
+        ("coordinator configs/quickstart.yaml --state-dir {tmp}/state", "fastapi", "coordinator"),
+        ("certificates {tmp}/tls", "cryptography", "launch"),
+    ],
+)
+def test_a_command_without_its_extra_says_which(tmp_path, command, missing, extra):
+    result = run(COMMAND, *command.format(tmp=tmp_path).split(), hidden={missing})
+    needed = "Composer" if missing == "composer" else missing
+    line = f"pip install 'composer-replication[{extra}]'"
+    expected = f"Error: composer-replication {command.split()[0]} needs {needed}: {line}\n"
+    assert (result.stderr, result.returncode) == (expected, 2)
+
+
+def test_a_module_that_no_extra_brings_is_named_by_python():
+    # Composer's own, for example: installing the extra again would not bring it.
+    result = run("from composer_replication import DiLoCoCallback", hidden=["torchvision"])
+    assert "No module named 'torchvision" in result.stderr
+    assert "pip install" not in result.stderr
