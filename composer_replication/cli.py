@@ -148,79 +148,82 @@ def launch(
     raise typer.Exit(status)
 
 
-@app.command()
-def coordinator(
-    config: Config,
-    overrides: Overrides = None,
+@app.command("coordinator")
+@dataclass(kw_only=True)
+class CoordinatorCommand:
+    """Serve the run's settings to all replica groups, and host the lighthouse."""
+
+    config: Config
+    overrides: Overrides = None
     bind: Annotated[
         str,
         typer.Option(
             help="Address of the service. The lighthouse uses the next port.", metavar="ADDR:PORT"
         ),
-    ] = "[::]:29512",
+    ] = "[::]:29512"
     state_dir: Annotated[Path, typer.Option(help="Folder of the run's state.")] = Path(
         "coordinator"
-    ),
+    )
     token_file: Annotated[
         Path | None,
         typer.Option(
             help="File with the run's secret, or with two while it is being replaced. Default: "
             "the environment's secret, else one is generated in the state folder."
         ),
-    ] = None,
+    ] = None
     no_token: Annotated[
         bool,
         typer.Option(
             "--no-token", help="Use no token: everybody who reaches the service can change the run."
         ),
-    ] = False,
+    ] = False
     replicas: Annotated[
         int | None, typer.Option(help="Number of groups that a cold start waits for.", min=1)
-    ] = None,
+    ] = None
     hostname: Annotated[
         str | None,
         typer.Option(help="Name of this machine for the groups. Default: its host name."),
-    ] = None,
+    ] = None
     tls_dir: Annotated[
         str | None,
         typer.Option(help="Folder of certificates for TLS. Default: the environment's."),
-    ] = None,
+    ] = None
     heartbeat_timeout_s: Annotated[
         float, typer.Option(help="A group counts as dead after this silence, in seconds.", min=0.1)
-    ] = HEARTBEAT_TIMEOUT_S,
+    ] = HEARTBEAT_TIMEOUT_S
     ssl_certfile: Annotated[
         Path | None,
         typer.Option(help="Certificate (PEM) with which to serve HTTPS.", show_default=False),
-    ] = None,
+    ] = None
     ssl_keyfile: Annotated[
         Path | None, typer.Option(help="Private key of the certificate.", show_default=False)
-    ] = None,
+    ] = None
     ssl_ca_certs: Annotated[
         Path | None,
         typer.Option(help="Reject clients without a certificate of this CA.", show_default=False),
-    ] = None,
-) -> None:
-    """Serve the run's settings to all replica groups, and host the lighthouse."""
-    from composer_replication.coordinator.http_service import TlsFiles
-    from composer_replication.launch.coordinator_command import (
-        choose_tokens,
-        coordinate,
-        tls_dir_of,
-    )
+    ] = None
 
-    checked = load_config(config, overrides or [])
-    coordinate(
-        checked,
-        config,
-        bind=bind,
-        state_dir=state_dir,
-        tokens=choose_tokens(token_file, no_token, bind, state_dir),
-        replicas=replicas,
-        hostname=hostname,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        tls=TlsFiles.of(ssl_certfile, ssl_keyfile, ssl_ca_certs)
-        or TlsFiles.of_folder(tls_dir or tls_dir_of(checked)),
-    )
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        from composer_replication.coordinator.http_service import TlsFiles
+        from composer_replication.launch.coordinator_command import (
+            choose_tokens,
+            coordinate,
+            tls_dir_of,
+        )
+
+        checked = load_config(self.config, self.overrides or [])
+        coordinate(
+            checked,
+            self.config,
+            bind=self.bind,
+            state_dir=self.state_dir,
+            tokens=choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir),
+            replicas=self.replicas,
+            hostname=self.hostname,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            tls=TlsFiles.of(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+            or TlsFiles.of_folder(self.tls_dir or tls_dir_of(checked)),
+        )
 
 
 @app.command()

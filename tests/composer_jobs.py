@@ -5,6 +5,7 @@ import threading
 import torch
 from common import TinyMLP, batch
 from composer import Callback, Trainer
+from composer.callbacks import ExportForInferenceCallback
 from composer.models import ComposerModel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,6 +37,17 @@ class Each(Callback):
 
     def batch_end(self, state, logger):
         self._look(state)
+
+
+compiling = threading.Lock()  # torch's compiler is one for all threads
+
+
+class Exporting(ExportForInferenceCallback):
+    """Composer's, of which simulated groups may run several at a time."""
+
+    def fit_end(self, state, logger):
+        with compiling:
+            super().fit_end(state, logger)
 
 
 def data(replica_id=0):

@@ -18,18 +18,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests into the order in which xdist's workers end at about the same time.
 
     ``--dist worksteal`` cuts the list into one share for each worker. Each begins with its part of
-    the slow tests, since one that is begun late is waited for. Then half of the workers go on with
-    tests that start processes, which wait much, while the others compute.
+    the longest tests, since one that is begun late is waited for. Then half of the workers go on
+    with tests that start processes, which wait much, while the others compute.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    rest = [item for item in items if item not in set(slow)]
-    waiting = [item for item in rest if item.get_closest_marker("integration")]
-    computing = [item for item in rest if item not in set(waiting)]
+    computing = [item for item in items if item.get_closest_marker("integration") is None]
+    waiting = [item for item in items if item.get_closest_marker("integration") is not None]
+    longest = [item for item in waiting if item.get_closest_marker("slow") is not None]
+    waiting = [item for item in waiting if item.get_closest_marker("slow") is None]
     ordered: list[pytest.Item] = []
     for worker in range(workers):
         end = (worker + 1) * len(items) // workers
-        own, processes = slow[worker::workers], waiting[worker::workers]
+        own, processes = longest[worker::workers], waiting[worker::workers]
         number = max(0, end - len(ordered) - len(own) - len(processes))
         computes, computing = computing[:number], computing[number:]
         ordered += own + (computes + processes if worker % 2 else processes + computes)

@@ -11,6 +11,8 @@ import pytest
 
 from composer_replication import __version__
 
+pytestmark = pytest.mark.integration
+
 CONFIG = """
 max_duration: 20ba
 global_train_batch_size: 4

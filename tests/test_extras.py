@@ -189,7 +189,7 @@ for module, name in [
     ("composer_replication.callback", "DiLoCoCallback"),
     ("composer_replication", "ReplicaDataLoader"),
     ("composer_replication.training", "train"),
-    ("composer_replication.launch", "launch"),
+    ("composer_replication.launch", "launch_groups"),
 ]:
     try:
         exec(f"from {module} import {name}")
@@ -205,7 +205,7 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
         "DiLoCoCallback needs Composer: pip install 'composer-replication[composer]'",
         "ReplicaDataLoader needs Composer: pip install 'composer-replication[composer]'",
         "train needs Composer: pip install 'composer-replication[composer]'",
-        "launch needs rich: pip install 'composer-replication[launch]'",
+        "launch_groups needs rich: pip install 'composer-replication[launch]'",
     ], result.stderr
 
 

@@ -13,6 +13,8 @@ import pytest
 import stand_in_device
 import torch
 
+pytestmark = pytest.mark.integration
+
 TESTS = Path(__file__).parent
 
 STRICT = """

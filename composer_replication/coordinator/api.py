@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Annotated, Any
 
@@ -60,6 +60,22 @@ STATUS_OF = {
 """The HTTP status of each of our errors. The answer has the error's text."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts about a run that groups receive beside its settings.
+
+    Args:
+        num_replicas: Number of groups that a cold start waits for.
+        min_replicas: Fewest groups in a quorum that may commit.
+        model_section: The config's ``model``, if it has one. Groups compare it with their own
+            before they build the model.
+    """
+
+    num_replicas: int
+    min_replicas: int = 1
+    model_section: Mapping[str, Any] | None = None
+
+
 def create_app(
     settings: RunSettings,
     registry: Registry,
@@ -71,9 +87,7 @@ def create_app(
     tokens: Collection[str],
     hosts: Collection[str] | None = None,
     lighthouse_addr: str,
-    num_replicas: int,
-    min_replicas: int,
-    model_section: Mapping[str, Any] | None,
+    facts: RunFacts,
 ) -> FastAPI:
     """Build the application.
 
@@ -87,9 +101,7 @@ def create_app(
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
-        num_replicas: Number of groups that a cold start waits for.
-        min_replicas: Fewest groups in a quorum that may commit.
-        model_section: The config's ``model``, if it has one.
+        facts: What groups receive beside the settings.
     """
     errors: dict[int | str, dict[str, Any]] = {
         code: {"model": ErrorBody} for code in (401, 409, 410, 413, 422, 507)
@@ -116,13 +128,13 @@ def create_app(
             settings=asdict(newest),
             settings_version=version,
             settings_source=source,
-            num_replicas=num_replicas,
-            min_replicas=min_replicas,
+            num_replicas=facts.num_replicas,
+            min_replicas=facts.min_replicas,
             lighthouse_addr=lighthouse_addr,
             heartbeat_timeout_s=registry.heartbeat_timeout_s,
             outer_step=streams.outer_step,
             model_fingerprint=registry.model_fingerprint(),
-            model_section=None if model_section is None else dict(model_section),
+            model_section=None if facts.model_section is None else dict(facts.model_section),
         )
 
     @v1.get("/settings/{version}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
-from composer_replication.coordinator.api import create_app
+from composer_replication.coordinator.api import RunFacts, create_app
 from composer_replication.coordinator.audit import AUDIT, Audit
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.http_service import HttpService, TlsFiles
@@ -21,6 +22,7 @@ from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
+from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.folder_lock import open_lock
@@ -36,14 +38,13 @@ LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
 
 
-class Coordinator:
-    """A running coordinator. Close it with ``shutdown``.
+@dataclass(frozen=True)
+class CoordinatorArguments(RunFacts):
+    """All arguments of ``Coordinator``.
 
     Args:
         settings: DiLoCo settings of the run.
         source: Where the settings come from, for people.
-        num_replicas: Number of groups that a cold start waits for.
-        min_replicas: Fewest groups in a quorum that may commit.
         state_dir: Folder of the run's state, which is created if it does not exist.
         bind: Address of the service, ``address:port``. The lighthouse uses the next port. With port
             0 each uses a free one.
@@ -54,9 +55,27 @@ class Coordinator:
             joined.
         lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
         all_start: Whether all groups start together with this service, see ``RunSettings``.
-        model_section: The config's ``model``. Groups compare it with their own before they build
-            it.
         tls: Certificate of the service. None: plain HTTP.
+    """
+
+    settings: DiLoCoSettings
+    source: str
+    _: KW_ONLY
+    state_dir: Path
+    bind: str = "[::]:0"
+    hostname: str | None = None
+    tokens: Sequence[str] = ()
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    straggler_timeout_s: float = STRAGGLER_TIMEOUT_S
+    lighthouse_heartbeat_ms: int = 5_000
+    all_start: bool = False
+    tls: TlsFiles | None = None
+
+
+class Coordinator:
+    """A running coordinator. Close it with ``shutdown``.
+
+    Its arguments are those of :class:`CoordinatorArguments`.
 
     Raises:
         ValueError: ``bind`` is not an address, the certificate cannot be used, another process
@@ -65,58 +84,41 @@ class Coordinator:
         StorageError: The state cannot be read or written.
     """
 
-    def __init__(
-        self,
-        settings: DiLoCoSettings,
-        source: str,
-        *,
-        num_replicas: int,
-        state_dir: Path,
-        min_replicas: int = 1,
-        bind: str = "[::]:0",
-        hostname: str | None = None,
-        tokens: Sequence[str] = (),
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-        straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
-        lighthouse_heartbeat_ms: int = 5_000,
-        all_start: bool = False,
-        model_section: Mapping[str, Any] | None = None,
-        tls: TlsFiles | None = None,
-    ) -> None:
-        state_dir.mkdir(parents=True, exist_ok=True)
+    @takes(CoordinatorArguments)
+    def __init__(self, *run: Any, **options: Any) -> None:
+        own = CoordinatorArguments(*run, **options)
+        own.state_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # an error below closes what is open by then
             # Without the lock, a second coordinator on this folder would receive no heartbeats of
             # the first one's groups, count them as dead and close their streams.
-            opened.callback(os.close, open_lock(state_dir, LOCK, "use another state folder"))
-            database = opened.enter_context(closing(Database(state_dir / STATE)))
+            opened.callback(os.close, open_lock(own.state_dir, LOCK, "use another state folder"))
+            database = opened.enter_context(closing(Database(own.state_dir / STATE)))
             journal = Journal(database)
-            run_settings = RunSettings(database, journal, settings, source, all_start)
+            run_settings = RunSettings(database, journal, own.settings, own.source, own.all_start)
             versions = Versions(__version__, version("torchft-nightly"))
-            registry = Registry(database, journal, versions, heartbeat_timeout_s)
-            self._http = opened.enter_context(closing(HttpService(bind, tls)))
+            registry = Registry(database, journal, versions, own.heartbeat_timeout_s)
+            self._http = opened.enter_context(closing(HttpService(own.bind, own.tls)))
             lighthouse = _start_lighthouse_beside(
-                bind, straggler_timeout_s, lighthouse_heartbeat_ms
+                own.bind, own.straggler_timeout_s, own.lighthouse_heartbeat_ms
             )
             opened.callback(lighthouse.shutdown)
-            host = bracketed(hostname) if hostname else _reachable_as(bind.rpartition(":")[0])
+            host = _reachable_as(own.bind, own.hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
-            self.address = f"{'https' if tls else 'http'}://{host}:{self._http.port}"
-            own_addr = f"http://{_own_address(bind)}:{port}"
+            self.address = f"{'https' if own.tls else 'http'}://{host}:{self._http.port}"
+            own_addr = f"http://{_own_address(own.bind)}:{port}"
             strangers = opened.enter_context(closing(Strangers(own_addr, registry, journal)))
             app = create_app(
                 run_settings,
                 registry,
                 Streams(database, registry, journal),
                 journal,
-                audit=Audit(state_dir / AUDIT),
+                audit=Audit(own.state_dir / AUDIT),
                 strangers=strangers,
-                tokens=tokens,
-                hosts=None if tokens else _loopback_names(bind, hostname),
+                tokens=own.tokens,
+                hosts=None if own.tokens else _loopback_names(own.bind, own.hostname),
                 lighthouse_addr=self.lighthouse_addr,
-                num_replicas=num_replicas,
-                min_replicas=min_replicas,
-                model_section=model_section,
+                facts=own,
             )
             strangers.start()
             self._http.start(app)
@@ -155,9 +157,11 @@ def _start_lighthouse_beside(
         ) from error
 
 
-def _reachable_as(address: str) -> str:
+def _reachable_as(bind: str, hostname: str | None) -> str:
     """The host by which groups reach an address. For all interfaces that is the machine's name."""
-    host = address.strip("[]")
+    if hostname is not None:
+        return bracketed(hostname)
+    host = bind.rpartition(":")[0].strip("[]")
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
     return bracketed(host)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import pick, takes
-from composer_replication.diloco.averaging.quantized_mean import check_can_encode
+from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.averaging.rank_shares import RankShare, host_group
 from composer_replication.diloco.averaging.weighted_mean import elements_of
 from composer_replication.diloco.fragment_sync import FragmentSync
@@ -41,6 +41,7 @@ from composer_replication.diloco.outer_optimizer import (
 )
 from composer_replication.diloco.peer_table import DivergenceError, PeerTable
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
+from composer_replication.diloco.saved_state import load_saved_state, saved_state
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, count_shards
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
@@ -94,7 +95,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             named["num_fragments"] = len(model_fragments) or arguments.num_fragments
         self.settings = settings = pick(DiLoCoSettings, vars(arguments) | named)
         _check_use(settings, arguments.outer_optimizer, named)
-        check_can_encode(manager, settings.wire_format)
+        check_can_quantize(manager, settings.wire_format)
         outer_optimizer = arguments.outer_optimizer or nesterov_sgd(
             settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
         )
@@ -439,19 +440,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, the state has to be written before
                 the next inner step; that saves host memory of twice the model's size.
         """
-        in_flight = (fragment.in_flight_state() for fragment in self._fragments)
-        return self._state.whole_state_dict(copies=copies) | {
+        return saved_state(self._state, self._fragments, copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
-            "since_sync": [[f.inner_steps, f.samples] for f in self._fragments],
-            "replaces_global": [fragment.replaces_global for fragment in self._fragments],
-            "reading": self._state.ledger.local_state(),
-            "in_flight": next(filter(None, in_flight), None),
-            "residual": {
-                name: tensor.clone() if copies else tensor
-                for fragment in self._fragments
-                for name, tensor in fragment.residual_state().items()
-            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -464,17 +455,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             SettingsMismatch: It was saved for another model, other fragments or another kind of
                 outer optimizer.
         """
-        self._state.resume(state_dict)
+        load_saved_state(state_dict, self._state, self._fragments)
         self._outer.set_torchft_step()
         self._outer.inner_steps = state_dict["inner_steps"]
-        for fragment, counted in zip(self._fragments, state_dict["since_sync"], strict=True):
-            fragment.inner_steps, fragment.samples = counted
-            if state_dict["residual"]:
-                fragment.load_residual_state(state_dict["residual"])
-        replaces = state_dict.get("replaces_global", [False] * len(self._fragments))
-        for fragment, replaces_global in zip(self._fragments, replaces, strict=True):
-            fragment.replaces_global = replaces_global
-        self._state.ledger.load_local_state(state_dict["reading"])
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
         if in_flight and before_prepare < self._local_step < self._sync_every:

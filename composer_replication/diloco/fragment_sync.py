@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchft.manager import Manager
 
-from composer_replication.diloco.averaging.quantized_mean import EncodedMean
+from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout, WeightedMean
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
 from composer_replication.diloco.freezing import StepRules
@@ -119,7 +119,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
         self.mean = WeightedMean(*self._layout)
         if settings.wire_format != WIRE_FORMATS[0]:
-            self.mean = EncodedMean(
+            self.mean = QuantizedMean(
                 self._layout,
                 wire_format=settings.wire_format,
                 error_feedback=settings.error_feedback,

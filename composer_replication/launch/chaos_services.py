@@ -35,6 +35,7 @@ class Service:
         assert self._process.stdout is not None, "opened as a pipe"
         self.address = self._process.stdout.readline().strip()
         if not self.address:
+            self.kill()
             raise OSError(f"the {role} has not started: standard error says why")
 
     def start(self) -> None:

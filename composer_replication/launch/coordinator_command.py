@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from rich.console import Console
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator, is_loopback
+from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.run_token import TOKEN_FILE, make_token_file, read_token_file
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
@@ -112,8 +112,7 @@ def choose_tokens(
 def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
     """The DiLoCo settings that a config names; defaults for the others."""
     section = (config.get("callbacks") or {}).get("diloco") or {}
-    names = {field.name for field in dataclasses.fields(DiLoCoSettings)}
-    return DiLoCoSettings(**{name: value for name, value in section.items() if name in names})
+    return pick(DiLoCoSettings, section)
 
 
 def tls_dir_of(config: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ listens in the rendezvous store. ``TunnelStore`` replaces it there with an addre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -69,6 +70,8 @@ class TlsTunnel:
         self._command = [sys.executable, "-m", module, tls_dir, str(listener.fileno())]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._end_relay: Callable[[], object] = lambda: None
+        weakref.finalize(self, listener.close)  # the relay has a copy
 
     def start(self) -> None:
         """Start the relay unless it is running."""
@@ -77,6 +80,7 @@ class TlsTunnel:
                 if self._process.poll() is None:
                     return
                 log.warning("The TLS relay ended with %s: starting another", self._process.poll())
+                self._end_relay()
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -84,8 +88,7 @@ class TlsTunnel:
                 text=True,
                 pass_fds=[self._listener.fileno()],
             )
-            assert self._process.stdin is not None
-            weakref.finalize(self, self._process.stdin.close)  # the relay then ends
+            self._end_relay = weakref.finalize(self, _end, self._process)
 
     def serve(self, gloo_port: int) -> None:
         """Let peers reach gloo at this port, and no longer at an earlier one."""
@@ -141,6 +144,16 @@ class TlsTunnel:
         if not line:
             raise RuntimeError("the TLS relay of this process has ended; its log says why")
         return json.loads(line)
+
+
+def _end(relay: subprocess.Popen[str]) -> None:
+    """Let a relay end, as it does without a stdin, and once it has sent what it was given."""
+    assert relay.stdin is not None and relay.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        relay.stdin.close()
+    relay.stdout.close()
+    if not sys.is_finalizing():  # else init inherits it; here it would stay as a zombie
+        threading.Thread(target=relay.wait, name="end_of_tls_relay", daemon=True).start()
 
 
 class TunnelStore(Store):

@@ -5,7 +5,9 @@ own. The sampler here knows the group as well as the rank inside it.
 """
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from composer.utils import dist
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchft.data import DistributedSampler
 
 from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.diloco.arguments import takes
 from composer_replication.training.text_files import Split, check_text_folder
 
 SHARDS = ("fixed", "leased")
@@ -63,33 +66,9 @@ class TextBytes(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
-def build_text_loader(
-    *,
-    path: str | None = None,
-    max_seq_len: int,
-    batch_size: int,
-    split: Split = "train",
-    shuffle: bool | None = None,
-    seed: int = 0,
-    drop_last: bool | None = None,
-    num_workers: int = 0,
-    shards: str = "fixed",
-    unit_size: int = 512,
-    replica_rank: int = 0,
-    num_replica_groups: int = 1,
-) -> DataLoader:
-    """Build a loader over :class:`TextBytes` for this rank of this replica group.
-
-    "train" with shards "fixed": the windows are dealt to all ranks of all groups, in a new order
-    every epoch. If a group is missing, its shard is not read.
-
-    "train" with shards "leased": the groups lease windows from the coordinator, so that each window
-    is trained on once an epoch even if groups die; see :class:`ReplicaDataLoader`. An epoch then
-    has no length.
-
-    "eval": every group reads all held-out windows, sharded over its own ranks only. Their order is
-    random and always the same, so that the first few batches (``eval_subset_num_batches``) are a
-    fair sample and the same one at each evaluation.
+@dataclass(frozen=True, kw_only=True)
+class TextArguments:
+    """All arguments of :func:`build_text_loader`.
 
     Args:
         path: The folder. None: the running Python's standard library.
@@ -108,38 +87,76 @@ def build_text_loader(
         num_replica_groups: The largest number of groups there will be. Unused by "eval".
 
     Raises:
+        ValueError: A value is out of range.
+    """
+
+    path: str | None = None
+    max_seq_len: int
+    batch_size: int
+    split: Split = "train"
+    shuffle: bool | None = None
+    seed: int = 0
+    drop_last: bool | None = None
+    num_workers: int = 0
+    shards: str = "fixed"
+    unit_size: int = 512
+    replica_rank: int = 0
+    num_replica_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1.")
+        if not 0 <= self.replica_rank < self.num_replica_groups:
+            raise ValueError(
+                f"replica_rank={self.replica_rank} is not one of num_replica_groups="
+                f"{self.num_replica_groups}. Number the groups from 0 to "
+                f"{self.num_replica_groups - 1}."
+            )
+        if self.shards not in SHARDS:
+            raise ValueError(f"shards={self.shards!r}: use {' or '.join(SHARDS)}")
+
+
+@takes(TextArguments)
+def build_text_loader(**arguments: Any) -> DataLoader:
+    """Build a loader over :class:`TextBytes` for this rank of this replica group.
+
+    "train" with shards "fixed": the windows are dealt to all ranks of all groups, in a new order
+    every epoch. If a group is missing, its shard is not read.
+
+    "train" with shards "leased": the groups lease windows from the coordinator, so that each window
+    is trained on once an epoch even if groups die; see :class:`ReplicaDataLoader`. An epoch then
+    has no length.
+
+    "eval": every group reads all held-out windows, sharded over its own ranks only. Their order is
+    random and always the same, so that the first few batches (``eval_subset_num_batches``) are a
+    fair sample and the same one at each evaluation.
+
+    Raises:
         FileNotFoundError: The folder does not exist.
         ValueError: An argument is impossible, or the text does not fill one batch.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1.")
-    if not 0 <= replica_rank < num_replica_groups:
-        raise ValueError(
-            f"replica_rank={replica_rank} is not one of num_replica_groups={num_replica_groups}. "
-            f"Number the groups from 0 to {num_replica_groups - 1}."
-        )
-    if shards not in SHARDS:
-        raise ValueError(f"shards={shards!r}: use {' or '.join(SHARDS)}")
-    text = TextBytes(path, max_seq_len=max_seq_len, split=split)
+    given = TextArguments(**arguments)
+    split, batch_size, seed = given.split, given.batch_size, given.seed
+    text = TextBytes(given.path, max_seq_len=given.max_seq_len, split=split)
     dataset: Dataset = text
     is_train = split == "train"
-    if is_train and shards == "leased":
+    if is_train and given.shards == "leased":
         return ReplicaDataLoader(
             text,
             batch_size,
             dataset_id=text.name,
-            unit_size=unit_size,
+            unit_size=given.unit_size,
             seed=seed,
-            shuffle=shuffle is not False,
-            num_workers=num_workers,
+            shuffle=given.shuffle is not False,
+            num_workers=given.num_workers,
         )
-    shuffle = is_train if shuffle is None else shuffle
-    drop_last = is_train if drop_last is None else drop_last
+    shuffle = is_train if given.shuffle is None else given.shuffle
+    drop_last = is_train if given.drop_last is None else given.drop_last
     if is_train:
         sampler = DistributedSampler(
             dataset,
-            replica_rank=replica_rank,
-            num_replica_groups=num_replica_groups,
+            replica_rank=given.replica_rank,
+            num_replica_groups=given.num_replica_groups,
             group_rank=dist.get_global_rank(),
             num_replicas=dist.get_world_size(),
             shuffle=shuffle,
@@ -159,7 +176,7 @@ def build_text_loader(
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        num_workers=num_workers,
+        num_workers=given.num_workers,
         # A DataLoader draws from torch's default generator whenever it starts. Simulated replicas
         # are threads that share it: without a generator of its own, a loader's order would depend
         # on which thread came first.

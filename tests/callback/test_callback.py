@@ -17,11 +17,11 @@ import time
 import pytest
 import torch
 from composer import Callback
-from composer.callbacks import ExportForInferenceCallback
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from composer_jobs import (
     Each,
+    Exporting,
     callback_of,
     data,
     fit_alone,
@@ -290,9 +290,9 @@ def test_a_result_that_cannot_be_written_is_an_error_after_the_group_has_left(tm
 
 def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():
     callback, _ = fit_alone("4ba")
-    kept = {name: t for f in callback._ended["fragments"] for name, t in f["theta"].items()}
+    kept = {name: t for f in callback._group.ended["fragments"] for name, t in f["theta"].items()}
     assert kept and all(
-        t.data_ptr() == callback._weights._theta[n].data_ptr() for n, t in kept.items()
+        t.data_ptr() == callback._group.weights._theta[n].data_ptr() for n, t in kept.items()
     )
 
 
@@ -328,7 +328,7 @@ def test_a_group_in_mid_round_ends_on_the_same_global_parameters_as_its_peer():
         trainer = trainer_of(callback, look, replica_id=sim.replica_id, max_duration="6ba")
         trainer.fit()
         trainer.close()
-        theta = callback._ended["fragments"][0]["theta"]
+        theta = callback._group.ended["fragments"][0]["theta"]
         local = dict(trainer.state.model.named_parameters())
         assert local.keys() == theta.keys()
         assert all(torch.equal(local[name], value) for name, value in theta.items())
@@ -346,7 +346,7 @@ def test_without_a_final_sync_the_last_steps_stay_local():
     before, after = callback.state_dict()["local"], dict(trainer.state.model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], local) for name, local in before.items())
-    theta = callback._ended["fragments"][0]["theta"]
+    theta = callback._group.ended["fragments"][0]["theta"]
     assert not any(torch.equal(after[name], value) for name, value in theta.items())
 
 
@@ -364,7 +364,7 @@ def test_what_is_exported_at_the_end_is_the_final_model_wherever_its_callback_st
 
     def replica(sim):
         path = tmp_path / f"{sim.replica_id}.pt"
-        export = ExportForInferenceCallback("torchscript", str(path))
+        export = Exporting("torchscript", str(path))
         callback = callback_of(sim, sync_every=3)
         given = [export, callback] if is_first else [callback, export]
         logged = InMemoryLogger()

@@ -134,6 +134,7 @@ def hold(folder):
     )
 
 
+@pytest.mark.integration
 def test_a_folder_in_which_another_process_runs_is_refused_before_anything_changes(tmp_path):
     (tmp_path / "replica_0").mkdir()
     with hold(tmp_path) as first:

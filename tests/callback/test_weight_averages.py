@@ -170,6 +170,7 @@ def part_of(path):
 
 @pytest.mark.parametrize("save", range(1, 6))
 @pytest.mark.parametrize("batches", [4, 5])
+@pytest.mark.slow
 def test_ema_is_of_global_weights_and_leaves_training_alone_at_all_intervals(
     tmp_path, batches, save
 ):
@@ -237,6 +238,7 @@ def test_before_ema_has_started_the_global_weights_are_evaluated_and_saved(tmp_p
 
 
 @pytest.mark.parametrize("diloco", [{"sync_every": 3}, STREAMING], ids=["vanilla", "streaming"])
+@pytest.mark.slow
 def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, diloco):
     def whole(sim):
         return fit(sim, EMA(half_life="2ba"), diloco=diloco, **saving(tmp_path, sim))

@@ -1,13 +1,13 @@
 """Composer's callbacks, as rows of docs/composer.md."""
 
 import itertools
-import threading
 from pathlib import Path
 
 import torch
 from composer import callbacks as composer_callbacks
 from composer.loggers import LoggerDestination
 from composer.optim import DecoupledAdamW, LinearScheduler
+from composer_jobs import Exporting
 from composer_parts.fits import NOT_TESTED, WITH_NOTE, Part
 from composer_parts.models import SIZE, image_data, prompting_text, steady, text_data, unmeasured
 
@@ -52,15 +52,6 @@ def saved(fit, alone):
 
 
 numbers = itertools.count()
-
-
-compiling = threading.Lock()  # torch's compiler is one for the groups' threads
-
-
-class Exporting(composer_callbacks.ExportForInferenceCallback):
-    def fit_end(self, state, logger):
-        with compiling:
-            super().fit_end(state, logger)
 
 
 def exporting():

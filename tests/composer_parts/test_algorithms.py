@@ -25,6 +25,8 @@ from composer_parts.models import text
 
 from composer_replication.simulation.simulation import SimulationError
 
+pytestmark = pytest.mark.slow
+
 TRIED = {name: part for name, part in ALGORITHMS.items() if part.status != NOT_TESTED}
 
 

@@ -29,6 +29,8 @@ from composer_parts.models import steady
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import SimulationError, simulate
 
+pytestmark = pytest.mark.slow
+
 ON_A_FILE = "LoadCheckpoint"  # which its own tests make
 TRIED = [
     name for name, part in CALLBACKS.items() if part.status != NOT_TESTED and name != ON_A_FILE

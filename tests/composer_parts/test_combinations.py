@@ -26,6 +26,8 @@ from composer_parts.fits import (
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import Fault
 
+pytestmark = pytest.mark.slow
+
 NOT_RUN = [name for name, part in COMBINATIONS.items() if part.status in (NOT_TESTED, REJECTED)]
 SEVERAL_FITS = [name for name, part in COMBINATIONS.items() if part.steps is not None]
 ONE_FIT = [name for name in COMBINATIONS if name not in {*NOT_RUN, *SEVERAL_FITS}]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from composer_replication.coordinator.api import create_app
+from composer_replication.coordinator.api import RunFacts, create_app
 from composer_replication.coordinator.audit import AUDIT, Audit
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.http_service import HttpService
@@ -65,9 +65,7 @@ def make(tmp_path, clock, *, settings=SETTINGS, token="secret", **arguments):
         strangers=Strangers("http://127.0.0.1:1", registry, journal),
         tokens=[token] if token else [],
         lighthouse_addr="http://head:1",
-        num_replicas=2,
-        min_replicas=1,
-        model_section={"d_model": 8},
+        facts=RunFacts(num_replicas=2, min_replicas=1, model_section={"d_model": 8}),
     )
     headers = {"Authorization": f"Bearer {token}"}
     client = TestClient(app, headers=headers, raise_server_exceptions=False)
@@ -566,6 +564,7 @@ def test_the_page_needs_no_internet(client):
     assert not any(word in page.text for word in ('src="http', 'href="http', "@import", "//cdn"))
 
 
+@pytest.mark.slow
 def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
     client, database = make(tmp_path, clock, token=None)
     # Something to hit: few of the names and keys that are drawn would be known else.

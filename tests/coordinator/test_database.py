@@ -97,6 +97,7 @@ for number in itertools.count():
 """
 
 
+@pytest.mark.integration
 def test_a_process_that_is_killed_loses_nothing_that_it_has_answered(path):
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path), TABLE], stdout=subprocess.PIPE, text=True

@@ -8,6 +8,7 @@ disk or a broken one.
 
 import sqlite3
 
+import pytest
 from coordinator.test_api import C4, Clock, make, registration
 
 from composer_replication.coordinator import database as coordinator_database
@@ -56,6 +57,7 @@ def ask_the_coordinator(client, *, again):
     return answers
 
 
+@pytest.mark.slow
 def test_each_failure_of_the_coordinator_s_database_is_an_error_of_that_call_alone(
     tmp_path, monkeypatch
 ):

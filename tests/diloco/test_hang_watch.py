@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 HANG_STATUS = 1
 
 BEGIN = """

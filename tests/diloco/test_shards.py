@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from forked import context
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -26,6 +27,8 @@ from composer_replication.diloco.outer_optimizer import (
     nesterov_sgd,
 )
 from composer_replication.diloco.shards import Shards, count_shards
+
+pytestmark = pytest.mark.integration
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -113,4 +116,6 @@ def one_of_all(value):
 
 
 def test_norms_digest_and_finiteness_are_of_all_shards_and_equal_on_all_ranks(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=RANKS)
+    torch.multiprocessing.start_processes(
+        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
+    )

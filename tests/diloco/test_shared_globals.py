@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from common import take_step
+from forked import context
 from torch import nn
 
 from composer_replication import DiLoCo
 from composer_replication.diloco.averaging import rank_shares
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.simulation.simulation import simulate
+
+pytestmark = pytest.mark.integration
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -144,4 +147,6 @@ def ask_alone(rank, world):
 
 
 def test_shares_of_four_ranks_are_together_what_one_rank_holds(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=RANKS)
+    torch.multiprocessing.start_processes(
+        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
+    )

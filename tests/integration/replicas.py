@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import multiprocessing
 import os
 import signal
 import time
@@ -16,20 +15,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
+from forked import check_that_the_server_only_imports, context
 
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.replica.manager import ReplicaManager
-
-# torch and torchft take seconds to import. The fork server does it once; a fork of it, which has
-# no threads yet, is a process as fresh as a spawned one.
-PRELOAD = [
-    "pytest",
-    "composer_replication.diloco.algorithm",
-    "composer_replication.replica.factory",
-    "torch._dynamo",  # building the first optimizer imports it
-]
 
 
 @dataclass(frozen=True)
@@ -96,8 +86,6 @@ def run_groups(
     Raises:
         GroupFailed: A group raised or died (unless in ``killed``), or the time is over.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     lighthouse = start_lighthouse(heartbeat_timeout_ms=1_000)
     event = context.Event()
     # By a name of our own: pytest imports a test file under one that other processes cannot.
@@ -125,7 +113,7 @@ def run_groups(
 def _serve(
     named: tuple[str, str], group: Group, arguments: dict[str, Any], parent: Connection
 ) -> None:
-    torch.set_num_threads(1)
+    check_that_the_server_only_imports()
     module, name = named
     try:
         group_fn = getattr(importlib.import_module(module), name)

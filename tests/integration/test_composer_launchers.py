@@ -1,118 +1,79 @@
 """Two replica groups of two ranks each, four processes that hold one model.
 
 Run: pytest tests/integration/test_composer_launchers.py. Real: everything, as on two machines:
-Composer's launcher or torchrun, DDP inside a group, the lighthouse and gloo between them.
+Composer's launcher or torchrun (where a group is killed: neither), DDP inside a group, the
+lighthouse and gloo between them.
 """
 
 import json
-import os
-import random
-import signal
-import socket
-import subprocess
-import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration import groups
+from integration.groups import RunningGroup
 
 from composer_replication.replica.lighthouse import start_lighthouse
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("composer_group.py")
-DEADLINE_S = 600.0  # below pytest's timeout, after which nobody would stop the groups
 RANKS = (0, 1)
-COMPOSER = ["composer.cli.launcher", "--nproc", "2", "--master_addr", "127.0.0.1"]
-TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-PORT_OPTION = {"composer.cli.launcher": "--master_port", "torch.distributed.run": "--master-port"}
-
-
-def free_port() -> int:
-    """One that is free, as is the next; of those that the system does not give to clients.
-
-    Else somebody's connection may have it when it is listened at, or again after a restart.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with suppress(OSError), socket.socket() as first, socket.socket() as second:
-            first.bind(("", port))
-            second.bind(("", port + 1))
-            return port
-
-
-def launch(
-    launcher: list[str], group: int, num_groups: int, lighthouse_addr: str, *arguments: object
-) -> subprocess.Popen[str]:
-    module = launcher[0]
-    rest = [PORT_OPTION[module], str(free_port()), str(SCRIPT), *map(str, arguments)]
-    paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, "-m", *launcher, *rest],
-        env=os.environ
-        | {
-            "REPLICA_GROUP_ID": str(group),
-            "NUM_REPLICA_GROUPS": str(num_groups),
-            "TORCHFT_LIGHTHOUSE": lighthouse_addr,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # its ranks too are ended with it
-    )
-
-
-def kill(group: subprocess.Popen[str]) -> None:
-    """End a group with all its ranks."""
-    with suppress(ProcessLookupError):
-        os.killpg(group.pid, signal.SIGKILL)
-    group.wait()
 
 
 @contextmanager
-def running(launcher: list[str], num_groups: int, *arguments: object):
+def running(launcher: list[str] | None, num_groups: int, folder: Path, *arguments: object):
     """Groups, and a function that starts one of them again; none outlives this."""
     lighthouse = start_lighthouse(heartbeat_timeout_ms=2_000)
 
-    def start(group: int) -> subprocess.Popen[str]:
-        return launch(launcher, group, num_groups, lighthouse.address(), *arguments)
+    def start(group: int) -> RunningGroup:
+        return groups.start(
+            group,
+            len(RANKS),
+            SCRIPT,
+            folder,
+            *arguments,
+            folder=folder,
+            launcher=launcher,
+            NUM_REPLICA_GROUPS=str(num_groups),
+            TORCHFT_LIGHTHOUSE=lighthouse.address(),
+        )
 
-    groups = [start(group) for group in range(num_groups)]
+    running = [start(group) for group in range(num_groups)]
     try:
-        yield groups, start
+        yield running, start
     finally:
-        for group in groups:
-            kill(group)
+        for group in running:
+            group.kill()
         lighthouse.shutdown()
 
 
-def wait_for(groups: list[subprocess.Popen[str]]) -> None:
+def wait_for(running: list[RunningGroup]) -> None:
     """Wait for their ends; the output of one that failed is the message."""
-    deadline = time.monotonic() + DEADLINE_S
-    for group in groups:
-        output, _ = group.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        assert group.returncode == 0, output
+    deadline = time.monotonic() + groups.DEADLINE_S
+    for group in running:
+        group.wait(deadline)
 
 
 def lines_of(folder: Path, group: int, rank: int) -> list[dict[str, Any]]:
     path = folder / f"{group}_{rank}.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.mark.parametrize(
     ("launcher", "dtype", "microbatch_size"),
     [
-        pytest.param(COMPOSER, "float32", 8, id="composer"),
-        pytest.param(TORCHRUN, "bfloat16", 4, id="torchrun_with_bf16_weights_and_microbatches"),
+        pytest.param(groups.COMPOSER, "float32", 8, id="composer"),
+        pytest.param(
+            groups.TORCHRUN, "bfloat16", 4, id="torchrun_with_bf16_weights_and_microbatches"
+        ),
     ],
 )
 def test_all_ranks_of_all_groups_hold_the_same_model(tmp_path, launcher, dtype, microbatch_size):
-    with running(launcher, 2, tmp_path, dtype, microbatch_size) as (groups, _):
-        wait_for(groups)
+    with running(launcher, 2, tmp_path, dtype, microbatch_size) as (running_groups, _):
+        wait_for(running_groups)
     lines = {(group, rank): lines_of(tmp_path, group, rank) for group in (0, 1) for rank in RANKS}
     first = lines[0, 0]
     # The start, and a sync every two batches; each batch is one inner step.
@@ -149,15 +110,15 @@ def test_six_ranks_are_equal_at_every_sync_after_a_group_was_killed_and_healed(t
             time.sleep(0.1)
         raise AssertionError(f"group {group} did not get past outer step {more_than}")
 
-    with running(COMPOSER, 3, *arguments) as (groups, start):
+    with running(None, 3, *arguments) as (six, start):
         killed_at = wait_for_step(2, 2)
-        kill(groups[2])
+        six[2].kill()
         survivors_at = wait_for_step(0, killed_at + 1)
-        groups[2] = start(2)
+        six[2] = start(2)
         back_at = wait_for_step(2, survivors_at)
         wait_for_step(2, back_at + 3)
         (tmp_path / "STOP").touch()
-        wait_for(groups)
+        wait_for(six)
 
     held: dict[int, list[tuple[str, ...]]] = {}
     for group in range(3):

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from integration.test_composer_launchers import free_port
+from integration.groups import free_port
 
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from integration.test_composer_launchers import free_port
+from integration.groups import free_port
 
 pytestmark = pytest.mark.integration
 

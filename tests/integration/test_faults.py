@@ -25,13 +25,13 @@ from typing import Any
 import pytest
 import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
+from integration.groups import free_port
 from integration.replicas import Group, run_groups
-from integration.test_composer_launchers import free_port
 from torch import nn
 from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
-from composer_replication.replica import manager as replica_manager
+from composer_replication.replica import missing_members, rendezvous
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.heal import client as heal_client
 from composer_replication.replica.heal.client import HealError
@@ -117,7 +117,7 @@ def test_one_group_that_has_waited_long_enough_starts_all_that_are_present():
 
 def advertise_what_peers_cannot_reach(group: Group) -> str:
     if group.replica_id == 1:  # as behind a firewall: nothing that the other tells answers here
-        replica_manager.can_connect = lambda *_: False  # type: ignore[assignment]
+        rendezvous.can_connect = lambda *_: False  # type: ignore[assignment]
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with group.manager(timeout=5.0) as manager:
@@ -290,7 +290,7 @@ def train_until_one_dies_with_the_lighthouse(
     group: Group, address: str, folder: str
 ) -> tuple[list[tuple[Any, ...]], list[str]]:
     said: list[str] = []
-    replica_manager.log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    missing_members.log.addFilter(lambda record: said.append(record.getMessage()) or True)
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     mine = Group(group.replica_id, group.num_replicas, address, group.signal)

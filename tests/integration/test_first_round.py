@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 CONFIG = """
 max_duration: 1000000ba

@@ -46,6 +46,7 @@ def names_the_file(error, failed):
     return failed.split()[1].lstrip(".") in str(error)
 
 
+@pytest.mark.slow
 def test_training_survives_each_failure_and_loses_no_line(disk, folders, monkeypatch):
     monkeypatch.setattr(run_folder, "STATUS_EVERY_S", 0.0)
 
@@ -126,6 +127,7 @@ def prepared_run(folders):
     return run_dir
 
 
+@pytest.mark.slow
 def test_a_start_works_or_ends_with_the_error_that_names_the_file(disk, folders, tmp_path):
     (tmp_path / "given.yaml").write_text(CONFIG_TEXT)
     config = load_config(tmp_path / "given.yaml")

@@ -6,7 +6,6 @@ says what it has been trained on, see leased_group.py.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,15 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import context
+from integration.groups import free_port
 from integration.leased_group import train, what_is_in
-from integration.test_composer_launchers import free_port
 from integration.test_coordinator import TOKEN, Run
 
 from composer_replication.callback.run_folder import STATUS
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.coordinator.work_units.leases import unit_order
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SETTINGS = "{outer_lr: 0.7, sync_every: 12, num_fragments: FRAGMENTS}"
 GROUPS = 3
@@ -52,9 +52,6 @@ class LeaseRun(Run):
             "ranks": 1,
         } | plan
         super().__init__(folder)
-        # Importing Composer takes seconds: a group's processes are forked off after that.
-        self.spawn = multiprocessing.get_context("forkserver")
-        self.spawn.set_forkserver_preload(["composer_replication.callback.callback", "composer"])
         self.groups = {}
         self.num_starts = self.num_left = 0
 
@@ -80,7 +77,7 @@ class LeaseRun(Run):
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
             arguments = (self.plan, replica_id, environ | own)
-            self.groups[replica_id].append(self.spawn.Process(target=train, args=arguments))
+            self.groups[replica_id].append(context.Process(target=train, args=arguments))
             self.groups[replica_id][-1].start()
         self.num_starts += 1
 
@@ -282,10 +279,9 @@ def test_the_ranks_of_a_group_share_its_samples(run_of):
     status = run.status()
     (dataset,) = status["datasets"]
     assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 4000
-    sent = [
-        json.loads(line)["diloco/bytes_sent"]
-        for line in (Path(run.plan["run_dir"]) / "replica_0" / "metrics.jsonl").open()
-    ]
+    metrics = Path(run.plan["run_dir"]) / "replica_0" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    sent = [json.loads(line)["diloco/bytes_sent"] for line in lines]
     assert set(sent) == {4 * (7 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
     # The last batch before a pause has a sample twice where the ranks would else differ.
     assert twice.sum() <= 6, status

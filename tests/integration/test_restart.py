@@ -39,16 +39,17 @@ class Launch:
     def __init__(self, config: Path, run_dir: Path) -> None:
         self.run_dir = run_dir
         command = [sys.executable, "-m", "composer_replication", "launch", config]
-        self._output = run_dir.with_suffix(".out").open("a")
-        self.process = subprocess.Popen(
-            [*map(str, command), "--replicas", "2", f"run_dir={run_dir}"],
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
+        self._output = run_dir.with_suffix(".out")
+        with self._output.open("a") as output:
+            self.process = subprocess.Popen(
+                [*map(str, command), "--replicas", "2", f"run_dir={run_dir}"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def end(self) -> dict:
         status = self.process.wait(timeout=240)
-        assert status == 0, Path(self._output.name).read_text()[-3000:]
+        assert status == 0, self._output.read_text()[-3000:]
         return json.loads((self.run_dir / "summary.json").read_text())
 
     def wait_for_checkpoints(self, name: str) -> None:
@@ -73,6 +74,7 @@ class Launch:
         self.process.wait()
 
 
+@pytest.mark.slow
 def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_path):
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)
@@ -90,17 +92,18 @@ def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_p
     assert again["outer_steps"] == whole["outer_steps"]
     for i in range(2):
         folder = tmp_path / "killed" / f"replica_{i}"
-        resumes = [json.loads(line) for line in (folder / "resumes.jsonl").open()]
+        resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
         assert [line["batch"] for line in resumes] == [67, 134]
         # Since the checkpoint at most what the kill was late by.
         assert all(0 <= line["batches_again"] < 67 for line in resumes)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         last_made = {line["diloco/outer_step"] for line in lines}
         assert last_made == set(range(1, whole["outer_steps"] + 1))
     # The output names what was made again.
     assert "resumed" in (tmp_path / "killed.out").read_text()
 
 
+@pytest.mark.slow
 def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_hears(tmp_path):
     config = tmp_path / "tiny.yaml"
     folder = tmp_path / "run" / "replica_0" / "checkpoints"

@@ -6,27 +6,18 @@ process (monolithic checkpoints) or of two under FSDP2 (sharded ones), lighthous
 
 import itertools
 import json
-import os
-import subprocess
-import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from integration.test_composer_launchers import (
-    COMPOSER,
-    DEADLINE_S,
-    PORT_OPTION,
-    TORCHRUN,
-    free_port,
-    kill,
-)
+from integration import groups
 from safetensors.torch import load_file
 
 from composer_replication.callback.export import export
 from composer_replication.replica.lighthouse import start_lighthouse
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("resume_group.py")
 
@@ -72,7 +63,12 @@ def case(settings, optimizer, fsdp, **more):
 
 
 def run_groups(
-    tmp_path: Path, cases: list[dict], *, ranks: int, resumes: bool, launcher: list[str] = COMPOSER
+    tmp_path: Path,
+    cases: list[dict],
+    *,
+    ranks: int,
+    resumes: bool,
+    launcher: list[str] | None = None,
 ) -> None:
     """Run the cases in two replica groups, processes of their own, to their end."""
     with ExitStack() as stack:
@@ -86,32 +82,23 @@ def run_groups(
                 {"out": str(tmp_path), "cases": cases, "resumes": resumes, "lighthouses": addresses}
             )
         )
-        groups = [start(launcher, group, ranks, plan) for group in range(2)]
-        stack.callback(lambda: [kill(group) for group in groups])
-        for group in groups:
-            output, _ = group.communicate(timeout=DEADLINE_S)
-            assert group.returncode == 0, output[-4000:]
-
-
-def start(launcher: list[str], group: int, ranks: int, plan: Path) -> subprocess.Popen[str]:
-    module, nproc, _, *address = launcher
-    port = [PORT_OPTION[module], str(free_port())]
-    command = [sys.executable, "-m", module, nproc, str(ranks), *address, *port]
-    paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [*command, str(SCRIPT), str(plan)],
-        env=os.environ
-        | {
-            "REPLICA_GROUP_ID": str(group),
-            "NUM_REPLICA_GROUPS": "2",
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        deadline = time.monotonic() + groups.DEADLINE_S
+        both = [
+            groups.start(
+                group,
+                ranks,
+                SCRIPT,
+                plan,
+                folder=tmp_path,
+                launcher=launcher,
+                NUM_REPLICA_GROUPS="2",
+            )
+            for group in range(2)
+        ]
+        for group in both:
+            stack.callback(group.kill)
+        for group in both:
+            group.wait(deadline)
 
 
 def results(tmp_path: Path, case: dict, resumes: bool) -> dict[str, dict]:
@@ -235,7 +222,7 @@ def test_a_group_may_go_on_with_another_number_of_ranks(tmp_path):
     cases += [case("in_flight", "adamw", None, ema="2ba")]
     run_groups(tmp_path, cases, ranks=2, resumes=False)
     at_start = []
-    for ranks, launcher in ((2, TORCHRUN), (1, COMPOSER)):
+    for ranks, launcher in ((2, groups.TORCHRUN), (1, None)):
         run_groups(tmp_path, cases, ranks=ranks, resumes=True, launcher=launcher)
         found = [results(tmp_path, each, True) for each in cases]
         assert [len(each) for each in found] == [2 * ranks] * 3

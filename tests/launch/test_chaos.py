@@ -168,6 +168,7 @@ main()
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one_way", "coordinator"])
 def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
     (tmp_path / "tiny.yaml").write_text(CONFIG)

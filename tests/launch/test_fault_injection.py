@@ -45,6 +45,7 @@ def wait_until(condition, within_s=90.0):
         time.sleep(0.02)
 
 
+@pytest.mark.integration
 def test_only_the_main_thread_of_a_process_that_hangs_stands_still(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", HANGS, tmp_path], stdout=subprocess.PIPE, text=True

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 PROGRAM = """
 import resource, sys
 from composer_replication.launch.lossy_output import ignore_output_errors

@@ -17,6 +17,8 @@ import pytest
 from composer_replication.launch import processes
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
 
+pytestmark = pytest.mark.integration
+
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 

@@ -118,7 +118,16 @@ class Native(torch.distributed.ProcessGroup):
 def test_a_native_group_is_refused_before_anything_is_opened():
     native = Native(0, 1)
     with pytest.raises(ValueError, match="Native is a process group of torch's own, whose reconf"):
-        ReplicaManager(pg=native, load_state_dict=None, state_dict=None, min_replica_size=1)
+        ReplicaManager(
+            pg=native,
+            replica_id="0",
+            lighthouse_addr="http://localhost:1",
+            hostname="localhost",
+            tokens=(),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+        )
 
 
 def test_any_group_of_torchft_is_taken():

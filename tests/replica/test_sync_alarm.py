@@ -54,6 +54,7 @@ def test_a_member_that_comes_to_listen_later_hears_it_too(board):
     wait_until_raised(members(board, 1)[0])
 
 
+@pytest.mark.integration
 def test_the_end_of_the_first_member_is_an_alarm():
     host = (
         "from composer_replication.replica.notice_board import NoticeBoard; import sys; "

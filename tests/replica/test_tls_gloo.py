@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from composer_replication.replica.process_group import Gloo, host_store, make_pr
 from composer_replication.replica.tls import client_context
 from composer_replication.replica.tls_gloo import HIGHER, LOWER, TlsTunnel, _port
 from composer_replication.replica.tls_relay import OWN
+
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ def test_groups_send_each_other_more_than_the_kernel_s_buffers_hold(gloo, certif
 
 def test_gloo_itself_is_reached_on_this_machine_alone(gloo, certificates):
     gloo(certificates(), certificates())
-    listening = [line.split() for line in open("/proc/self/net/tcp").readlines()[1:]]
+    listening = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     ours = {line[1].partition(":")[0] for line in listening if line[3] == "0A"}
     assert socket.inet_aton(OWN)[::-1].hex().upper() in ours
 
@@ -158,6 +161,7 @@ def test_a_peer_that_is_silent_costs_the_time_limit_and_no_more(tunnel):
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.alone
 def test_strangers_that_begin_no_handshake_keep_no_member_out(tunnel):
     own, peer = tunnel(), tunnel()
     port = int(own.address.rpartition(":")[2])

@@ -129,11 +129,11 @@ def test_a_relay_in_the_middle_gets_no_byte_of_the_state(transports, certificate
                     asked, _ = listener.accept()
                 except OSError:  # the test is over
                     return
-                given = socket.create_connection(place_of(donor.metadata()))
-                back = threading.Thread(target=pump, args=(given, asked, kept), daemon=True)
-                back.start()
-                pump(asked, given, [])
-                back.join(5)
+                with asked, socket.create_connection(place_of(donor.metadata())) as given:
+                    back = threading.Thread(target=pump, args=(given, asked, kept), daemon=True)
+                    back.start()
+                    pump(asked, given, [])
+                    back.join(5)
 
         threading.Thread(target=relay, daemon=True).start()
         metadata = f"https://localhost:{listener.getsockname()[1]}"

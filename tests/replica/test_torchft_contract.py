@@ -208,6 +208,7 @@ def test_with_an_empty_module_torchfts_fragment_backs_up_nothing():
     assert fragment.original_parameters == {}
 
 
+@pytest.mark.integration
 def test_the_compiled_half_is_loaded_without_the_package_and_is_the_same_one():
     program = (
         "import sys; from composer_replication.replica.lighthouse import start_lighthouse;"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchft.utils import get_stream_context
 
-from composer_replication.diloco.averaging.quantized_buckets import EncodedBucket
+from composer_replication.diloco.averaging.quantized_buckets import QuantizedBucket
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 
@@ -37,7 +37,7 @@ class Exchange:
     def __init__(
         self,
         manager: DiLoCoManager,
-        buckets: Sequence[EncodedBucket],
+        buckets: Sequence[QuantizedBucket],
         contribution: float,
         keeps_error: bool,
         memory: Tensor,
@@ -50,7 +50,7 @@ class Exchange:
         with torch.no_grad():
             parts = memory.split([bucket.memory_bytes for bucket in buckets])
             self._works = [
-                bucket.start(manager, contribution, part)
+                bucket.start_first(manager, contribution, part)
                 for bucket, part in zip(buckets, parts, strict=True)
             ]
         # Without a thread the second messages would start only when training next waits, and the
@@ -62,7 +62,7 @@ class Exchange:
         try:
             with torch.no_grad(), get_stream_context(self._stream):
                 following = [
-                    self._follow(bucket, work)
+                    self._start_second(bucket, work)
                     for bucket, work in zip(self.buckets, self._works, strict=True)
                 ]
                 for work in filter(None, following):
@@ -76,11 +76,11 @@ class Exchange:
             # up, its peers would wait for its messages until their timeout.
             self._works.clear()
 
-    def _follow(self, bucket: EncodedBucket, work: Any) -> Any:
+    def _start_second(self, bucket: QuantizedBucket, work: Any) -> Any:
         work.wait()
         if self._manager.errored():
             raise _PeerFailed
-        return bucket.follow(self._manager, self._keeps_error)
+        return bucket.start_second(self._manager, self._keeps_error)
 
     @property
     def total(self) -> float:

@@ -24,7 +24,7 @@ class Frame(NamedTuple):
     size: int
 
 
-class EncodedBucket(ABC):
+class QuantizedBucket(ABC):
     """Encodes, sends and averages one bucket, bitwise identically in all groups.
 
     Each part is encoded in frames, so that on a CPU the values are still in cache when they are
@@ -39,7 +39,7 @@ class EncodedBucket(ABC):
         total: The sum of all contributions, once the first messages have arrived.
         num_bytes: Size of the bucket on the network. Each of k groups sends 2 (k - 1) / k times
             this size to the others.
-        memory_bytes: Size of the memory that ``start`` needs.
+        memory_bytes: Size of the memory that ``start_first`` needs.
     """
 
     total = 0.0
@@ -61,7 +61,7 @@ class EncodedBucket(ABC):
             self._part_bytes = stop
 
     @abstractmethod
-    def start(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
+    def start_first(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
         """Encode the values and start the first message.
 
         Args:
@@ -74,11 +74,11 @@ class EncodedBucket(ABC):
         """
 
     @abstractmethod
-    def follow(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
+    def start_second(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
         """Average this group's part and start the second message, once the first has arrived.
 
         Args:
-            manager: The manager that ``start`` got.
+            manager: The manager that ``start_first`` got.
             keeps_error: Whether ``finish`` will be asked for the rounding error.
 
         Returns:
@@ -113,7 +113,7 @@ class EncodedBucket(ABC):
         return torch.empty(self._frames[0].size, device=self.values.device)
 
 
-class SharedBucket(EncodedBucket):
+class AllGatherBucket(QuantizedBucket):
     """A bucket of one or two groups: both gather each other's values and compute the mean.
 
     That takes as many bytes as a reduce-scatter and an all-gather, and rounds once, not twice.
@@ -125,14 +125,14 @@ class SharedBucket(EncodedBucket):
         self.num_bytes = WEIGHT + self._part_bytes
         self.memory_bytes = (1 + groups) * self.num_bytes
 
-    def start(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
+    def start_first(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
         self._sent, gathered = memory[: self.num_bytes], memory[self.num_bytes :]
         self._messages = gathered.chunk(self._groups)
         self._sent[:WEIGHT].view(torch.float32).fill_(contribution)
         self._encode(self.values, self._sent[WEIGHT:])
         return manager.all_gather(gathered, self._sent)
 
-    def follow(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
+    def start_second(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
         del manager, keeps_error
         self._weights = weights_of(self._messages)
         self.total = sum(self._weights)
@@ -155,7 +155,7 @@ class SharedBucket(EncodedBucket):
                     values.add_(decoded, alpha=weight / self.total)
 
 
-class ScatteredBucket(EncodedBucket):
+class ReduceScatterBucket(QuantizedBucket):
     """A bucket of three or more groups: each averages one part and sends the mean to all.
 
     A group's own values of its own part are not sent, and therefore not rounded.
@@ -169,7 +169,7 @@ class ScatteredBucket(EncodedBucket):
         self.memory_bytes = sum(self._memory_sizes)
         self.num_bytes = (to_all + means) // 2
 
-    def start(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
+    def start_first(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
         sent, received, self._gathered, self._own = memory.split(self._memory_sizes)
         self._sent, self._received = sent.chunk(self._groups), received.chunk(self._groups)
         for rank, message in enumerate(self._sent):
@@ -180,7 +180,7 @@ class ScatteredBucket(EncodedBucket):
                 self._encode(self._part(self.values, rank), message[WEIGHT:])
         return manager.all_to_all(received, sent)
 
-    def follow(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
+    def start_second(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
         weights = weights_of(self._received)
         self.total = sum(weights)
         mean, decoded = self._scratch(), self._scratch()

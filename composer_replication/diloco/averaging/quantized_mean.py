@@ -10,7 +10,10 @@ from torch import Tensor
 
 from composer_replication.diloco.averaging.exchange import Exchange
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
-from composer_replication.diloco.averaging.quantized_buckets import ScatteredBucket, SharedBucket
+from composer_replication.diloco.averaging.quantized_buckets import (
+    AllGatherBucket,
+    ReduceScatterBucket,
+)
 from composer_replication.diloco.averaging.weighted_mean import MeanLayout, WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
@@ -22,7 +25,7 @@ single one takes 1.5 or 1.8 times as long as an allreduce that sends as much, fo
 1.2 (``benchmarks/slow_links/messages.py``)."""
 
 
-def check_can_encode(manager: object, wire_format: str) -> None:
+def check_can_quantize(manager: object, wire_format: str) -> None:
     """Check that a manager has what a wire format needs.
 
     Raises:
@@ -37,12 +40,12 @@ def check_can_encode(manager: object, wire_format: str) -> None:
         )
 
 
-class EncodedMean(WeightedMean):
+class QuantizedMean(WeightedMean):
     """A ``WeightedMean`` in a wire format: a reduce-scatter and an all-gather of encoded parts.
 
     Each bucket has as many parts as there are groups. A group decodes its part of all others, takes
     the mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in as
-    many bytes whatever the number of groups. Two groups do with an all-gather (``SharedBucket``).
+    many bytes whatever the number of groups. Two groups use an all-gather (``AllGatherBucket``).
 
     With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
     has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
@@ -76,7 +79,7 @@ class EncodedMean(WeightedMean):
     def send(self, manager: DiLoCoManager) -> list[Any]:
         groups, rank = manager.num_participants(), manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        bucket_of = SharedBucket if groups <= 2 else ScatteredBucket
+        bucket_of = AllGatherBucket if groups <= 2 else ReduceScatterBucket
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
         buckets = [
             bucket_of(values, groups, rank, self._format)

@@ -42,7 +42,7 @@ class WeightedMean:
     whatever its values are: a joiner without training, or a group whose values are not finite,
     takes part and changes nothing.
 
-    The sum is an allreduce of fp32 numbers; ``EncodedMean`` has the other wire formats.
+    The sum is an allreduce of fp32 numbers; ``QuantizedMean`` has the other wire formats.
 
     Args:
         share: Of the tensors, in the order that all groups share: what this rank sends.

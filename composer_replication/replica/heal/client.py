@@ -171,7 +171,8 @@ class HealClient:
                 watchdog.daemon = True
                 watchdog.start()
                 try:
-                    yield self._exchange(connection, address, path)
+                    with self._exchange(connection, address, path) as (question, answer):
+                        yield question, answer
                 finally:
                     watchdog.cancel()
         except HealError:
@@ -181,30 +182,31 @@ class HealClient:
                 raise HealError(f"{address}{path} did not answer in time") from error
             raise HealError(f"{address}{path}: {type(error).__name__}: {error}") from error
 
+    @contextlib.contextmanager
     def _exchange(
         self, connection: HTTPConnection, address: str, path: str
-    ) -> tuple[Question, HTTPResponse]:
+    ) -> Iterator[tuple[Question, HTTPResponse]]:
         """Get the server's challenge, then ask with a proof, both on one connection."""
         connection.request("GET", path)
-        answer = connection.getresponse()
-        challenge = answer.getheader(CHALLENGE)
-        if answer.status != 401 or challenge is None or answer.length:
-            raise _stranger(address)
-        answer.read()
+        with connection.getresponse() as answer:  # it may hold the socket, whoever closes that
+            challenge = answer.getheader(CHALLENGE)
+            if answer.status != 401 or challenge is None or answer.length:
+                raise _stranger(address)
+            answer.read()
         question = Question(address, path, self.name, challenge, secrets.token_hex(16))
         proof = question.proof(self.tokens[0])
         connection.request(
             "GET", path, headers={NONCE: question.nonce, MAC: proof, CLIENT_NAME: self.name}
         )
-        answer = connection.getresponse()
-        if answer.status == 403:
-            raise HealError(
-                f"{address} answers 403 {answer.reason} to {path}: it does not accept this group's "
-                "token. Set COMPOSER_REPLICATION_TOKEN to the same secret in all groups"
-            )
-        if answer.status != 200:
-            raise HealError(f"{address} answers {answer.status} {answer.reason} to {path}")
-        return question, answer
+        with connection.getresponse() as answer:
+            if answer.status == 403:
+                raise HealError(
+                    f"{address} answers 403 {answer.reason} to {path}: it does not accept this "
+                    "group's token. Set COMPOSER_REPLICATION_TOKEN to the same secret in all groups"
+                )
+            if answer.status != 200:
+                raise HealError(f"{address} answers {answer.status} {answer.reason} to {path}")
+            yield question, answer
 
 
 def _stranger(address: str) -> HealError:

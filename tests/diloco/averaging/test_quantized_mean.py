@@ -16,7 +16,7 @@ from common import Constant, TinyMLP, batch, mse, take_step
 from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.averaging.quantized_mean import EncodedMean
+from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import MeanLayout
 from composer_replication.diloco.averaging.wire_formats import Int8
@@ -67,7 +67,7 @@ def average(sim, mean, step):
 
 def make_mean(wire_format, error_feedback=True, bucket_cap_mb=2**-9):
     layout = MeanLayout(RankShare(SIZES), bucket_cap_mb, torch.device("cpu"))
-    return EncodedMean(layout, wire_format=wire_format, error_feedback=error_feedback)
+    return QuantizedMean(layout, wire_format=wire_format, error_feedback=error_feedback)
 
 
 @pytest.mark.parametrize("wire_format", ENCODED)

@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from forked import context
 
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+
+pytestmark = pytest.mark.integration
 
 CPU = torch.device("cpu")
 RANKS = 3
@@ -66,7 +69,9 @@ def mean_of(ours, theirs, weights, ranks):
 
 
 def test_shares_make_up_the_whole(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=RANKS)
+    torch.multiprocessing.start_processes(
+        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
+    )
 
 
 @dataclass

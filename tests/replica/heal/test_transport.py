@@ -125,6 +125,7 @@ def rogue(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://localhost:{server.server_address[1]}", marker
     server.shutdown()
+    server.server_close()
 
 
 def test_a_stranger_s_pickle_is_refused_before_it_is_looked_at(transports, rogue):
