@@ -66,7 +66,7 @@ def test_what_torch_has_written_is_read_as_torch_reads_it(tmp_path):
 def test_code_in_the_metadata_is_not_run(tmp_path):
     folder, sprung = save(tmp_path / "ba1"), tmp_path / "sprung"
     (folder / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
-    assert "asks for pathlib.Path.touch, which no checkpoint needs" in what_is_wrong(folder)
+    assert "needs pathlib.Path.touch, which no checkpoint needs" in what_is_wrong(folder)
     assert newest_whole(tmp_path) is None
     with pytest.raises(ValueError, match=r"cannot be read as a Composer checkpoint \(it needs"):
         export(folder, tmp_path / "out.safetensors")
@@ -84,7 +84,7 @@ def test_the_metadata_s_module_leads_to_nothing_else(tmp_path, name):
         [b"\x80\x04", *(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name)), b"\x93."]
     )
     (folder / ".metadata").write_bytes(program)
-    with pytest.raises(pickle.UnpicklingError, match=f"asks for {module}.{name}, which no"):
+    with pytest.raises(pickle.UnpicklingError, match=f"needs {module}.{name}, which no"):
         read_metadata(folder)
 
 
