@@ -23,7 +23,8 @@ class GlobalWeights:
     Args:
         model: The model without its DDP wrapper.
         theta: The global parameters by the model's names, as this rank holds them: fp32, the shard
-            of a DTensor. Looked at whenever they are needed, so they may change in place.
+            of a DTensor. Looked up whenever they are needed, so they may change in place. Under DDP
+            a look-up is a collective (``DiLoCo.global_parameters``).
         is_left_alone: Returns whether ``state_dict`` has to return what the model holds.
     """
 
@@ -87,26 +88,28 @@ class GlobalWeights:
     def show(self) -> None:
         """Put the global parameters into the model; the local ones are kept beside ``theta``."""
         if self._kept is None:
-            self._kept = {
-                name: local.to(self._theta[name].device, copy=True)
-                for name, local in self.local().items()
-            }
-            self._write(self._theta)
+            kept = {}
+            for name, tensor in self._live.items():
+                theta, local = self._theta[name], local_tensor(tensor)
+                kept[name] = local.to(theta.device, copy=True)
+                local.copy_(theta)
+            self._kept = kept
 
     @torch.no_grad()
     def hide(self) -> None:
         """Put the local parameters back, bitwise identical."""
         if self._kept is not None:
-            self._write(self._kept)
+            for name, tensor in self._live.items():
+                local_tensor(tensor).copy_(self._kept[name])
             self._kept = None
 
     def keep_shown(self) -> None:
         """Keep what the model holds now as the local parameters."""
         self._kept = None
 
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._live.items():
-            local_tensor(tensor).copy_(values[name])
+    def read_from(self, theta: Mapping[str, Tensor]) -> None:
+        """From now on, these are the global parameters."""
+        self._theta = theta
 
     def remove(self) -> None:
         """Put the local parameters back, and remove the hooks."""

@@ -131,6 +131,10 @@ class GroupState:
         self.ended = self._diloco_state()
         if has_failed:
             self._left = None
+        if self.weights is not None:
+            # Under DDP these have been gathered, so that rank 0 alone may save the model from now.
+            fragments = self.ended["fragments"]
+            self.weights.read_from({name: t for f in fragments for name, t in f["theta"].items()})
 
     def drop(self) -> None:
         """There is no DiLoCo any more."""

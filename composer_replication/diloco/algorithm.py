@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,8 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
+from composer_replication.diloco.averaging.rank_shares import RankShare, host_group
+from composer_replication.diloco.averaging.weighted_mean import elements_of
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
     check_none_thawed,
@@ -33,13 +36,14 @@ from composer_replication.diloco.outer_optimizer import (
     OuterOptimizer,
     check_sign,
     describe,
+    local_tensor,
     nesterov_sgd,
 )
 from composer_replication.diloco.peer_table import DivergenceError, PeerTable
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_saved_state, saved_state
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.shards import count_shards
+from composer_replication.diloco.shards import Shards, count_shards
 from composer_replication.diloco.sync_report import SyncClock, SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -112,9 +116,22 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         sharded_over = None
         if num_shards > 1:
             sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
+        share = partial(
+            RankShare,
+            bucket=elements_of(settings.bucket_cap_mb),
+            ranks=ranks,
+            device=local_tensor(next(iter(fragments[0].values()))).device,
+            host_ranks=host_group(ranks) if ranks is not None else None,
+        )
         owned = [
             GlobalParameters(
-                parameters, outer_optimizer, backup, arguments.pin_memory, own_buffers, sharded_over
+                parameters,
+                outer_optimizer,
+                backup,
+                arguments.pin_memory,
+                own_buffers,
+                Shards([*parameters.values(), *own_buffers.values()], sharded_over),
+                share,
             )
             for parameters, own_buffers in zip(fragments, buffers, strict=True)
         ]
@@ -150,7 +167,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 self._clock,
                 self._state,
                 peer_table,
-                ranks,
                 None if message_device is None else torch.device(message_device),
             )
             for index, globals_ in enumerate(owned)
@@ -393,21 +409,22 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """The sample streams of the groups that took part in the last sync."""
         return [synced.stream for synced in self._outer.synced_samples if synced.stream]
 
-    def global_parameters(self) -> dict[str, Tensor]:
+    def global_parameters(self) -> Mapping[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.
 
         With ``sync_buffers``, the global buffers too.
 
         The names are the model's own when one module was given, else ``<fragment>.<name>``. Under
-        FSDP2 a tensor is this rank's shard.
+        FSDP2 a tensor is this rank's shard. Under DDP each rank holds a share: a tensor is gathered
+        whenever it is looked up, and every rank of the group has to look it up.
         """
         return self._state.parameters()
 
     def global_digest(self) -> str:
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
 
-        Under FSDP2 it is one over the digests of all ranks' shards, and every rank of the group
-        has to call it.
+        Every rank of the group has to call it. Under FSDP2 it is one over the digests of all ranks'
+        shards.
         """
         return self._state.digest()
 
@@ -416,6 +433,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
         It consists of tensors and plain containers. If a sync is in flight, it contains the local
         parameters that were sent: a resumed group sends them again when the outer step is due.
+
+        Every rank of the group has to call it.
 
         Args:
             copies: Whether to copy the tensors. Without copies, the state has to be written before

@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout, WeightedMean, cut
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout, WeightedMean
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
 from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_state import GlobalState
@@ -74,7 +73,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         clock: Records when a quorum has formed and when a vote is over.
         state: The global state that the outer step changes.
         peer_table: The table whose allreduce goes with this fragment's.
-        ranks: Those of this group, if all hold the same parameters, see ``DiLoCo``.
         message_device: See ``DiLoCo``.
     """
 
@@ -88,7 +86,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         clock: SyncClock,
         state: GlobalState,
         peer_table: PeerTable,
-        ranks: ProcessGroup | None = None,
         message_device: torch.device | None = None,
     ) -> None:
         super().__init__(
@@ -110,24 +107,20 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._alpha = settings.fragment_update_alpha
         self._weight_by = settings.weight_by
         self._local = list(global_parameters.local.values())
-        self._theta = [theta.detach() for theta in global_parameters.theta.values()]
         model_device = local_tensor(self._local[0]).device
         self.device = message_device or model_device
-        scattered = [i for i, t in enumerate(self._local) if not local_tensor(t).is_contiguous()]
-        self._sizes = [theta.numel() for theta in self._theta]
+        gathers = not global_parameters.is_shared  # else theta, once it has moved
         self._layout = MeanLayout(
-            self._sizes,
+            global_parameters.share,
             settings.bucket_cap_mb,
             self.device,
-            scattered,
-            ranks,
-            model_device,
             global_parameters.shards,
+            gathers,
         )
         self.mean = WeightedMean(*self._layout)
         if settings.wire_format != WIRE_FORMATS[0]:
             self.mean = QuantizedMean(
-                *self._layout,
+                self._layout,
                 wire_format=settings.wire_format,
                 error_feedback=settings.error_feedback,
             )
@@ -193,11 +186,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
         residual = self.mean.gather_residual()
         if residual is None:
             return {}
-        parts = residual.split(self._sizes)
-        theta = self.globals.theta
-        return {
-            name: part.view(t.shape) for (name, t), part in zip(theta.items(), parts, strict=True)
-        }
+        parts = residual.split(self.globals.share.whole_sizes)
+        shapes = self.globals.shapes.items()
+        return {name: part.view(s) for (name, s), part in zip(shapes, parts, strict=True)}
 
     def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
         """Load what ``residual_state`` returned."""
@@ -275,14 +266,22 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._unsent = None
 
     def take_global(self) -> None:
-        """Continue from the global parameters: nothing trained here since the last sync stays."""
+        """Continue from the global parameters: nothing trained here since the last sync stays.
+
+        With shares a collective of the group's ranks.
+        """
         self.globals.write_back()
+        self.forget_local()
+
+    def forget_local(self) -> None:
+        """What has been trained here since the last sync is none of this group's to send."""
         self.inner_steps = self.samples = 0
         self.replaces_global = False
         self._unsent = None
         self.mean.forget_residual()
 
     def _save_grads(self) -> None:
+        self._state.go_on_from_healed()
         if self._unsent is not None and not self.is_joining:
             self._packed = self._unsent
         else:
@@ -293,7 +292,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self._packed = Packed(self.inner_steps, self.samples, position, replaces, kept)
         self.frozen = self.globals.freezing.own()
         local = self._packed.local or self._local_now()
-        self.mean.form(self._pseudo_gradient, (self._theta, local), self._own_contribution())
+        sources = self.globals.own_parts(), self.globals.share.own(local)
+        self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
         if not self.is_joining:
             self._unsent = None  # if this attempt fails, the next one computes a new one
 
@@ -315,7 +315,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return [local_tensor(tensor) for tensor in self._local]
 
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
-        local = local.reshape(-1)
         if local.device != into.device:
             local = self._landing(local, into).copy_(local)
         # A non-blocking copy to a CPU could be read before it has arrived.
@@ -342,8 +341,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             ValueError: All groups are to start from these parameters, and they are not finite.
         """
         mean = WeightedMean(*self._layout)
-        local = (self._local_now(),)
-        mean.form(lambda t, into: into.copy_(t.reshape(-1)), local, contribution, asks_ranks=False)
+        local = (mean.share.own(self._local_now()),)
+        mean.form(lambda t, into: into.copy_(t), local, contribution, asks_ranks=False)
         if contribution and not mean.is_finite:
             raise ValueError(
                 "the initial parameters of this replica group, from which all groups start, are "
@@ -354,8 +353,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def adopt_mean(self, mean: WeightedMean) -> None:
         """Make the result of ``mean_of_local`` the global and the local parameters."""
         if mean.receive():
-            for theta, value in zip(cut(self._theta, mean.pieces), mean.take(), strict=True):
-                theta.copy_(value)
+            for theta, value in zip(self.globals.theta.values(), mean.take(), strict=True):
+                theta.detach().copy_(value.view(theta.shape))
         self.take_global()
 
     def _average_grads(self) -> None:
@@ -377,7 +376,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
         if not self._peer_table.is_replacing:
             return rules
-        return replace(rules, plain=frozenset(range(len(self._theta))) - rules.held)
+        return replace(rules, plain=frozenset(range(len(self._local))) - rules.held)
 
     def _merge_parameters(self) -> None:
         # After an outer step take_outer_step has already written back. If there was none and all

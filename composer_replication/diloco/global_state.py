@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,21 +46,26 @@ class GlobalState:
         self.settings_version = 0
         """Version of the settings in force; 0 without a coordinator."""
         self.ledger = Ledger(len(fragments))
+        self.is_behind = False
+        """Whether the local parameters are still those from before a heal."""
         self.compare_next = self.was_healed = False
         """Whether the next sync compares digests, and whether a heal has replaced this state since
         the last sync."""
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The global parameters by name, fp32; the tensors themselves, not copies."""
-        return {
-            name: t.detach() for fragment in self._fragments for name, t in fragment.theta.items()
-        }
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The global parameters by name, fp32; the tensors themselves, not copies.
+
+        Where each rank holds a share a tensor is gathered whenever it is looked up, by a collective
+        of them.
+        """
+        homes = {name: fragment for fragment in self._fragments for name in fragment.theta}
+        return _Looked(homes)
 
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
 
-        Where each rank holds a shard: the SHA-256 over the digests of the ranks' shards, in the
-        order of the ranks, and a collective of them.
+        With shares a collective of the ranks. Where each rank holds a shard it is one too, and
+        gives the SHA-256 over the digests of the ranks' shards, in the order of the ranks.
         """
         return self._fragments[0].shards.digest(_digest(self.parameters()))
 
@@ -68,14 +73,29 @@ class GlobalState:
         """Of what this rank holds of each fragment alone: no collective."""
         return [_digest(fragment.theta) for fragment in self._fragments]
 
+    def go_on_from_healed(self) -> None:
+        """Once all ranks of the group have healed: continue from the global parameters.
+
+        With shares, writing them back is a collective. A heal is none: it may fail on one rank
+        alone, which the others would then wait for. All ranks of the group call this, at a sync.
+        """
+        first = self._fragments[0]
+        if not first.is_shared:
+            return
+        if float(first.share.sum(torch.tensor(float(self.is_behind)))) == first.share.num_ranks:
+            for fragment in self._fragments:
+                fragment.write_back()
+            self.is_behind = False
+
     def settings_digest(self) -> str:
         """SHA-256, in hex, of the settings and the model's names, shapes and dtypes."""
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """All of it, in tensors and plain containers; never that of half an outer step.
+        """All that this rank holds, in tensors and plain containers; never half an outer step's.
 
-        Runs on the threads that serve joiners, so it calls no collective.
+        Runs on the threads that serve joiners, so it calls no collective. A joiner's rank takes it
+        from the same rank of its donor.
 
         Args:
             copies: Whether of the tensors, or the tensors themselves.
@@ -97,6 +117,12 @@ class GlobalState:
                 "ledger": self.ledger.rows(),
                 "fragments": [f.state_dict(copies=copies) for f in self._fragments],
             }
+
+    def whole_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """The same of all ranks: a collective, where each holds a share."""
+        state = self.state_dict(copies=copies and not self._fragments[0].is_shared)
+        pairs = zip(self._fragments, state["fragments"], strict=True)
+        return state | {"fragments": [fragment.gathered(own) for fragment, own in pairs]}
 
     def begin_outer_step(self) -> None:
         """Lock the state for an outer step.
@@ -132,7 +158,7 @@ class GlobalState:
         self.was_healed = True
 
     def resume(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave in this group, perhaps under new settings.
+        """Continue from what ``whole_state_dict`` gave in this group, perhaps under new settings.
 
         Raises:
             SettingsMismatch: A setting has changed that the saved state does not allow to change.
@@ -143,7 +169,9 @@ class GlobalState:
         has_other_outer = self.fingerprint["outer_optimizer"] != state_dict["settings"].get(
             "outer_optimizer"
         )
-        self._load(state_dict, keeps_hyperparameters=has_other_outer)
+        pairs = zip(self._fragments, state_dict["fragments"], strict=True)
+        own = [fragment.cut(saved) for fragment, saved in pairs]
+        self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
         # Peers that resume as well may have another checkpoint of the same outer step: compare.
         self.compare_next = True
 
@@ -167,7 +195,26 @@ class GlobalState:
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items()):
-        flat = tensor.detach().cpu().contiguous().view(-1)
+    for name in sorted(tensors):
+        flat = tensors[name].detach().cpu().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+class _Looked(Mapping[str, Tensor]):
+    """Global parameters by name, looked up when they are asked for."""
+
+    def __init__(self, homes: Mapping[str, GlobalParameters]) -> None:
+        self._homes = homes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._homes[name].whole(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)

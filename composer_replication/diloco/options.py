@@ -142,10 +142,12 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
         start_refusal: The reason why this group must not begin the run, for example because the run
             has made outer steps already. The group then waits for one that has the run's state.
             None: it may begin the run.
-        ranks: All ranks of this group. Under DDP all hold the same, and each sends a share of the
-            pseudo-gradient. Under FSDP2 each sends the shard that it holds, and they decide
-            together whether the group's pseudo-gradient is finite. None: this rank alone, or with
-            FSDP2 all ranks of the default process group.
+        ranks: All ranks of this group. Under DDP all hold the same model, and each sends a share of
+            the pseudo-gradient. With an outer SGD, each holds and steps only that share of the
+            global parameters; any other outer optimizer gets whole tensors on every rank. Under
+            FSDP2 each sends the shard that it holds, and they decide together whether the group's
+            pseudo-gradient is finite. None: this rank alone, or with FSDP2 all ranks of the
+            default process group.
         message_device: Where pseudo-gradients are computed and summed. None: where the model is,
             as NCCL needs it. Use ``cpu`` for a model on an accelerator and groups that average over
             gloo: a sync then needs no memory on the accelerator.

@@ -277,11 +277,15 @@ class OuterLoop:
         self._drop_local()
         clear_state(self._inner_optimizer)
 
-    def _drop_local(self) -> None:
+    def _drop_local(self, *, is_healing: bool = False) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
         self._steps_lost += max(fragment.inner_steps for fragment in self._fragments)
+        self._state.is_behind = is_healing and self._fragments[0].globals.is_shared
         for fragment in self._fragments:
-            fragment.take_global()
+            if self._state.is_behind:
+                fragment.forget_local()
+            else:
+                fragment.take_global()
         self._state.ledger.stop_reading()
 
     def join(self, policy: StartPolicy, start_refusal: str | None) -> bool:
@@ -324,6 +328,7 @@ class OuterLoop:
                 # train, and a group that resumes later would have to join it.
                 barrier.vote_to_start(device)
                 if self._manager.should_commit():
+                    self._state.go_on_from_healed()
                     self.set_torchft_step()
                     return False
             error = self._manager.errored()
@@ -400,6 +405,6 @@ class OuterLoop:
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
         self._state.take_over(state, "the replica groups in training")
-        self._drop_local()
+        self._drop_local(is_healing=True)
         self.has_healed = True
         log.info("Took over the global state after outer step %d", self._state.outer_step)

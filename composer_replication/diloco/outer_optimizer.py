@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from composer_replication.diloco.averaging.weighted_mean import WeightedMean, cut
+from composer_replication.diloco.averaging.rank_shares import RankShare
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.freezing import Freezing, StepRules
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
@@ -94,13 +96,17 @@ class GlobalParameters:
     The optimizer is built over *these* tensors and never over the model's, so it cannot step
     another fragment, decay a frozen weight, round to bf16, or clear the model's ``p.grad``.
 
+    Under DDP each rank holds and steps only its share of them, if the outer optimizer is DiLoCo's:
+    what SGD does to an element depends on no other. Any other one gets whole tensors on all ranks.
+
     Args:
         parameters: The fragment's parameters in the model, of any floating dtype and device.
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
         pin_memory: Whether to pin them for copies to an accelerator, if there is one.
         buffers: Buffers that are averaged with them; they simply become the mean.
-        ranks: All ranks of the group, if they hold shards of the model.
+        shards: Of the model, if the ranks of the group hold such.
+        share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
@@ -114,18 +120,28 @@ class GlobalParameters:
         backup_device: torch.device,
         pin_memory: bool,
         buffers: Buffers | None = None,
-        ranks: ProcessGroup | None = None,
+        shards: Shards | None = None,
+        share: Callable[[list[int]], RankShare] = RankShare,
     ) -> None:
         self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
-        self.shards = Shards(self.local.values(), ranks)
+        self.shards = shards or Shards()
         pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
-        self.theta: dict[str, nn.Parameter] = {}
-        for name, parameter in self.local.items():
-            shard = local_tensor(parameter)
-            theta = torch.empty(
-                shard.shape, dtype=torch.float32, device=backup_device, pin_memory=pin
-            )
-            self.theta[name] = nn.Parameter(theta.copy_(shard))
+        held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
+        self.shapes = {name: tensor.shape for name, tensor in held.items()}
+        self.share = share([tensor.numel() for tensor in held.values()])
+        self.is_shared = self.share.num_ranks > 1 and _is_elementwise(outer_optimizer, parameters)
+        """Whether ``theta`` has this rank's part of each tensor, 1-D, and not all of it."""
+        self.flat = torch.empty(
+            sum(self._sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
+        )
+        """All of them, one after the other. ``theta`` has the views."""
+        self._momentum: Tensor | None = None
+        with torch.no_grad():
+            own = self.share.own(held.values()) if self.is_shared else held.values()
+            self.theta = {
+                name: nn.Parameter(view.copy_(part))
+                for name, part, view in zip(held, own, self._views(self.flat), strict=True)
+            }
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
@@ -162,38 +178,96 @@ class GlobalParameters:
         for place in plain | rules.held:
             self.optimizer.state.pop(theta[place], None)
         self.freezing.record_frozen(rules)
-        local = [local_tensor(parameter) for parameter in self.local.values()]
-        if mean.device.type == theta[0].device.type == "cpu" and is_plain_sgd(self.optimizer):
-            descent = ChunkedDescent(self.optimizer, theta, plain, rules.held, self.shards)
-            moved = zip(mean.pieces, descent.steps(mean), cut(local, mean.pieces), strict=True)
-            for piece, theta_piece, local_piece in moved:
-                shaped = theta_piece.view(local_piece.shape)
-                _mix(local_piece, shaped, rules.alpha_of(piece.tensor))
-            self._momentum_norm = descent.momentum_norm
-            return
-        for place, parameter in enumerate(theta):
-            if place not in plain | rules.held:
-                parameter.grad = torch.empty_like(parameter)
-        targets = [parameter if parameter.grad is None else parameter.grad for parameter in theta]
-        for piece, target, delta in zip(
-            mean.pieces, cut(targets, mean.pieces), mean.take(), strict=True
+        if mean.device.type == self.flat.device.type == "cpu" and is_plain_sgd(self.optimizer):
+            self._descend(mean, plain, rules)
+            if not self.is_shared:
+                return  # each chunk has been written back
+        else:
+            self._step(mean, plain, rules)
+        self._write_back(rules, self._gather(mean) if self.is_shared else self.theta.values())
+
+    def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+        """The outer optimizer's own."""
+        for place, (parameter, delta) in enumerate(
+            zip(self.theta.values(), mean.take(), strict=True)
         ):
-            if piece.tensor in plain:
-                target.sub_(delta.to(target.device))
-            elif piece.tensor not in rules.held:
-                target.copy_(delta)
+            if place in plain:
+                parameter.sub_(delta.view(parameter.shape).to(parameter.device))
+            elif place not in rules.held:
+                parameter.grad = torch.empty_like(parameter).copy_(delta.view(parameter.shape))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        self._write_back(rules)
+
+    def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
+        """All of each tensor, in the memory of a mean that is used up."""
+        mean.flat[self.share.start :][: self.flat.numel()] = self.flat
+        self.share.gather(mean.flat)
+        sizes = self.share.whole_sizes
+        parts = mean.flat[: sum(sizes)].split(sizes)
+        return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
+
+    def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+        """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
+        momentum = self._views(self._own_momentum())
+        descent = ChunkedDescent(self.optimizer, momentum, mean.divisor)
+        squares = [torch.zeros(())]
+        for place, (theta, parameter, sums) in enumerate(
+            zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
+        ):
+            local = None if self.is_shared else local_tensor(parameter)
+            # A tensor whose elements do not lie one after the other is written back at once.
+            is_cut = local is None or local.is_contiguous()
+            chunk = CHUNK if is_cut else max(1, theta.numel())
+            if place in plain or place in rules.held:
+                if place in plain:
+                    theta.view(-1).sub_(sums.div_(mean.divisor))
+                moved = ((each, each[:0]) for each in theta.detach().view(-1).split(chunk))
+            else:
+                moved = descent.steps(theta, place, sums, chunk)
+            parts = () if local is None else local.view(-1).split(chunk) if is_cut else (local,)
+            for part, (global_part, momentum) in itertools.zip_longest(parts, moved):
+                squares.append(self.shards.own_part(torch.dot(momentum, momentum), place))
+                if part is not None:
+                    _mix(part, global_part.view(part.shape), rules.alpha_of(place))
+        self._momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
+
+    @property
+    def _sizes(self) -> list[int]:
+        return self.share.sizes if self.is_shared else self.share.whole_sizes
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor's part of a flat buffer, in its shape if it is whole."""
+        parts = flat.split(self._sizes)
+        if self.is_shared:
+            return list(parts)
+        return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
+
+    def own_parts(self) -> Iterator[Tensor]:
+        """This rank's part of each global parameter, 1-D."""
+        theta = [parameter.detach() for parameter in self.theta.values()]
+        return iter(theta) if self.is_shared else self.share.own(theta)
+
+    def whole(self, name: str) -> Tensor:
+        """All of a global parameter: itself, or gathered by a collective if it is shared."""
+        return self._whole(name, self.theta[name].detach())
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        if not self.is_shared:
+            return part
+        shape = self.shapes[name]
+        return self.share.whole(list(self.theta).index(name), part).view(shape)
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
-        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12)."""
-        self._write_back(StepRules(alpha))
+        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
 
-    def _write_back(self, rules: StepRules) -> None:
-        pairs = zip(self.local.values(), self.theta.values(), strict=True)
+        A collective of the ranks, if they share.
+        """
+        self._write_back(StepRules(alpha), map(self.whole, self.theta))
+
+    def _write_back(self, rules: StepRules, whole: Iterable[Tensor]) -> None:
+        pairs = zip(self.local.values(), whole, strict=True)
         for place, (parameter, theta) in enumerate(pairs):
             _mix(local_tensor(parameter), theta, rules.alpha_of(place))
 
@@ -205,7 +279,7 @@ class GlobalParameters:
         ]
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """The global parameters by name, and the outer optimizer's state.
+        """The global parameters by name, and the outer optimizer's state; of its share, if any.
 
         Args:
             copies: Whether of the tensors, or the tensors themselves.
@@ -223,6 +297,53 @@ class GlobalParameters:
 
         return tree_map(take, state)
 
+    def gathered(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What ``state_dict`` gives without copies, of all shares. A collective, if there are."""
+        return self._each_tensor(state_dict, self._whole)
+
+    def cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's share of what ``gathered`` gave, on whatever number of ranks.
+
+        Raises:
+            ValueError: A tensor is missing or has another shape or dtype.
+        """
+        if not self.is_shared:
+            return state_dict
+        self._check(state_dict, self.shapes)
+        return self._each_tensor(
+            state_dict, lambda name, whole: self.share.part_of(list(self.theta).index(name), whole)
+        )
+
+    def _each_tensor(
+        self, state_dict: dict[str, Any], change: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Any]:
+        if not self.is_shared:
+            return state_dict
+        optimizer, names = state_dict["optimizer"], list(self.theta)
+        return state_dict | {
+            "theta": {name: change(name, t) for name, t in state_dict["theta"].items()},
+            "optimizer": optimizer
+            | {
+                "state": {
+                    place: {
+                        key: change(names[place], value) if isinstance(value, Tensor) else value
+                        for key, value in state.items()
+                    }
+                    for place, state in optimizer["state"].items()
+                }
+            },
+        }
+
+    def _check(self, state_dict: dict[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+        for name, shape in shapes.items():
+            given = state_dict["theta"].get(name)
+            if given is None or given.shape != shape or given.dtype != torch.float32:
+                what = "is missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
+                raise ValueError(
+                    f"global parameter {name} of a saved or received state {what}, and here it is "
+                    f"{torch.float32} {tuple(shape)}: it is another model's state"
+                )
+
     @torch.no_grad()
     def load_state_dict(
         self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool = False
@@ -236,25 +357,32 @@ class GlobalParameters:
         Raises:
             ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
         """
-        for name, theta in self.theta.items():
-            given = state_dict["theta"].get(name)
-            if given is None or given.shape != theta.shape or given.dtype != theta.dtype:
-                what = "is missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
-                raise ValueError(
-                    f"global parameter {name} of a saved or received state {what}, and here it is "
-                    f"{theta.dtype} {tuple(theta.shape)}: it is another model's state"
-                )
+        self._check(state_dict, {name: theta.shape for name, theta in self.theta.items()})
         for name, theta in self.theta.items():
             theta.copy_(state_dict["theta"][name])
         self.freezing.frozen_by_all = frozenset(state_dict.get("frozen", ()))
         self.freezing.freeze_like_global()
         self._momentum_norm = None
         groups = self.optimizer.state_dict() if keeps_hyperparameters else state_dict["optimizer"]
-        # The optimizer keeps what it is given, and that may be a part of all that a peer has sent.
-        state = tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) else x, state_dict["optimizer"]["state"]
-        )
+        state = state_dict["optimizer"]["state"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups["param_groups"]})
+        self._keep_own_state()
+
+    def _keep_own_state(self) -> None:
+        """Copy the outer optimizer's state: what it was given may be a part of all a peer sent."""
+        states = [self.optimizer.state.get(theta, {}) for theta in self.theta.values()]
+        has_momentum = any(state.get("momentum_buffer") is not None for state in states)
+        views = self._views(self._own_momentum()) if has_momentum else states
+        for view, state in zip(views, states, strict=True):
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    is_momentum = key == "momentum_buffer"
+                    state[key] = view.copy_(value) if is_momentum else value.clone()
+
+    def _own_momentum(self) -> Tensor:
+        if self._momentum is None:
+            self._momentum = torch.empty_like(self.flat, pin_memory=False)
+        return self._momentum
 
     def set_hyperparameters(self, settings: DiLoCoSettings) -> None:
         """Go on with other numbers, and the same momentum buffers.
@@ -278,10 +406,12 @@ class GlobalParameters:
     def momentum_norm(self) -> float:
         """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step.
 
-        Over all shards of the group, if it has shards; then a collective of its ranks.
+        Over all shards or shares of the group, if it has such; then a collective of its ranks.
         """
         if self._momentum_norm is None:
             self._momentum_norm = self._compute_momentum_norm()
+        if self.is_shared:
+            return self.share.norm(self._momentum_norm)
         return self.shards.norm(self._momentum_norm)
 
     def _compute_momentum_norm(self) -> float:
@@ -298,3 +428,10 @@ def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
         local.copy_(theta)
     else:
         local.copy_(theta.to(local.device).lerp(local.float(), alpha))
+
+
+def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Parameters) -> bool:
+    """Whether the outer optimizer treats each element by itself, as far as we know."""
+    shapes = (local_tensor(parameter).shape for parameter in parameters.values())
+    like = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    return is_plain_sgd(outer_optimizer(like))

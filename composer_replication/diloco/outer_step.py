@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-
-from composer_replication.diloco.averaging.weighted_mean import WeightedMean, cut
-from composer_replication.diloco.shards import Shards
 
 LANES = 16
 """The widest vector of fp32 that torch computes in: torch's fused step rounds what is left over
@@ -35,75 +31,52 @@ class ChunkedDescent:
 
     Args:
         optimizer: See ``is_plain_sgd``. Its state is used and kept, so that it may be saved.
-        theta: Global parameters, fp32 and contiguous, in the order of the mean.
-        plain: The places of those that the optimizer does not move, and that become the mean.
-        held: The places of those that stay what they are.
-        shards: Which part of them this rank holds.
+        momentum: Where the momentum of each tensor goes that has none yet, fp32, in its shape.
+        divisor: What the sums are divided by to be the mean.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        theta: Sequence[nn.Parameter],
-        plain: Collection[int],
-        held: Collection[int],
-        shards: Shards,
+        self, optimizer: torch.optim.Optimizer, momentum: Sequence[Tensor], divisor: float
     ) -> None:
         (group,) = optimizer.param_groups
         self._lr, self._momentum = float(group["lr"]), float(group["momentum"])
         self._nesterov = group["nesterov"]
-        self._theta = theta
-        self._plain = plain
-        self._held = held
-        self._shards = shards
-        self._momenta: list[Tensor] = list(theta)  # itself where there is none
-        self._is_first: set[int] = set()
-        self.momentum_norm = 0.0
-        """L2 of this rank's part, once all steps have been taken."""
-        for place, parameter in enumerate(theta) if self._momentum else ():
-            if place in plain or place in held:
-                continue
-            state = optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.empty_like(parameter, requires_grad=False)
-                self._is_first.add(place)
-            self._momenta[place] = state["momentum_buffer"]
+        self._state = optimizer.state
+        self._memory = momentum
+        self._divisor = torch.tensor(divisor)
 
-    def steps(self, mean: WeightedMean) -> Iterator[Tensor]:
-        """Take it piece by piece, and give the global parameters of each that has moved.
+    def steps(
+        self, theta: nn.Parameter, place: int, sums: Tensor, chunk: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Move one tensor, chunk by chunk; each is given when it has moved, with its momentum.
 
         Args:
-            mean: Received; it is used up.
+            theta: Global parameters, fp32 and contiguous.
+            place: Which of the fragment's.
+            sums: Of pseudo-gradients, 1-D; used up.
+            chunk: How many elements at a time.
         """
-        squares = [torch.zeros(())]
-        total = torch.tensor(mean.divisor)
-        for piece, theta, sums, momentum in zip(
-            mean.pieces,
-            cut(self._theta, mean.pieces),
-            mean.sums(),
-            cut(self._momenta, mean.pieces),
-            strict=True,
-        ):
-            if piece.tensor in self._held:
-                pass
-            elif piece.tensor in self._plain:
-                theta.sub_(sums.div_(total))
-            elif not self._momentum:
-                theta.add_(sums.div_(total), alpha=-self._lr)
-            else:
-                self._move(theta, sums, momentum, total, piece.tensor in self._is_first)
-                square = torch.dot(momentum, momentum)
-                squares.append(self._shards.own_part(square, piece.tensor))
-            yield theta
-        self.momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
+        flat = theta.detach().view(-1)
+        if not self._momentum:
+            for part, total in zip(flat.split(chunk), sums.split(chunk), strict=True):
+                yield part.add_(total.div_(self._divisor), alpha=-self._lr), part[:0]
+            return
+        state = self._state[theta]
+        is_first = state.get("momentum_buffer") is None
+        if is_first:
+            state["momentum_buffer"] = self._memory[place]
+        parts = (each.split(chunk) for each in (flat, sums, state["momentum_buffer"].view(-1)))
+        for part, total, momentum in zip(*parts, strict=True):
+            self._move(part, total, momentum, is_first)
+            yield part, momentum
 
-    def _move(
-        self, theta: Tensor, sums: Tensor, momentum: Tensor, total: Tensor, is_first: bool
-    ) -> None:
+    def _move(self, theta: Tensor, sums: Tensor, momentum: Tensor, is_first: bool) -> None:
         fused = 0 if is_first else sums.numel() // LANES * LANES
         rest = sums.numel() - fused
         if rest:
-            self._by_parts(theta[fused:], sums[fused:].div_(total), momentum[fused:], is_first)
+            self._by_parts(
+                theta[fused:], sums[fused:].div_(self._divisor), momentum[fused:], is_first
+            )
             theta, sums, momentum = theta[:fused], sums[:fused], momentum[:fused]
         if fused:
             # What torch.optim.SGD(fused=True) calls, whose own way there takes six times as long.
@@ -118,7 +91,7 @@ class ChunkedDescent:
                 nesterov=self._nesterov,
                 maximize=False,
                 is_first_step=False,
-                grad_scale=total,  # it divides by that
+                grad_scale=self._divisor,  # it divides by that
             )
 
     def _by_parts(self, theta: Tensor, delta: Tensor, momentum: Tensor, is_first: bool) -> None:

@@ -14,13 +14,15 @@ def saved_state(
 ) -> dict[str, Any]:
     """The global state, and what each fragment has trained and sent since its last sync.
 
+    Every rank of the group has to call it.
+
     Args:
         state: The global state.
         fragments: In the order of their turns.
         copies: Whether to copy the tensors.
     """
     in_flight = (fragment.in_flight_state() for fragment in fragments)
-    return state.state_dict(copies=copies) | {
+    return state.whole_state_dict(copies=copies) | {
         "since_sync": [[fragment.inner_steps, fragment.samples] for fragment in fragments],
         "replaces_global": [fragment.replaces_global for fragment in fragments],
         "reading": state.ledger.local_state(),

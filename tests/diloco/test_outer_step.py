@@ -33,9 +33,7 @@ class Model(nn.Module):
 
 def summed(globals_, deltas, weights):
     """The mean as it stands after the allreduce of two groups."""
-    scattered = [i for i, t in enumerate(globals_.local.values()) if not t.is_contiguous()]
-    sizes = [t.numel() for t in globals_.theta.values()]
-    means = [WeightedMean(sizes, 0.01, CPU, scattered) for _ in deltas]
+    means = [WeightedMean(globals_.share, 0.01, CPU) for _ in deltas]
     for mean, values, weight in zip(means, deltas, weights, strict=True):
         flat = [value.reshape(-1) for value in values]
         mean.form(lambda value, into: into.copy_(value), (flat,), weight)

@@ -17,10 +17,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_optimizer import GlobalParameters, nesterov_sgd
+from composer_replication.diloco.outer_optimizer import (
+    GlobalParameters,
+    local_tensor,
+    nesterov_sgd,
+)
 from composer_replication.diloco.shards import Shards, count_shards
 
 pytestmark = pytest.mark.integration
@@ -45,8 +50,8 @@ def one_rank(rank, folder):
     parameters = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
-        mean = WeightedMean([40], 32.0, CPU, shards=Shards([local], dist.group.WORLD))
-        mean.form(lambda value, into: into.copy_(value.view(-1)), ([local],), 1.0, asks_ranks=False)
+        mean = WeightedMean(RankShare([40]), 32.0, CPU, shards=Shards([local], dist.group.WORLD))
+        mean.form(lambda value, into: into.copy_(value), ([local.view(-1)],), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
     backend = dist.group.WORLD._get_backend(CPU)
     dist.destroy_process_group()
@@ -92,10 +97,12 @@ def compare(rank, mesh, placements, num_shards):
 def step(parameters, ranks):
     """A mean of their values, and the global parameters after an outer step along it."""
     outer = nesterov_sgd(1.0, 0.9)
-    owned = GlobalParameters(parameters, outer, CPU, False, None, ranks)
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in parameters.values()]
-    mean = WeightedMean([t.numel() for t in local], 32.0, CPU, shards=owned.shards)
-    mean.form(lambda value, into: into.copy_(value.detach().reshape(-1)), (local,), 1.0)
+    owned = GlobalParameters(
+        parameters, outer, CPU, False, None, Shards(parameters.values(), ranks)
+    )
+    local = [local_tensor(t).reshape(-1) for t in parameters.values()]
+    mean = WeightedMean(owned.share, 32.0, CPU, shards=owned.shards)
+    mean.form(lambda value, into: into.copy_(value), (local,), 1.0)
     mean.receive()
     if mean.is_finite:
         owned.take_outer_step(mean, StepRules(alpha=1.0))

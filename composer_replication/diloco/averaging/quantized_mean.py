@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from composer_replication.diloco.averaging.exchange import Exchange
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
@@ -15,10 +14,9 @@ from composer_replication.diloco.averaging.quantized_buckets import (
     AllGatherBucket,
     ReduceScatterBucket,
 )
-from composer_replication.diloco.averaging.weighted_mean import Piece, WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import MeanLayout, WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
-from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 LEAST_MESSAGES = 4
@@ -56,39 +54,26 @@ class QuantizedMean(WeightedMean):
     alone: a sync that is tried again sends the same.
 
     Args:
-        sizes: See ``WeightedMean``, as for every argument not listed here.
+        layout: The arguments of ``WeightedMean``.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
         error_feedback: Whether there is a residual.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        bucket_cap_mb: float,
-        device: torch.device,
-        whole: Collection[int],
-        ranks: ProcessGroup | None,
-        model_device: torch.device | None,
-        shards: Shards | None = None,
-        *,
-        wire_format: str,
-        error_feedback: bool,
-    ) -> None:
-        super().__init__(sizes, bucket_cap_mb, device, whole, ranks, model_device, shards)
+    def __init__(self, layout: MeanLayout, *, wire_format: str, error_feedback: bool) -> None:
+        super().__init__(*layout)
         self._format = make_wire_format(wire_format)
-        self._num_elements = sum(sizes)
         self._exchange: Exchange | None = None
         self._messages: FlatMemory | None = None
         self._taken: Tensor | None = None
         self.residual: Tensor | None = None
         """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
         if error_feedback:
-            self.residual = torch.zeros(self._share.stop - self._share.start, device=device)
+            size = self.share.stop - self.share.start
+            self.residual = torch.zeros(size, device=self.device)
 
-    def _prepare(self, piece: Piece, values: Tensor, contribution: float) -> None:
+    def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         del contribution  # it goes along with each part
         if self.residual is not None:
-            start = piece.offset - self._share.start
             values += self.residual[start : start + values.numel()]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
@@ -122,9 +107,8 @@ class QuantizedMean(WeightedMean):
             stop = start + bucket.values.numel()
             bucket.finish(residual[start:stop] if residual is not None else None)
             start = stop
-        if self.total:
-            assert self._sums is not None, "it has been formed"
-            self._share.gather(self._sums)
+        if self.total and self._gathers:
+            self.share.gather(self.flat)
         return self.total
 
     def clear(self) -> None:
@@ -137,16 +121,16 @@ class QuantizedMean(WeightedMean):
     def gather_residual(self) -> Tensor | None:
         if self.residual is None:
             return None
-        whole = self.residual.new_zeros(self._share.padded)
-        whole[self._share.start : self._share.stop] = self.residual
-        self._share.gather(whole)
-        return whole[: self._num_elements]
+        whole = self.residual.new_zeros(self.share.padded)
+        whole[self.share.start : self.share.stop] = self.residual
+        self.share.gather(whole)
+        return whole[: sum(self.share.whole_sizes)]
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         if self.residual is None:
             return
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
-        own = whole[self._share.start : self._share.stop]
+        own = whole[self.share.start : self.share.stop]
         self.residual.zero_()[: own.numel()] = own
 
     def forget_residual(self) -> None:

@@ -2,38 +2,87 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+TIMEOUT = timedelta(seconds=300)
+"""How long a rank waits for the shares of the others when a whole tensor is asked for."""
+
+
+def host_group(ranks: ProcessGroup) -> ProcessGroup:
+    """The same ranks, in a group of their own that talks from host memory. A collective of them.
+
+    A rank that asks for whole tensors alone must not disturb the group in which they train.
+    """
+    own = torch.distributed.new_group(
+        torch.distributed.get_process_group_ranks(ranks),
+        timeout=TIMEOUT,
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    assert own is not None, "this rank is one of them"
+    return own
+
 
 class RankShare:
-    """This rank's part of a flat pseudo-gradient: it sends that part alone to the other groups.
+    """This rank's part of a flat buffer over tensors: it sends that part alone to the other groups.
 
     Under DDP all ranks of a group hold the same. Each averages its share with the same rank of the
-    other groups; then the ranks gather the whole mean, on the line between them, which is fast. So
-    the traffic between groups does not grow with their ranks.
+    other groups; then the ranks gather what comes of it, on the line between them, which is fast.
+    So the traffic between groups does not grow with their ranks.
 
     Args:
-        num_elements: Of the whole.
-        ranks: Of the group, who hold the same; None for a rank by itself.
-        device: Where the ranks talk to each other; the whole may be elsewhere.
+        sizes: Elements of each tensor; they lie one after the other.
         bucket: Largest number of elements that a rank sends the others at a time.
+        ranks: Of the group, who hold the same; None for a rank by itself.
+        device: Where the ranks talk to each other; the buffer may be elsewhere.
+        host_ranks: See ``host_group``.
     """
 
     ALIGNMENT = 16
 
     def __init__(
-        self, num_elements: int, ranks: ProcessGroup | None, device: torch.device, bucket: int
+        self,
+        sizes: Sequence[int],
+        bucket: int = 2**23,
+        ranks: ProcessGroup | None = None,
+        device: torch.device | None = None,
+        host_ranks: ProcessGroup | None = None,
     ) -> None:
-        self._ranks, self._device, self._bucket = ranks, device, bucket
-        rank, size = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
-        share = -(-num_elements // size)
-        if size > 1:
+        self.whole_sizes, self._bucket = list(sizes), bucket
+        self._ranks, self._device, self._host_ranks = ranks, device, host_ranks
+        self._rank, self.num_ranks = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
+        share = -(-sum(sizes) // self.num_ranks)
+        if self.num_ranks > 1:
             share = -(-share // self.ALIGNMENT) * self.ALIGNMENT
-        self.padded = share * size
+        self._share = share
+        self.padded = share * self.num_ranks
         """Elements of memory for the whole: all shares are equally large."""
-        self.start, self.stop = rank * share, (rank + 1) * share
+        self.start, self.stop = self._rank * share, (self._rank + 1) * share
+        self._firsts = [*itertools.accumulate(sizes, initial=0)]
+        self._parts = [self._part(place, self._rank) for place in range(len(sizes))]
+        self.sizes = [part.stop - part.start for part in self._parts]
+        """Elements of each tensor that are in this rank's share."""
+
+    def _part(self, place: int, rank: int) -> slice:
+        """The elements of a tensor that are in the share of a rank."""
+        first, size = self._firsts[place], self.whole_sizes[place]
+        bounds = (rank * self._share - first, (rank + 1) * self._share - first)
+        return slice(*(max(0, min(size, bound)) for bound in bounds))
+
+    def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
+        return (self.part_of(place, tensor) for place, tensor in enumerate(tensors))
+
+    def part_of(self, place: int, tensor: Tensor) -> Tensor:
+        """This rank's part of one tensor, as ``own`` gives it."""
+        return tensor.reshape(-1)[self._parts[place]]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group, the same on all of them."""
@@ -43,13 +92,39 @@ class RankShare:
         torch.distributed.all_reduce(value, group=self._ranks)
         return value
 
+    def norm(self, own: float) -> float:
+        """The L2 norm over all shares, given that of this rank's; with others a collective."""
+        return math.sqrt(float(self.sum(torch.tensor(own, dtype=torch.float64).square())))
+
     def gather(self, flat: Tensor) -> None:
         """Fill in the others' shares. Every rank of the group calls it, or none."""
         if self._ranks is None:
             return
         shares = flat.view(self._ranks.size(), -1)
         for bucket in shares.split(self._bucket, dim=1):
-            own = bucket[self._ranks.rank()].to(self._device, copy=True)
+            own = bucket[self._rank].to(self._device, copy=True)
             gathered = own.new_empty(bucket.numel())
             torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)
             bucket.copy_(gathered.view(bucket.shape))
+
+    def whole(self, place: int, own: Tensor) -> Tensor:
+        """All of one tensor, 1-D, given this rank's part. Every rank of the group calls it.
+
+        Raises:
+            RuntimeError: The other ranks did not, within ``TIMEOUT``.
+        """
+        whole = own.new_empty(self.whole_sizes[place], device="cpu")
+        whole[self._parts[place]] = own
+        try:
+            for rank in range(self.num_ranks):
+                part = whole[self._part(place, rank)]
+                if part.numel():
+                    torch.distributed.broadcast(part, group=self._host_ranks, group_src=rank)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._rank} of this group asked for global parameters, of which each of "
+                f"its {self.num_ranks} ranks holds a share, and the others have not given theirs "
+                f"({error}). Call state_dict() of the model while it trains, and what else reads "
+                "global parameters, on all ranks and not on one alone"
+            ) from error
+        return whole.to(own.device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.averaging.rank_shares import RankShare
@@ -21,65 +20,19 @@ CHUNK = 2**18
 again."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``start`` to ``stop`` of a flattened tensor, which are at ``offset`` in all."""
-
-    tensor: int
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def size(self) -> int:
-        """Its elements."""
-        return self.stop - self.start
-
-    def between(self, start: int, stop: int) -> Piece | None:
-        """The part of it that is at ``start`` to ``stop`` in all, if there is one."""
-        first, end = max(start - self.offset, 0), min(stop - self.offset, self.size)
-        if first >= end:
-            return None
-        return Piece(self.tensor, self.start + first, self.start + end, self.offset + first)
-
-
-def plan_pieces(sizes: Sequence[int], chunk: int, whole: Collection[int] = ()) -> list[Piece]:
-    """Cut tensors of ``sizes`` elements, in their order, into pieces of at most ``chunk`` elements.
-
-    Every element is in exactly one piece; those of a tensor in ``whole`` in a single one.
-    """
-    pieces, first = [], 0
-    for tensor, size in enumerate(sizes):
-        step = max(size, 1) if tensor in whole else chunk
-        for start in range(0, size, step):
-            pieces.append(Piece(tensor, start, min(start + step, size), first + start))
-        first += size
-    return pieces
-
-
-def cut(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Iterator[Tensor]:
-    """Views of the elements of each piece, 1-D.
-
-    A tensor that cannot be viewed so comes as it is where the piece is all of it, else as copies.
-    """
-    for piece in pieces:
-        tensor = tensors[piece.tensor]
-        if piece.size < tensor.numel():
-            yield tensor.reshape(-1)[piece.start : piece.stop]
-        else:
-            yield tensor.view(-1) if tensor.is_contiguous() else tensor
+def elements_of(bucket_cap_mb: float) -> int:
+    """How many fp32 numbers a bucket of so many MiB has."""
+    return max(1, int(bucket_cap_mb * 2**20) // 4)
 
 
 class MeanLayout(NamedTuple):
     """The arguments of ``WeightedMean``, for who builds several."""
 
-    sizes: Sequence[int]
+    share: RankShare
     bucket_cap_mb: float
     device: torch.device
-    whole: Collection[int]
-    ranks: ProcessGroup | None
-    model_device: torch.device | None
     shards: Shards | None = None
+    gathers: bool = True
 
 
 class WeightedMean:
@@ -92,40 +45,27 @@ class WeightedMean:
     The sum is an allreduce of fp32 numbers; ``QuantizedMean`` has the other wire formats.
 
     Args:
-        sizes: Elements of each tensor, in the order that all groups share.
+        share: Of the tensors, in the order that all groups share: what this rank sends.
         bucket_cap_mb: Largest message in MiB of fp32.
         device: Where the messages live.
-        whole: Tensors that cannot be cut, since their elements do not lie one after the other.
-        ranks: The ranks of this group that hold the same values, if there are several: each sends a
-            share of them.
-        model_device: Where the values come from, and where ``ranks`` talk to each other. None:
-            ``device``.
         shards: Of the tensors, where each rank of this group holds one: a rank sends all that it
             holds, and whether all values are finite is one answer for the whole group.
+        gathers: Whether every rank of the group gets the whole mean, or only that of its share.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        share: RankShare,
         bucket_cap_mb: float,
         device: torch.device,
-        whole: Collection[int] = (),
-        ranks: ProcessGroup | None = None,
-        model_device: torch.device | None = None,
         shards: Shards | None = None,
+        gathers: bool = True,
     ) -> None:
-        model_device = model_device or device
+        self.share, self.device, self._gathers = share, device, gathers
         self._shards = shards or Shards()
-        num_elements = sum(sizes)
-        self._bucket = max(1, int(bucket_cap_mb * 2**20) // 4)
-        self.device = device
+        self._bucket = elements_of(bucket_cap_mb)
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
-        chunk = CHUNK if device.type == "cpu" else max(1, num_elements)
-        self.pieces = plan_pieces(sizes, chunk, whole)
-        self._share = share = RankShare(num_elements, ranks, model_device, self._bucket)
-        own = (piece.between(share.start, share.stop) for piece in self.pieces)
-        self._own_pieces = [piece for piece in own if piece is not None]
-        self._filled = max(0, min(num_elements, share.stop) - share.start)
+        self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
@@ -142,7 +82,7 @@ class WeightedMean:
     def form(
         self,
         write: Callable[..., object],
-        sources: Sequence[Sequence[Tensor]],
+        sources: Sequence[Iterable[Tensor]],
         contribution: float,
         *,
         asks_ranks: bool = True,
@@ -152,42 +92,46 @@ class WeightedMean:
         ``norm`` then holds the L2 norm of the values, not finite if one of them is not.
 
         Args:
-            write: Called with a piece of each source, and last with the 1-D fp32 tensor that it
-                writes their values into.
-            sources: Of what: each has tensors of the ``sizes``.
+            write: Called with a 1-D part of a tensor of each source, and last with the 1-D fp32
+                tensor that it writes their values into.
+            sources: Of what: each gives this rank's part of every tensor, 1-D, as ``share.own``
+                cuts it.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
         """
-        flat = self._memory.take()
+        flat, share = self._memory.take(), self.share
+        to_send = flat[share.start : share.stop]
+        own = to_send[: sum(share.sizes)]
         squares = [torch.zeros((), device=self.device)]
-        places = flat[self._share.start :][: self._filled].split([p.size for p in self._own_pieces])
-        inputs = zip(*(cut(source, self._own_pieces) for source in sources), strict=True)
-        for piece, values, given in zip(self._own_pieces, places, inputs, strict=True):
-            write(*given, values)
-            square = torch.dot(values, values)  # in half the time of a norm
-            squares.append(self._shards.own_part(square, piece.tensor))
-            self._prepare(piece, values, contribution)
+        start = 0
+        for place, parts in enumerate(zip(own.split(share.sizes), *sources, strict=True)):
+            chunks = (part.split(self._chunk) for part in parts)
+            for values, *given in zip(*chunks, strict=True):
+                write(*given, values)
+                square = torch.dot(values, values)  # in half the time of a norm
+                squares.append(self._shards.own_part(square, place))
+                self._prepare(start, values, contribution)
+                start += values.numel()
         square = torch.stack(squares).sum()
-        self.norm = math.sqrt(float(self._share.sum(square) if asks_ranks else square))
+        self.norm = math.sqrt(float(share.sum(square) if asks_ranks else square))
         if asks_ranks:
             self.norm = self._shards.norm(self.norm)
-        to_send = flat[self._share.start : self._share.stop]
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
-            to_send.zero_()
-        to_send[self._filled :] = 0.0
+            own.zero_()
+        to_send[start:] = 0.0
         weight = torch.tensor([self.contribution], dtype=torch.float32, device=self.device)
         self.messages, self._sums = [*to_send.split(self._bucket), weight], flat
 
-    def _prepare(self, piece: Piece, values: Tensor, contribution: float) -> None:
+    def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
+        """Weight values that are at ``start`` of this rank's share."""
         if contribution not in (0.0, 1.0):
             values *= contribution
 
     @property
     def _own(self) -> Tensor:
-        assert self._sums is not None, "it has been formed"
-        return self._sums[self._share.start : self._share.stop]
+        return self.flat[self.share.start : self.share.stop]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start what makes it the mean, without waiting: every Work of it has to be waited for."""
@@ -202,23 +146,29 @@ class WeightedMean:
     def receive(self) -> float:
         """Once all that ``send`` started has ended well: ``sum(c_i)``, also in ``total``.
 
-        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it. Not before
-        the vote: it cannot be formed again after it.
+        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it, if they do.
+        Not before the vote: it cannot be formed again after it.
         """
         self.total = self.divisor = float(self.messages[-1])
-        if self.total:
-            assert self._sums is not None, "it has been formed"
-            self._share.gather(self._sums)
+        if self.total and self._gathers:
+            self.share.gather(self.flat)
         return self.total
 
+    @property
+    def flat(self) -> Tensor:
+        """The memory of all ranks' shares, in which this rank's are the sums."""
+        assert self._sums is not None, "it has been formed"
+        return self._sums
+
     def sums(self) -> Sequence[Tensor]:
-        """The sums of each of ``pieces``, 1-D fp32: ``divisor`` times the mean."""
-        assert self._sums is not None, "it has been formed and received"
-        sizes = [piece.size for piece in self.pieces]
-        return self._sums[: sum(sizes)].split(sizes)
+        """``divisor`` times the mean of each tensor, 1-D fp32: of all of it, or of the share."""
+        if self._gathers:
+            sizes = self.share.whole_sizes
+            return self.flat[: sum(sizes)].split(sizes)
+        return self._own[: sum(self.share.sizes)].split(self.share.sizes)
 
     def take(self) -> Iterator[Tensor]:
-        """The mean of each of ``pieces``, 1-D fp32; once, in place."""
+        """The mean of each tensor, 1-D fp32; once, in place."""
         return (each.div_(self.divisor) for each in self.sums())
 
     # What a wire format keeps back: nothing here, where nothing is rounded.
@@ -234,6 +184,5 @@ class WeightedMean:
 
     def clear(self) -> None:
         """Forget what was sent, which has all ended well."""
-        assert self._sums is not None, "it has been formed"
-        self._memory.give_back(self._sums)
+        self._memory.give_back(self.flat)
         self.messages, self._sums = [], None

@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
+from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import MeanLayout
 from composer_replication.diloco.averaging.wire_formats import Int8
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS, encoded_bytes
@@ -65,8 +66,8 @@ def average(sim, mean, step):
 
 
 def make_mean(wire_format, error_feedback=True, bucket_cap_mb=2**-9):
-    layout = MeanLayout(SIZES, bucket_cap_mb, torch.device("cpu"), (), None, None)
-    return QuantizedMean(*layout, wire_format=wire_format, error_feedback=error_feedback)
+    layout = MeanLayout(RankShare(SIZES), bucket_cap_mb, torch.device("cpu"))
+    return QuantizedMean(layout, wire_format=wire_format, error_feedback=error_feedback)
 
 
 @pytest.mark.parametrize("wire_format", ENCODED)

@@ -4,16 +4,20 @@ Run: pytest tests/diloco/averaging/test_rank_shares.py. Three real processes of 
 what the other group sends is added by hand.
 """
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from forked import context
 
+from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 
 pytestmark = pytest.mark.integration
 
+CPU = torch.device("cpu")
 RANKS = 3
 SIZES = [[5, 1, 70_000, 3], [2], [RANKS * 16], [200_000]]
 
@@ -54,10 +58,9 @@ def mean_of(ours, theirs, weights, ranks):
     """The mean with another group, whose same rank has sent its same share."""
     means = []
     for values, weight in zip((ours, theirs), weights, strict=True):
-        scattered = [i for i, v in enumerate(values) if not v.is_contiguous()]
         sizes = [v.numel() for v in values]
-        mean = WeightedMean(sizes, 0.1, torch.device("cpu"), scattered, ranks)
-        mean.form(lambda value, into: into.copy_(value.reshape(-1)), (values,), weight)
+        mean = WeightedMean(RankShare(sizes, 1000, ranks, CPU), 0.1, CPU)
+        mean.form(lambda value, into: into.copy_(value), (mean.share.own(values),), weight)
         means.append(mean)
     for one, other in zip(means[0].messages, means[1].messages, strict=True):
         one += other
@@ -69,3 +72,33 @@ def test_shares_make_up_the_whole(tmp_path):
     torch.multiprocessing.start_processes(
         one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
     )
+
+
+@dataclass
+class OneOf:
+    """Stands in for a process group of which nobody sends anything."""
+
+    place: int
+    num_ranks: int
+
+    def rank(self):
+        return self.place
+
+    def size(self):
+        return self.num_ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("sizes", [[5], [3, 40], [1, 100, 1], [0, 33, 0], [16, 16], [2] * 50])
+def test_every_element_is_in_the_share_of_one_rank_in_order(sizes, ranks):
+    whole = torch.arange(sum(sizes))
+    tensors = whole.split(sizes)
+    seen = []
+    for rank in range(ranks):
+        share = RankShare(sizes, 10, OneOf(rank, ranks), CPU)
+        own = list(share.own(tensors))
+        assert [part.numel() for part in own] == share.sizes
+        assert torch.equal(torch.cat(own), whole[share.start : share.stop])
+        assert share.stop - share.start == share.padded / ranks
+        seen += [element for part in own for element in part.tolist()]
+    assert seen == whole.tolist()

@@ -1,0 +1,152 @@
+"""Under DDP each rank holds a share of the global parameters; together they are those of one rank.
+
+Run: pytest tests/diloco/test_shared_globals.py. Four real processes of a group over gloo; of the
+other groups there are none.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from common import take_step
+from forked import context
+from torch import nn
+
+from composer_replication import DiLoCo
+from composer_replication.diloco.averaging import rank_shares
+from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.simulation.simulation import simulate
+
+pytestmark = pytest.mark.integration
+
+RANKS = 4
+CPU = torch.device("cpu")
+CASES = {
+    "vanilla": {"sync_every": 2},
+    "streaming": {
+        "sync_every": 4,
+        "num_fragments": 2,
+        "fragment_sync_delay": 1,
+        "fragment_update_alpha": 0.5,
+    },
+}
+
+
+class Model(nn.Module):
+    """Tensors that no number of ranks divides, of one element too, and one that is scattered."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.blocks = nn.Sequential(
+            nn.Linear(301, 203), nn.BatchNorm1d(203), nn.Linear(203, 1), nn.Conv2d(3, 8, 3)
+        )
+        self.blocks[3].to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draw))
+
+
+def train(ranks, settings, outer=None, state=None, steps=9):
+    """What a group of one process, or this rank of several, holds in the end."""
+
+    def replica(sim):
+        model = Model()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        buffers = "mean" if settings["sync_every"] == 2 else "none"
+        diloco = DiLoCo(
+            sim.manager, model, inner, outer, ranks=ranks, sync_buffers=buffers, **settings
+        )
+        if state is not None:
+            model.load_state_dict(state[0])
+            diloco.load_state_dict(state[1])
+        with diloco:
+            for step in range(steps):
+                take_step(inner, 0.01 * (step + 1))
+            local = {name: t.clone() for name, t in model.state_dict().items()}
+            saved, at_rest = diloco.state_dict(), bytes_held(diloco)
+            digest = diloco.global_digest()
+            diloco.final_sync()
+        globals_ = {name: t.clone() for name, t in diloco.global_parameters().items()}
+        return (local, saved), digest, globals_, at_rest
+
+    return simulate(replica, num_replicas=1)[0]
+
+
+def bytes_held(diloco):
+    """Memory of global parameters and outer state, each storage counted once."""
+    tensors = [theta for f in diloco._fragments for theta in f.globals.theta.values()]
+    for fragment in diloco._fragments:
+        for state in fragment.globals.optimizer.state.values():
+            tensors += [t for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def are_equal(one, other):
+    """Of containers too, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    return one == other
+
+
+def one_rank(rank, folder):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    world = dist.group.WORLD
+    num_parameters = sum(p.numel() for p in Model().parameters())
+    for name, settings in CASES.items():
+        alone, shared = train(None, settings), train(world, settings)
+        assert are_equal(shared[:3], alone[:3]), name
+        assert alone[3] >= 8 * num_parameters
+        assert shared[3] <= 1.02 * 8 / RANKS * num_parameters + 1000, name
+        # In mid-round, from the state of one rank to four, and from that of four to one.
+        ends = [
+            train(world, settings, None, alone[0], 7),
+            train(None, settings, None, shared[0], 7),
+        ]
+        assert are_equal(ends[0][:3], ends[1][:3]), name
+    # What may look at a whole tensor is given whole ones, on every rank.
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
+    alone, shared = train(None, CASES["vanilla"], adam), train(world, CASES["vanilla"], adam)
+    assert are_equal(shared[:3], alone[:3]) and shared[3] == alone[3]
+    ask_alone(rank, world)
+    backend = world._get_backend(CPU)
+    dist.destroy_process_group()
+    del backend  # after all that has the group, or torch 2.7 may hang: see GlooOnTorch27
+
+
+def ask_alone(rank, world):
+    """A rank that asks for global parameters alone is told so, and the others go on."""
+    rank_shares.TIMEOUT = timedelta(seconds=1)
+
+    def replica(sim):
+        model = Model()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        diloco = DiLoCo(sim.manager, model, inner, nesterov_sgd(), 2, ranks=world)
+        with diloco:
+            if rank == 0:
+                with pytest.raises(RuntimeError, match=r"rank 0 .* asked .* on all ranks"):
+                    diloco.global_digest()
+            for _ in range(4):
+                take_step(inner, 0.1)
+            return diloco.outer_step
+
+    assert simulate(replica, num_replicas=1) == [2]
+
+
+def test_shares_of_four_ranks_are_together_what_one_rank_holds(tmp_path):
+    torch.multiprocessing.start_processes(
+        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
+    )
