@@ -35,4 +35,4 @@ def test_a_process_with_one_manager_after_the_other_keeps_what_one_needs():
         lighthouse.shutdown()
     for fds, threads, ports in lives:
         # A life that is kept takes 26 descriptors, 4 threads and 2 ports.
-        assert fds < first[0] + 26 and threads < first[1] + 4 and ports <= first[2]
+        assert fds < first[0] + 26 and threads < first[1] + 4 and ports < first[2] + 2
