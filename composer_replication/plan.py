@@ -156,10 +156,10 @@ class PlannedRun:
         """
         is_encoded = self.wire_format != "float32"
         fragment = 4 * self.params / self.num_fragments
-        resting = (12 if is_encoded else 8) * self.params / self.ranks
+        resident = (12 if is_encoded else 8) * self.params / self.ranks
         encoded = fragment / 4 * BYTES_PER_PARAMETER[self.wire_format] / self.ranks
         copies = 2 if self.fragment_sync_delay else 1
-        return Memory(resting, resting + copies * fragment + 3 * encoded * is_encoded, fragment)
+        return Memory(resident, resident + copies * fragment + 3 * encoded * is_encoded, fragment)
 
 
 @dataclass(frozen=True)
@@ -253,22 +253,22 @@ def print_plan(run: PlannedRun, utilisation: float, console: Console) -> None:
         f" Streaming: {run.num_fragments} fragments, each overlapped with "
         f"{run.fragment_sync_delay} inner steps."
     )
-    given = (
+    heading = (
         f"{run.params:,} parameters in {run.groups} replica groups{ranks}. {run.step_s:g} s an "
         f"inner step, {run.host_s_per_param:g} s a parameter on the host. Between groups "
         f"{run.link_bits_per_s / 1e9:,g} Gbit/s and {run.round_trip_s:g} s of round trip."
         f"{'' if run.is_vanilla else streaming}"
     )
-    for part in (given, times, memory, *NOTES):
+    for part in (heading, times, memory, *NOTES):
         console.print(part, markup=False, highlight=False)
 
 
 def plan_as_json(run: PlannedRun, utilisation: float) -> dict[str, Any]:
     """The run and all rows, in seconds, bytes and bits per second."""
-    given = asdict(run)
-    del given["wire_format"]  # there are rows of all of them
+    facts = asdict(run)
+    del facts["wire_format"]  # there are rows of all of them
     rows = [asdict(row) for row in plan_rows(run, utilisation)]
-    return {"run": given, "utilisation": utilisation, "rows": rows}
+    return {"run": facts, "utilisation": utilisation, "rows": rows}
 
 
 def parse_link(text: str) -> float:

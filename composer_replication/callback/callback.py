@@ -105,15 +105,15 @@ class DiLoCoCallback(Callback):
     """
 
     @takes(CallbackArguments)
-    def __init__(self, **given: Any) -> None:
-        self._given = given  # a coordinator's settings are compared with what was given
-        self.settings = pick(DiLoCoSettings, given)
-        self.options = pick(ReplicaOptions, given).with_environment()
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments  # a coordinator's settings are compared with what was given
+        self.settings = pick(DiLoCoSettings, arguments)
+        self.options = pick(ReplicaOptions, arguments).with_environment()
         name_the_node()
         if package_log.level == logging.NOTSET:
             package_log.setLevel(logging.INFO)  # llm-foundry sets a level for its own packages only
         self.result: dict[str, Any] = {}
-        self._given_manager = given.get("manager")
+        self._passed_manager = arguments.get("manager")
         self._manager: Any = None
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
         self._run: RunInfo | None = None
@@ -153,7 +153,7 @@ class DiLoCoCallback(Callback):
         if self.options.coordinator_addr is not None:
             self._run = ask_for_run(self.options)
             self.settings = self._run.settings
-            self.options = self._run.adopt(self.options, self._given)
+            self.options = self._run.adopt(self.options, self._arguments)
             kept = self._group.resume.state_dict()  # LoadCheckpoint may have loaded a state at INIT
             self._group.resume = Resume(self.settings, self.options.on_bad_state)
             self._group.resume.keep(kept)
@@ -313,7 +313,7 @@ class DiLoCoCallback(Callback):
 
     def _check(self, state: State) -> None:
         """Refuse what cannot be trained, before anything is changed."""
-        if self._given_manager is not None and self._group.ended is not None:
+        if self._passed_manager is not None and self._group.ended is not None:
             raise ValueError(
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
@@ -333,7 +333,7 @@ class DiLoCoCallback(Callback):
         if self._run is not None:
             synced = synced_tensors(unwrapped(state), self.settings, also_synced)
             self._membership = Membership(self.options, self._run, synced, dist.get_world_size())
-        self._manager = self._given_manager or build_manager(self.options, state)
+        self._manager = self._passed_manager or build_manager(self.options, state)
         assert averages is not None, "the state has been restored"
         self._heal_state = HealState(
             state, self.options.heal_inner_state, self._is_in_batch, averages

@@ -15,7 +15,7 @@ from composer_replication import __version__
 from composer_replication.coordinator.client_http import (
     CoordinatorHttp,
     NameTakenError,
-    RefusedByCoordinatorError,
+    RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
@@ -90,7 +90,7 @@ class RunInfo:
         that do not change a shape, such as a number of heads, are compared here only.
 
         Raises:
-            RefusedByCoordinatorError: A key has another value.
+            RejectedByCoordinatorError: A key has another value.
         """
         run = self.model_section or {}
         differing = [
@@ -99,20 +99,20 @@ class RunInfo:
             if name in run and value != run[name]
         ]
         if differing:
-            raise RefusedByCoordinatorError(f"another model: {'; '.join(differing)}")
+            raise RejectedByCoordinatorError(f"another model: {'; '.join(differing)}")
 
     def check_versions(self) -> None:
         """Compare what is installed here with what the coordinator runs on.
 
         Raises:
-            RefusedByCoordinatorError: A version differs, so registration would be refused.
+            RejectedByCoordinatorError: A version differs, so registration would be refused.
         """
         for name, own, run in (
             ("composer_replication", __version__, self.version),
             ("torchft", version("torchft-nightly"), self.torchft),
         ):
             if own != run:
-                raise RefusedByCoordinatorError(
+                raise RejectedByCoordinatorError(
                     f"{name} {own} here, and {run} in this run: install the same version"
                 )
 
@@ -126,7 +126,7 @@ class CoordinatorClient(CoordinatorHttp):
     """The coordinator's requests as methods. Arguments: see ``CoordinatorHttp``.
 
     Every method raises ``CoordinatorAwayError`` if nobody has answered for ``retry_s``, and
-    ``RefusedByCoordinatorError`` with the reason if the coordinator refuses.
+    ``RejectedByCoordinatorError`` with the reason if the coordinator refuses.
     """
 
     def info(self) -> RunInfo:

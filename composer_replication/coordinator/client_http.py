@@ -29,11 +29,11 @@ class CoordinatorAwayError(ConnectionError):
     """The coordinator does not answer, or something else answers at its address."""
 
 
-class RefusedByCoordinatorError(ValueError):
+class RejectedByCoordinatorError(ValueError):
     """The coordinator refuses a request; the message says why."""
 
 
-class NameTakenError(RefusedByCoordinatorError):
+class NameTakenError(RejectedByCoordinatorError):
     """A living replica group, or another dataset, has the name."""
 
 
@@ -133,7 +133,7 @@ class CoordinatorHttp:
 
         Raises:
             CoordinatorAwayError: There is no such answer.
-            RefusedByCoordinatorError: The coordinator refuses; ``NameTakenError`` for status 409.
+            RejectedByCoordinatorError: The coordinator refuses; ``NameTakenError`` for status 409.
         """
         try:
             response = self._client.request(method, path, json=body, timeout=self._timeout_s)
@@ -149,7 +149,7 @@ class CoordinatorHttp:
             answer = None
         detail = answer.get("detail") if isinstance(answer, dict) else None
         if response.is_client_error and detail is not None:
-            refusal = NameTakenError if response.status_code == 409 else RefusedByCoordinatorError
+            refusal = NameTakenError if response.status_code == 409 else RejectedByCoordinatorError
             raise refusal(f"the coordinator at {self.address} refuses: {detail}")
         if response.is_success and isinstance(answer, dict) and _has_fields(answer, fields):
             return answer

@@ -20,7 +20,7 @@ from composer_replication.coordinator.client import CoordinatorClient, RunInfo
 from composer_replication.coordinator.client_http import (
     CoordinatorAwayError,
     NameTakenError,
-    RefusedByCoordinatorError,
+    RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport
 from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
@@ -78,7 +78,7 @@ class Membership:
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.
-        RefusedByCoordinatorError: It refuses; the message says why.
+        RejectedByCoordinatorError: It refuses; the message says why.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Membership:
         other ranks waiting for it in their next collective.
 
         Raises:
-            RefusedByCoordinatorError: Another group has this one's name, or the coordinator does
+            RejectedByCoordinatorError: Another group has this one's name, or the coordinator does
                 not know a version that it has announced.
         """
         return ask_on_rank_0(self._settings_or_refusal)
@@ -179,7 +179,7 @@ class Membership:
             return
         try:
             unknown = client.commit(report)
-        except RefusedByCoordinatorError as error:
+        except RejectedByCoordinatorError as error:
             unknown = []
             log.error("The record of trained samples is wrong from here on: %s", error)
         if unknown and not self._has_complained:
@@ -199,7 +199,7 @@ class Membership:
             self._thread.join(5.0)
             try:
                 self.client.with_limits(retry_s=0.0).leave(self.replica_id, self.session)
-            except (CoordinatorAwayError, RefusedByCoordinatorError) as error:
+            except (CoordinatorAwayError, RejectedByCoordinatorError) as error:
                 log.info("Could not notify the coordinator on exit: %s", error)
         self.client.close()
 
@@ -218,7 +218,7 @@ class Membership:
                 if not self._is_away:
                     log.warning("Training goes on without the coordinator: %s", error)
                 self._is_away = True
-            except (RefusedByCoordinatorError, SettingsMismatch) as error:
+            except (RejectedByCoordinatorError, SettingsMismatch) as error:
                 self._refusal = error
                 return
 
@@ -235,7 +235,7 @@ class Membership:
         try:
             progress = {"session": self.session, **self._progress}
             self._newest_version = client.heartbeat(self.replica_id, progress)
-        except RefusedByCoordinatorError as error:
+        except RejectedByCoordinatorError as error:
             # The coordinator has lost its state, or another group has this one's name. In the
             # latter case it refuses the registration too.
             self._newest_version = client.register(self._registration)

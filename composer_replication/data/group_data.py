@@ -46,7 +46,7 @@ def group_data_of(
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.
-        RefusedByCoordinatorError: The dataset's name belongs to another dataset.
+        RejectedByCoordinatorError: The dataset's name belongs to another dataset.
         ValueError: Samples would count as trained whose steps are thrown away.
     """
     loader: Any = state.train_dataloader
@@ -154,7 +154,7 @@ class LeasedData(GroupData):
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.
-        RefusedByCoordinatorError: The dataset's name belongs to another dataset.
+        RejectedByCoordinatorError: The dataset's name belongs to another dataset.
         ValueError: Samples would count as trained whose steps are thrown away.
     """
 
@@ -194,7 +194,7 @@ class LeasedData(GroupData):
 
         Raises:
             CoordinatorAwayError: The coordinator does not answer.
-            RefusedByCoordinatorError: The checkpoint's samples are leased to others by now, or the
+            RejectedByCoordinatorError: The checkpoint's samples are leased to others by now, or the
                 coordinator does not know the stream.
         """
         ask_on_rank_0(self._continue_run)

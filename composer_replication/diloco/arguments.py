@@ -28,9 +28,9 @@ class _Decorator(Protocol[P]):
 def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
     """Give a function, or a method, the arguments of a dataclass's constructor.
 
-    The function is written with ``**given``, and ``*positional`` if some fields are not
+    The function is written with ``**keywords``, and ``*positional`` if some fields are not
     keyword-only. It receives what its caller has given and nothing else, and usually begins with
-    ``arguments = TheDataclass(**given)``. To the caller, to ``inspect.signature``, to ``help`` and
+    ``arguments = TheDataclass(**keywords)``. To the caller, to ``inspect.signature``, to ``help`` and
     to a type checker it looks as if it had written out all fields, with their types, defaults and
     descriptions.
 
@@ -47,11 +47,11 @@ def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
         name = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
-        def checked(*positional: Any, **given: Any) -> Any:
-            for keyword in given:
+        def checked(*positional: Any, **keywords: Any) -> Any:
+            for keyword in keywords:
                 if keyword not in signature.parameters:
                     raise TypeError(_unknown(keyword, name, constructor.parameters))
-            return function(*positional, **given)
+            return function(*positional, **keywords)
 
         own = inspect.signature(function).parameters.values()
         kept = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]

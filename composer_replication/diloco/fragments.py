@@ -192,7 +192,7 @@ def _from_modules(
             "leave num_fragments and fragment_patterns out"
         )
     fragments: list[Parameters] = []
-    home: dict[int, tuple[int, set[int]]] = {}
+    owner_of: dict[int, tuple[int, set[int]]] = {}
     for index, module in enumerate(modules):
         owners = _owners(module)
         fragment: Parameters = {}
@@ -200,14 +200,14 @@ def _from_modules(
         own_also = {name.removeprefix(own) for name in also if name.startswith(own)}
         for name, parameter in _trainable(module, own_also):
             identity = id(parameter)
-            if identity not in home:
-                home[identity] = (index, owners[identity])
+            if identity not in owner_of:
+                owner_of[identity] = (index, owners[identity])
                 fragment[f"{index}.{name}"] = parameter
-            elif home[identity][1] & owners[identity]:
+            elif owner_of[identity][1] & owners[identity]:
                 # The same submodule twice is an overlap. A weight under two submodules is tied, and
                 # belongs to the first fragment that contains it.
                 raise ValueError(
-                    f"parameter {name} is in model_fragments[{home[identity][0]}] and "
+                    f"parameter {name} is in model_fragments[{owner_of[identity][0]}] and "
                     f"[{index}]: every parameter belongs to one fragment"
                 )
         if not fragment:

@@ -173,10 +173,10 @@ class GlobalParameters:
                 stays.
         """
         theta = list(self.theta.values())
-        plain = {place for place, name in enumerate(self.theta) if name in self._buffers}
+        plain = {index for index, name in enumerate(self.theta) if name in self._buffers}
         plain |= rules.plain
-        for place in plain | rules.held:
-            self.optimizer.state.pop(theta[place], None)
+        for index in plain | rules.held:
+            self.optimizer.state.pop(theta[index], None)
         self.freezing.record_frozen(rules)
         if mean.device.type == self.flat.device.type == "cpu" and is_plain_sgd(self.optimizer):
             self._descend(mean, plain, rules)
@@ -188,12 +188,12 @@ class GlobalParameters:
 
     def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
         """The outer optimizer's own."""
-        for place, (parameter, delta) in enumerate(
+        for index, (parameter, delta) in enumerate(
             zip(self.theta.values(), mean.take(), strict=True)
         ):
-            if place in plain:
+            if index in plain:
                 parameter.sub_(delta.view(parameter.shape).to(parameter.device))
-            elif place not in rules.held:
+            elif index not in rules.held:
                 parameter.grad = torch.empty_like(parameter).copy_(delta.view(parameter.shape))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -212,24 +212,24 @@ class GlobalParameters:
         momentum = self._views(self._own_momentum())
         descent = ChunkedDescent(self.optimizer, momentum, mean.divisor)
         squares = [torch.zeros(())]
-        for place, (theta, parameter, sums) in enumerate(
+        for index, (theta, parameter, sums) in enumerate(
             zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
         ):
             local = None if self.is_shared else local_tensor(parameter)
             # A tensor whose elements do not lie one after the other is written back at once.
             is_cut = local is None or local.is_contiguous()
             chunk = CHUNK if is_cut else max(1, theta.numel())
-            if place in plain or place in rules.held:
-                if place in plain:
+            if index in plain or index in rules.held:
+                if index in plain:
                     theta.view(-1).sub_(sums.div_(mean.divisor))
                 moved = ((each, each[:0]) for each in theta.detach().view(-1).split(chunk))
             else:
-                moved = descent.steps(theta, place, sums, chunk)
+                moved = descent.steps(theta, index, sums, chunk)
             parts = () if local is None else local.view(-1).split(chunk) if is_cut else (local,)
             for part, (global_part, momentum) in itertools.zip_longest(parts, moved):
-                squares.append(self.shards.own_part(torch.dot(momentum, momentum), place))
+                squares.append(self.shards.own_part(torch.dot(momentum, momentum), index))
                 if part is not None:
-                    _mix(part, global_part.view(part.shape), rules.alpha_of(place))
+                    _mix(part, global_part.view(part.shape), rules.alpha_of(index))
         self._momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
 
     @property
@@ -268,8 +268,8 @@ class GlobalParameters:
 
     def _write_back(self, rules: StepRules, whole: Iterable[Tensor]) -> None:
         pairs = zip(self.local.values(), whole, strict=True)
-        for place, (parameter, theta) in enumerate(pairs):
-            _mix(local_tensor(parameter), theta, rules.alpha_of(place))
+        for index, (parameter, theta) in enumerate(pairs):
+            _mix(local_tensor(parameter), theta, rules.alpha_of(index))
 
     def copy_of_local(self) -> list[Tensor]:
         """Copies of the local parameters, in their own dtypes, beside the global ones."""
@@ -325,20 +325,24 @@ class GlobalParameters:
             "optimizer": optimizer
             | {
                 "state": {
-                    place: {
-                        key: change(names[place], value) if isinstance(value, Tensor) else value
+                    index: {
+                        key: change(names[index], value) if isinstance(value, Tensor) else value
                         for key, value in state.items()
                     }
-                    for place, state in optimizer["state"].items()
+                    for index, state in optimizer["state"].items()
                 }
             },
         }
 
     def _check(self, state_dict: dict[str, Any], shapes: Mapping[str, torch.Size]) -> None:
         for name, shape in shapes.items():
-            given = state_dict["theta"].get(name)
-            if given is None or given.shape != shape or given.dtype != torch.float32:
-                what = "is missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
+            received = state_dict["theta"].get(name)
+            if received is None or received.shape != shape or received.dtype != torch.float32:
+                what = (
+                    "is missing"
+                    if received is None
+                    else f"is {received.dtype} {tuple(received.shape)}"
+                )
                 raise ValueError(
                     f"global parameter {name} of a saved or received state {what}, and here it is "
                     f"{torch.float32} {tuple(shape)}: it is another model's state"
@@ -416,10 +420,10 @@ class GlobalParameters:
 
     def _compute_momentum_norm(self) -> float:
         squares = []
-        for place, theta in enumerate(self.theta.values()):
+        for index, theta in enumerate(self.theta.values()):
             buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
             if buffer is not None:
-                squares.append(self.shards.own_part(buffer.norm().square(), place))
+                squares.append(self.shards.own_part(buffer.norm().square(), index))
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 

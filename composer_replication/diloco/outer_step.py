@@ -46,13 +46,13 @@ class ChunkedDescent:
         self._divisor = torch.tensor(divisor)
 
     def steps(
-        self, theta: nn.Parameter, place: int, sums: Tensor, chunk: int
+        self, theta: nn.Parameter, index: int, sums: Tensor, chunk: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Move one tensor, chunk by chunk; each is given when it has moved, with its momentum.
 
         Args:
             theta: Global parameters, fp32 and contiguous.
-            place: Which of the fragment's.
+            index: Which of the fragment's.
             sums: Of pseudo-gradients, 1-D; used up.
             chunk: How many elements at a time.
         """
@@ -64,7 +64,7 @@ class ChunkedDescent:
         state = self._state[theta]
         is_first = state.get("momentum_buffer") is None
         if is_first:
-            state["momentum_buffer"] = self._memory[place]
+            state["momentum_buffer"] = self._memory[index]
         parts = (each.split(chunk) for each in (flat, sums, state["momentum_buffer"].view(-1)))
         for part, total, momentum in zip(*parts, strict=True):
             self._move(part, total, momentum, is_first)

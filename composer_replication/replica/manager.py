@@ -74,7 +74,7 @@ class ReplicaManager(InterruptibleManager):
         ValueError: ``pg`` is a process group of torch's own, or torchft's Manager refuses it.
     """
 
-    SAY_EVERY_S = 30.0
+    LOG_EVERY_S = 30.0
     """How often a group that waits for a quorum logs what it waits for, in seconds."""
 
     def __init__(
@@ -186,12 +186,12 @@ class ReplicaManager(InterruptibleManager):
         self._watch.disconnected()
 
     def wait_quorum(self) -> None:
-        """Wait for the quorum, and log every ``SAY_EVERY_S`` what the lighthouse waits for."""
+        """Wait for the quorum, and log every ``LOG_EVERY_S`` what the lighthouse waits for."""
         began = time.monotonic()
         future = self._quorum_future
         assert future is not None, "wait_quorum comes after start_quorum"
         # With a timeout, so that Python handles signals between two waits.
-        while not futures.wait([future], timeout=self.SAY_EVERY_S).done:
+        while not futures.wait([future], timeout=self.LOG_EVERY_S).done:
             waited = time.monotonic() - began
             situation = read_status(self._lighthouse_addr).situation
             log.warning("Waiting for a quorum for %.0f s: %s", waited, situation)

@@ -135,28 +135,28 @@ def build_text_loader(**arguments: Any) -> DataLoader:
         FileNotFoundError: The folder does not exist.
         ValueError: An argument is impossible, or the text does not fill one batch.
     """
-    given = TextArguments(**arguments)
-    split, batch_size, seed = given.split, given.batch_size, given.seed
-    text = TextBytes(given.path, max_seq_len=given.max_seq_len, split=split)
+    options = TextArguments(**arguments)
+    split, batch_size, seed = options.split, options.batch_size, options.seed
+    text = TextBytes(options.path, max_seq_len=options.max_seq_len, split=split)
     dataset: Dataset = text
     is_train = split == "train"
-    if is_train and given.shards == "leased":
+    if is_train and options.shards == "leased":
         return ReplicaDataLoader(
             text,
             batch_size,
             dataset_id=text.name,
-            unit_size=given.unit_size,
+            unit_size=options.unit_size,
             seed=seed,
-            shuffle=given.shuffle is not False,
-            num_workers=given.num_workers,
+            shuffle=options.shuffle is not False,
+            num_workers=options.num_workers,
         )
-    shuffle = is_train if given.shuffle is None else given.shuffle
-    drop_last = is_train if given.drop_last is None else given.drop_last
+    shuffle = is_train if options.shuffle is None else options.shuffle
+    drop_last = is_train if options.drop_last is None else options.drop_last
     if is_train:
         sampler = DistributedSampler(
             dataset,
-            replica_rank=given.replica_rank,
-            num_replica_groups=given.num_replica_groups,
+            replica_rank=options.replica_rank,
+            num_replica_groups=options.num_replica_groups,
             group_rank=dist.get_global_rank(),
             num_replicas=dist.get_world_size(),
             shuffle=shuffle,
@@ -176,7 +176,7 @@ def build_text_loader(**arguments: Any) -> DataLoader:
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        num_workers=given.num_workers,
+        num_workers=options.num_workers,
         # A DataLoader draws from torch's default generator whenever it starts. Simulated replicas
         # are threads that share it: without a generator of its own, a loader's order would depend
         # on which thread came first.

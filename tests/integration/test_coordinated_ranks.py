@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 RANK = """
 import sys, time
 import torch, torch.distributed as dist
-from composer_replication.coordinator.client_http import RefusedByCoordinatorError
+from composer_replication.coordinator.client_http import RejectedByCoordinatorError
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.replica.options import ReplicaOptions
 
@@ -30,7 +30,7 @@ for step in range(2400):  # four minutes
     time.sleep(0.1)
     try:
         membership.known_settings()
-    except RefusedByCoordinatorError as error:
+    except RejectedByCoordinatorError as error:
         print("refused:", error)
         break
     membership.report_progress({"batch": step})

@@ -66,23 +66,23 @@ class RankShare:
         """Elements of memory for the whole: all shares are equally large."""
         self.start, self.stop = self._rank * share, (self._rank + 1) * share
         self._firsts = [*itertools.accumulate(sizes, initial=0)]
-        self._parts = [self._part(place, self._rank) for place in range(len(sizes))]
+        self._parts = [self._part(index, self._rank) for index in range(len(sizes))]
         self.sizes = [part.stop - part.start for part in self._parts]
         """Elements of each tensor that are in this rank's share."""
 
-    def _part(self, place: int, rank: int) -> slice:
+    def _part(self, index: int, rank: int) -> slice:
         """The elements of a tensor that are in the share of a rank."""
-        first, size = self._firsts[place], self.whole_sizes[place]
+        first, size = self._firsts[index], self.whole_sizes[index]
         bounds = (rank * self._share - first, (rank + 1) * self._share - first)
         return slice(*(max(0, min(size, bound)) for bound in bounds))
 
     def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
-        return (self.part_of(place, tensor) for place, tensor in enumerate(tensors))
+        return (self.part_of(index, tensor) for index, tensor in enumerate(tensors))
 
-    def part_of(self, place: int, tensor: Tensor) -> Tensor:
+    def part_of(self, index: int, tensor: Tensor) -> Tensor:
         """This rank's part of one tensor, as ``own`` gives it."""
-        return tensor.reshape(-1)[self._parts[place]]
+        return tensor.reshape(-1)[self._parts[index]]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group, the same on all of them."""
@@ -107,17 +107,17 @@ class RankShare:
             torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)
             bucket.copy_(gathered.view(bucket.shape))
 
-    def whole(self, place: int, own: Tensor) -> Tensor:
+    def whole(self, index: int, own: Tensor) -> Tensor:
         """All of one tensor, 1-D, given this rank's part. Every rank of the group calls it.
 
         Raises:
             RuntimeError: The other ranks did not, within ``TIMEOUT``.
         """
-        whole = own.new_empty(self.whole_sizes[place], device="cpu")
-        whole[self._parts[place]] = own
+        whole = own.new_empty(self.whole_sizes[index], device="cpu")
+        whole[self._parts[index]] = own
         try:
             for rank in range(self.num_ranks):
-                part = whole[self._part(place, rank)]
+                part = whole[self._part(index, rank)]
                 if part.numel():
                     torch.distributed.broadcast(part, group=self._host_ranks, group_src=rank)
         except RuntimeError as error:

@@ -105,12 +105,12 @@ class WeightedMean:
         own = to_send[: sum(share.sizes)]
         squares = [torch.zeros((), device=self.device)]
         start = 0
-        for place, parts in enumerate(zip(own.split(share.sizes), *sources, strict=True)):
+        for index, parts in enumerate(zip(own.split(share.sizes), *sources, strict=True)):
             chunks = (part.split(self._chunk) for part in parts)
-            for values, *given in zip(*chunks, strict=True):
-                write(*given, values)
+            for values, *received in zip(*chunks, strict=True):
+                write(*received, values)
                 square = torch.dot(values, values)  # in half the time of a norm
-                squares.append(self._shards.own_part(square, place))
+                squares.append(self._shards.own_part(square, index))
                 self._prepare(start, values, contribution)
                 start += values.numel()
         square = torch.stack(squares).sum()

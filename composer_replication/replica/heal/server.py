@@ -37,7 +37,7 @@ MOST_UNPROVEN = 16
 
 PROOF_WITHIN_S = 5.0
 LARGEST_HEAD = 8 << 10
-SAY_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 ACCEPT_PAUSE_S = 0.5
 
 SILENT_S = 60
@@ -153,7 +153,7 @@ class RateLimitedCount:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # connections have threads of their own
-        self._count, self._logged_at = 0, -SAY_EVERY_S
+        self._count, self._logged_at = 0, -LOG_EVERY_S
 
     def count(self) -> int | None:
         """Count one event.
@@ -163,7 +163,7 @@ class RateLimitedCount:
         """
         with self._lock:
             self._count += 1
-            if time.monotonic() - self._logged_at < SAY_EVERY_S:
+            if time.monotonic() - self._logged_at < LOG_EVERY_S:
                 return None
             count, self._count, self._logged_at = self._count, 0, time.monotonic()
             return count
