@@ -30,9 +30,9 @@ def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
 
     The function is written with ``**keywords``, and ``*positional`` if some fields are not
     keyword-only. It receives what its caller has given and nothing else, and usually begins with
-    ``arguments = TheDataclass(**keywords)``. To the caller, to ``inspect.signature``, to ``help`` and
-    to a type checker it looks as if it had written out all fields, with their types, defaults and
-    descriptions.
+    ``arguments = TheDataclass(**keywords)``. To the caller, to ``inspect.signature``, to ``help``
+    and to a type checker it looks as if it had written out all fields, with their types, defaults
+    and descriptions.
 
     Args:
         arguments: The dataclass. Its docstring, and those of the dataclasses it inherits from,
