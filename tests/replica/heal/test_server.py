@@ -190,7 +190,7 @@ def test_rejections_are_one_line_a_minute_and_one_in_the_audit_log(server, caplo
 def test_rejections_are_counted_until_they_are_logged_again(monkeypatch):
     rejections = heal_server.RateLimitedCount()
     assert [rejections.count() for _ in range(4)] == [1, None, None, None]
-    monkeypatch.setattr(heal_server, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(heal_server, "LOG_EVERY_S", 0.0)
     assert rejections.count() == 4
 
 
