@@ -170,6 +170,7 @@ def test_one_newer_torch_is_meant_everywhere():
     assert "--no-deps mosaicml==0.32.1" in (ROOT / "Makefile").read_text()
 
 
+@pytest.mark.integration
 def test_the_spike_passes_without_extras():
     program = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     arguments = ["-q", "-p", "pytest_timeout", "-p", "no:cacheprovider", "spikes/008-diloco"]
@@ -198,6 +199,7 @@ for module, name in [
 """
 
 
+@pytest.mark.integration
 def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     result = run(USE_THE_CORE, hidden=EXTRA_OF)
     assert result.stdout.splitlines() == [
@@ -235,6 +237,7 @@ def test_a_command_without_its_extra_says_which(tmp_path, command, missing, extr
     assert (result.stderr, result.returncode) == (expected, 2)
 
 
+@pytest.mark.integration
 def test_a_module_that_no_extra_brings_is_named_by_python():
     # Composer's own, for example: installing the extra again would not bring it.
     result = run("from composer_replication import DiLoCoCallback", hidden=["torchvision"])

@@ -127,6 +127,7 @@ def test_what_answers_at_once_imports_nothing_heavy(module):
     assert output.stdout.strip() == "[]", output.stderr
 
 
+@pytest.mark.integration
 def test_the_package_itself_is_light_and_lists_its_public_names():
     program = (
         "import sys, composer_replication as c; assert 'torch' not in sys.modules; "
@@ -156,6 +157,7 @@ def test_training_needs_nothing_that_only_the_service_the_config_or_the_pictures
     assert len(seen) > 1
 
 
+@pytest.mark.integration
 def test_the_algorithm_is_imported_without_them():
     program = (
         "import sys; sys.modules |= dict.fromkeys(['fastapi', 'omegaconf', 'matplotlib', 'rich']); "

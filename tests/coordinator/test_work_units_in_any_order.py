@@ -289,4 +289,4 @@ Coordinator.TestCase.settings = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-TestCoordinator = Coordinator.TestCase
+TestCoordinator = pytest.mark.slow(Coordinator.TestCase)

@@ -221,6 +221,7 @@ def test_a_certificate_of_another_authority_is_refused_also_where_none_is_needed
         httpx.get(f"{coordinator.address}/", verify=stranger, trust_env=False, timeout=5)
 
 
+@pytest.mark.slow
 def test_a_client_that_begins_no_handshake_is_closed_and_keeps_nobody_waiting(
     coordinator, certificates
 ):

@@ -148,7 +148,7 @@ class RateLimitedCount:
     """Counts events that strangers can cause, and says when the count may be logged.
 
     A line for every event would let a stranger fill the disk with the log. So there is at most one
-    line in ``SAY_EVERY_S``.
+    line in ``LOG_EVERY_S``.
     """
 
     def __init__(self) -> None:
