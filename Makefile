@@ -16,15 +16,12 @@ train: $(VENV)/.installed
 # Two workers a core: most tests wait for other processes.
 WORKERS ?= $(shell expr 2 \* $$(nproc))
 PYTEST := $(BIN)/python -m pytest
-# A machine that is slow or busy can make a test fail that measures time: what fails beside others
-# has a second try, alone, and fails if it fails again. More than 20 failures are no accident.
+# Tests that measure time run when no other does.
 test: $(VENV)/.installed-dev
 test-torch-new: $(TORCH_NEW)/.installed
 test-torch-new: PYTEST := $(TORCH_NEW)/bin/python -m pytest -rs
 test test-torch-new:
-	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone' --maxfail 20 || \
-		{ [ $$? -eq 1 ] && echo 'Once more, alone: what failed beside others' && \
-		$(PYTEST) --last-failed --last-failed-no-failures none -m 'not alone'; }
+	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone'
 	$(PYTEST) -m alone
 
 # What starts no group, and is quick. Nothing may be left open. Only Composer's CheckpointSaver leaves

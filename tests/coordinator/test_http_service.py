@@ -74,7 +74,7 @@ def test_a_byte_now_and_then_does_not_give_a_request_more_time(service):
             for byte in HEAD * 100:
                 connection.sendall(bytes([byte]))
                 time.sleep(0.05)
-        assert time.monotonic() - began < 60  # of 240
+        assert time.monotonic() - began < 3
 
 
 def test_a_connection_with_complete_requests_is_kept(service):
@@ -88,14 +88,13 @@ def test_a_connection_with_complete_requests_is_kept(service):
             time.sleep(0.3)
 
 
-def test_silent_connections_do_not_keep_a_group_out(service, monkeypatch):
-    monkeypatch.setattr(connections, "RECEIVE_TIMEOUT_S", 30.0)
+def test_silent_connections_do_not_keep_a_group_out(service):
     silent = [connect(service) for _ in range(60)]
     began = time.monotonic()
     assert httpx.get(f"http://127.0.0.1:{service.port}/").status_code == 200
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 1
     # The oldest had to make room, long before their time was over.
-    silent[0].settimeout(10)
+    silent[0].settimeout(0.1)
     assert is_closed(silent[0])
     for connection in silent:
         connection.close()

@@ -29,12 +29,13 @@ def run(training, *, limit_s=240):
     return ended, time.monotonic() - began
 
 
+@pytest.mark.alone
 def test_a_thread_that_waits_in_vain_ends_the_process_with_every_stack():
-    ended, seconds = run("wait_in_vain(200.0)")
+    ended, seconds = run("wait_in_vain(20.0)")
     assert ended.returncode == HANG_STATUS
     assert "completed nothing for" in ended.stderr and "hang_timeout_s=0.5" in ended.stderr
     assert "in wait_in_vain" in ended.stderr and "Current thread" in ended.stderr
-    assert seconds < 150
+    assert seconds < 15
 
 
 NO_HANG = {

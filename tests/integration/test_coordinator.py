@@ -203,13 +203,14 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
     ]
 
 
+@pytest.mark.alone
 def test_without_a_coordinator_at_the_address_a_group_says_so(run):
     began = time.monotonic()
     away = {"COMPOSER_REPLICATION_COORDINATOR": f"http://127.0.0.1:{free_port()}"}
     group = run.start(0, **away)
     output, _ = group.communicate(timeout=240)
     assert group.returncode == 1 and "no coordinator answers at http://127.0.0.1:" in output
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("taken", [0, 1])

@@ -12,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 
 import psutil
 import pytest
@@ -33,9 +32,7 @@ from composer_replication.replica.waiting import InterruptibleWork
 pytestmark = pytest.mark.integration
 
 HEARTBEAT_TIMEOUT_S = 5.0
-TIMEOUT_S = 30.0
-LIMIT_S = 15.0
-"""The lighthouse's limit and much time to work; less than ``TIMEOUT_S``, which torchft waits."""
+TIMEOUT_S = 20.0
 
 
 class Broken(Exception):
@@ -91,6 +88,7 @@ def side_by_side(*groups):
 # ---- a fit that fails -----------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("where", ["after a batch", "in a sync"])
 def test_the_others_go_on_when_a_fit_fails_and_its_process_lives_on(
     lighthouse_addr, caplog, monkeypatch, where
@@ -127,7 +125,7 @@ def test_the_others_go_on_when_a_fit_fails_and_its_process_lives_on(
     _, result = side_by_side(fails, goes_on)
     assert result["outer_steps"] == 4
     next_commit = next(at for at, outer_step in steps if outer_step == 2)
-    assert next_commit - failed_at[0] < LIMIT_S
+    assert next_commit - failed_at[0] < HEARTBEAT_TIMEOUT_S + 2
     assert "This replica group has left: its fit ended with an error" in caplog.text
 
 
@@ -235,6 +233,7 @@ def test_ctrl_c_in_a_sync_costs_nothing_but_the_attempt(lighthouse_addr, monkeyp
 # ---- fits that follow each other ------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("same_trainer", [True, False], ids=["one Trainer", "a Trainer each"])
 def test_fits_that_follow_each_other_start_at_once_and_leave_nothing(lighthouse_addr, same_trainer):
     starts, kept = Starts(), []
@@ -252,13 +251,12 @@ def test_fits_that_follow_each_other_start_at_once_and_leave_nothing(lighthouse_
         kept.append((process.num_fds(), process.num_threads()))
     if trainer is not None:
         trainer.close()
-    # At once: the few that a busy machine holds up do not count, a wait in every fit does.
-    assert len(starts.seconds) == 25 and median(starts.seconds[1:]) < 1.0, starts.seconds
-    assert max(starts.seconds[1:]) < LIMIT_S, starts.seconds
+    assert len(starts.seconds) == 25 and max(starts.seconds[1:]) < 1.0, starts.seconds
     for before, after in zip(kept[9], kept[-1], strict=True):
         assert abs(after - before) <= 10, kept
 
 
+@pytest.mark.alone
 def test_two_groups_that_fit_twice_in_a_row_start_at_once_and_end_equal(lighthouse_addr):
     def group(replica_id):
         callback = diloco(lighthouse_addr, replica_id=replica_id, num_replicas=2)
@@ -275,10 +273,10 @@ def test_two_groups_that_fit_twice_in_a_row_start_at_once_and_end_equal(lighthou
     (digests, seconds, steps), other = side_by_side(lambda: group(0), lambda: group(1))
     assert digests == other[0] and len(set(digests)) == 4
     assert steps == other[2] == 8
-    assert median([*seconds, *other[1]]) < HEARTBEAT_TIMEOUT_S / 2, (seconds, other[1])
-    assert max(*seconds, *other[1]) < LIMIT_S, (seconds, other[1])
+    assert max(*seconds, *other[1]) < HEARTBEAT_TIMEOUT_S / 2, (seconds, other[1])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("pause_s", [0.0, 1.0, HEARTBEAT_TIMEOUT_S + 1])
 def test_a_group_that_leaves_and_comes_back_hurts_nobody(lighthouse_addr, pause_s, caplog):
     def comes_back():
@@ -306,7 +304,7 @@ def test_a_group_that_leaves_and_comes_back_hurts_nobody(lighthouse_addr, pause_
     # A joiner's rounds may end elsewhere, which leaves steps for one more sync at the end.
     assert one["outer_steps"] == other["outer_steps"] in (20, 21)
     assert other["inner_steps"] == 40
-    assert longest_wait < LIMIT_S
+    assert longest_wait < HEARTBEAT_TIMEOUT_S + 2
     assert "did not commit" not in caplog.text and "Going on without" not in caplog.text
     print(f"paused {pause_s}: {longest_wait:.2f}")
 
@@ -342,6 +340,7 @@ print("end of the script", flush=True)
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("last, status", [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
 def test_a_process_whose_fit_has_failed_ends_by_itself(last, status):
     tests = Path(__file__).parent.parent
@@ -353,7 +352,7 @@ def test_a_process_whose_fit_has_failed_ends_by_itself(last, status):
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "end of the script\n"
-        assert process.wait(60.0) == status
+        assert process.wait(5.0) == status
     finally:
         process.kill()
         process.wait()

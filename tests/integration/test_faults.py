@@ -127,13 +127,14 @@ def advertise_what_peers_cannot_reach(group: Group) -> str:
     return str(caught.value)
 
 
+@pytest.mark.alone
 def test_an_address_that_a_peer_cannot_reach_is_named_at_the_start():
     # torchft: every round fails silently, for ever (research).
     began = time.monotonic()
     _, cannot = run_groups(advertise_what_peers_cannot_reach)
     assert re.search("replica group group_[01] says it is at .*, which does not answer", cannot)
     assert "callbacks.diloco.hostname" in cannot
-    assert time.monotonic() - began < 120.0
+    assert time.monotonic() - began < 40.0
 
 
 def join_late(group: Group, num_before: int) -> dict[int, str]:
@@ -534,6 +535,7 @@ DiLoCo(manager, model, optimizer, sync_every=2).__enter__()
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_script_that_waits_in_a_quorum_of_an_hour_within_seconds(number):
     # torchft: after the hour (research: 19.7 of 20 s).
@@ -551,7 +553,7 @@ def test_a_signal_ends_a_script_that_waits_in_a_quorum_of_an_hour_within_seconds
         process.send_signal(number)
         began = time.monotonic()
         status = process.wait(timeout=60)
-        assert time.monotonic() - began < 30.0
+        assert time.monotonic() - began < 5.0
         assert status in (143, 1, -signal.SIGINT)
     finally:
         process.kill()
@@ -578,7 +580,8 @@ def stop_in_an_allreduce(group: Group) -> Any:
         return time.monotonic() - began
 
 
+@pytest.mark.alone
 def test_a_signal_is_handled_while_an_allreduce_waits_for_a_peer():
     # gloo's own wait holds it up for the whole timeout of 40 s.
     seconds, _ = run_groups(stop_in_an_allreduce)
-    assert 2.9 < seconds < 20.0
+    assert 2.9 < seconds < 6.0

@@ -175,6 +175,7 @@ def one_dies_in_a_sync(group: Group, num_messages: int) -> dict[str, Any]:
     return train(group, 15.0, trouble)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("groups", [5, 6])
 def test_a_death_in_the_middle_of_a_sync_reaches_all_survivors_at_once(groups):
     results = run_groups(one_dies_in_a_sync, groups, killed=[1], num_messages=2)
@@ -184,7 +185,7 @@ def test_a_death_in_the_middle_of_a_sync_reaches_all_survivors_at_once(groups):
         assert survivor["ended"] is None and survivor["lost"] == 0
         # The collectives' limit is 60 s; the lighthouse's heartbeat timeout here is 1 s, and torch
         # looks up a name for 5 s where no DNS server answers.
-        assert survivor["longest_s"] < 40 and survivor["syncs_after"] > 5
+        assert survivor["longest_s"] < 20 and survivor["syncs_after"] > 5
 
 
 def one_hangs(group: Group) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from composer_replication.replica.lighthouse import start_lighthouse
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.alone
 def test_a_process_with_one_manager_after_the_other_keeps_what_one_needs():
     lighthouse = start_lighthouse(bind="127.0.0.1:0", join_timeout_ms=500, heartbeat_timeout_ms=500)
     address = "http://127.0.0.1:" + lighthouse.address().rpartition(":")[2]
@@ -35,4 +36,4 @@ def test_a_process_with_one_manager_after_the_other_keeps_what_one_needs():
         lighthouse.shutdown()
     for fds, threads, ports in lives:
         # A life that is kept takes 26 descriptors, 4 threads and 2 ports.
-        assert fds < first[0] + 26 and threads < first[1] + 4 and ports < first[2] + 2
+        assert fds < first[0] + 26 and threads < first[1] + 4 and ports <= first[2]

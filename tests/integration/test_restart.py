@@ -103,6 +103,7 @@ def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_p
     assert "resumed" in (tmp_path / "killed.out").read_text()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_hears(tmp_path):
     config = tmp_path / "tiny.yaml"
@@ -131,7 +132,7 @@ def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_
                 os.truncate(newest, size)
             began = time.monotonic()
             answer = train()
-            assert answer.returncode == 2 and time.monotonic() - began < 120
+            assert answer.returncode == 2 and time.monotonic() - began < 20
             assert problem in answer.stderr and answer.stderr.count("\n") == 1
             assert f"load_path={earlier}) with autoresume=false" in answer.stderr
         assert read_status(lighthouse.address()).heard_of == heard_of

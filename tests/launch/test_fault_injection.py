@@ -85,6 +85,7 @@ def test_an_order_holds_from_the_next_sync_on_for_so_long(tmp_path):
     assert faults.current("unreachable") is None
 
 
+@pytest.mark.alone
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["unreachable", "one_way"])
 def test_a_group_cannot_be_reached_or_cannot_reach_another(tmp_path, monkeypatch, kind):
@@ -114,7 +115,7 @@ def test_a_group_cannot_be_reached_or_cannot_reach_another(tmp_path, monkeypatch
         wait_until(lambda: faults._request == request)
         began = time.monotonic()
         of_a, of_b = all_meet()
-        assert time.monotonic() - began < 50  # and not gloo's timeout
+        assert time.monotonic() - began < 20  # and not gloo's timeout
         blamed = "b" if kind == "unreachable" else "a"
         assert f"replica group {blamed} says it is at {NOWHERE}" in of_b
         assert of_a is not None  # it cannot reach b, or b does not come

@@ -56,6 +56,7 @@ def test_an_odd_request_ends_its_connection_alone(board, request_line):
     test_what_one_member_leaves_the_others_read(board)
 
 
+@pytest.mark.alone
 def test_silent_connections_keep_no_member_out(board, monkeypatch):
     monkeypatch.setattr(notice_board._Handler, "timeout", 0.5)
     strangers = [socket.create_connection(place(board), 5.0) for _ in range(200)]
@@ -65,7 +66,7 @@ def test_silent_connections_keep_no_member_out(board, monkeypatch):
             member.post("a/1", "yes")
             break
         except OSError:  # there was no room
-            assert time.monotonic() - began < 60
+            assert time.monotonic() - began < 10
             time.sleep(0.05)
     for stranger in strangers:
         stranger.close()

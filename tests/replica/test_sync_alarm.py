@@ -75,8 +75,9 @@ def hung_work():
     return SimpleNamespace(_work=SimpleNamespace(is_completed=lambda: False), wait=None)
 
 
+@pytest.mark.alone
 def test_a_broken_collective_is_not_waited_for():
     broken_at = time.monotonic() + 0.2
     work = InterruptibleWork(hung_work(), lambda: time.monotonic() > broken_at)
     assert work.wait() is False
-    assert -0.1 < time.monotonic() - broken_at < 20  # and not for ever
+    assert -0.1 < time.monotonic() - broken_at < 2

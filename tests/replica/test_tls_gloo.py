@@ -154,11 +154,12 @@ def test_members_accept_each_other_and_nobody_else(tunnel):
     assert not own.answers("no address", 5.0)
 
 
+@pytest.mark.alone
 def test_a_peer_that_is_silent_costs_the_time_limit_and_no_more(tunnel):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         assert not tunnel().answers(f"127.0.0.1:{silent.getsockname()[1]}", 0.5)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 3
 
 
 @pytest.mark.alone

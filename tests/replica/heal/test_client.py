@@ -65,6 +65,7 @@ def seconds_until_refused(ask, *arguments, **options):
     return time.monotonic() - began
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "said",
     [
@@ -77,13 +78,14 @@ def seconds_until_refused(ask, *arguments, **options):
 def test_a_donor_that_drips_is_given_up_at_the_deadline(donor, said):
     address = donor(*said)
     waited = seconds_until_refused(client().ask, address, "/latest", time.monotonic() + 0.6)
-    assert 0.5 < waited < 5  # at its pace, 600 s
+    assert 0.5 < waited < 1.5
 
 
+@pytest.mark.alone
 def test_one_that_drips_its_challenge_is_given_up_too(donor):
     address = donor(b"x", challenge=b"HTTP/1.1 401 Unauthorized\r\nX-A: ")
     waited = seconds_until_refused(client().ask, address, "/latest", time.monotonic() + 0.6)
-    assert 0.5 < waited < 5  # at its pace, 600 s
+    assert 0.5 < waited < 1.5
 
 
 def test_a_state_that_drips_says_how_far_it_came(donor):

@@ -133,6 +133,7 @@ def test_a_proof_that_is_none_is_refused(server, mac):
     assert ask(server) == Offer(4)
 
 
+@pytest.mark.alone
 def test_idle_connections_take_few_files_and_no_joiner_s_place(server):
     before = open_files()
     with idle_connections(server, 300):
@@ -140,7 +141,7 @@ def test_idle_connections_take_few_files_and_no_joiner_s_place(server):
         assert open_files() - before - 300 <= MOST_UNPROVEN + 2
         began = time.monotonic()
         assert ask(server) == Offer(4)
-        assert time.monotonic() - began < heal_server.PROOF_WITHIN_S
+        assert time.monotonic() - began < 1.0
 
 
 def test_the_host_with_most_idle_connections_loses_them_first(server):
@@ -153,15 +154,16 @@ def test_the_host_with_most_idle_connections_loses_them_first(server):
         assert honest.recv(1000).startswith(b"HTTP/1.1 401")
 
 
+@pytest.mark.alone
 def test_who_proves_nothing_in_time_is_hung_up_on(server, monkeypatch):
     monkeypatch.setattr(heal_server, "PROOF_WITHIN_S", 0.5)
     began = time.monotonic()
     with connect(server) as dripping:
         with contextlib.suppress(OSError):
-            while time.monotonic() - began < 60:
+            while time.monotonic() - began < 5:
                 dripping.sendall(b"G")
                 time.sleep(0.05)
-        assert 0.3 < time.monotonic() - began < 30
+        assert 0.3 < time.monotonic() - began < 3
 
 
 def test_a_head_of_many_lines_is_not_kept(server):
