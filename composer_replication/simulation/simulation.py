@@ -47,7 +47,8 @@ def simulate(
     """Run ``replica_fn`` once for each replica group, all at the same time, in this process.
 
     Results are bitwise reproducible: sums are computed in the order of the replicas. The threads
-    share torch's default random generator, so data and dropout need generators of their own.
+    share torch's default random generator, so data and dropout need generators of their own. Do not
+    compile models with ``torch.compile``: its compiler fails when two threads compile at a time.
 
     Args:
         replica_fn: Trains one replica group. It builds ``DiLoCo`` on ``sim.manager``.
