@@ -16,7 +16,7 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
-from composer_replication.diloco.averaging.rank_shares import RankShare, host_group
+from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
 from composer_replication.diloco.averaging.weighted_mean import elements_of
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import (
@@ -121,7 +121,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             bucket=elements_of(settings.bucket_cap_mb),
             ranks=ranks,
             device=local_tensor(next(iter(fragments[0].values()))).device,
-            host_ranks=host_group(ranks) if ranks is not None else None,
+            host_ranks=HostRanks(ranks) if ranks is not None else None,
         )
         owned = [
             GlobalParameters(

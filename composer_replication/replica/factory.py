@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torchft.manager
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft._torchft import ManagerServer
 
 from composer_replication.diloco.arguments import takes
@@ -26,7 +27,7 @@ from composer_replication.replica.addresses import (
     is_loopback,
     own_address,
 )
-from composer_replication.replica.group_layout import check_ranks
+from composer_replication.replica.group_layout import check_on_rank_0, check_ranks
 from composer_replication.replica.heal.prefetch import prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import check_lighthouse, read_status
@@ -110,7 +111,7 @@ def make_manager(**arguments: Any) -> ReplicaManager:
     tame_torchft_logs()
     check_lighthouse(lighthouse_addr, own.connect_timeout)
     tokens = _tokens(own.token, lighthouse_addr)
-    check_ranks(read_status(lighthouse_addr, own.connect_timeout), replica_id, own.world_size)
+    _check_ranks(own, replica_id, lighthouse_addr)
     own_name = own.hostname or socket.gethostname()
     transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id, own.tls_dir)
     try:
@@ -153,6 +154,23 @@ def make_manager(**arguments: Any) -> ReplicaManager:
             store=store,
         )
     return manager
+
+
+def _check_ranks(own: ManagerArguments, replica_id: str, lighthouse_addr: str) -> None:
+    def check() -> None:
+        status = read_status(lighthouse_addr, own.connect_timeout)
+        check_ranks(status, replica_id, own.world_size)
+
+    if own.world_size == 1:
+        return check()
+    assert own.store_addr is not None and own.store_port is not None
+    store = TCPStore(
+        own.store_addr,
+        own.store_port,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=own.connect_timeout),
+    )
+    check_on_rank_0(check, store, own.rank, own.world_size)
 
 
 def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:

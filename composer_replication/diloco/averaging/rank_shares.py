@@ -15,19 +15,31 @@ TIMEOUT = timedelta(seconds=300)
 """How long a rank waits for the shares of the others when a whole tensor is asked for."""
 
 
-def host_group(ranks: ProcessGroup) -> ProcessGroup:
-    """The same ranks, in a group of their own that talks from host memory. A collective of them.
+class HostRanks:
+    """The ranks of a group once more, in a process group of their own that talks from host memory.
 
-    A rank that asks for whole tensors alone must not disturb the group in which they train.
+    A rank that asks for whole tensors alone must not disturb the process group in which they train.
+
+    Args:
+        ranks: The process group in which they train.
     """
-    own = torch.distributed.new_group(
-        torch.distributed.get_process_group_ranks(ranks),
-        timeout=TIMEOUT,
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    assert own is not None, "this rank is one of them"
-    return own
+
+    def __init__(self, ranks: ProcessGroup) -> None:
+        self._ranks = torch.distributed.get_process_group_ranks(ranks)
+        self._group: ProcessGroup | None = None
+
+    def connected(self) -> ProcessGroup:
+        """The process group, which the first call connects; a collective of the ranks.
+
+        ``DiLoCo`` does not connect it when it is built. A rank can fail before that, for example
+        because the run rejects it, and the others would wait for it.
+        """
+        if self._group is None:
+            self._group = torch.distributed.new_group(
+                self._ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
+            )
+        assert self._group is not None, "this rank is one of them"
+        return self._group
 
 
 class RankShare:
@@ -42,7 +54,7 @@ class RankShare:
         bucket: Largest number of elements that a rank sends the others at a time.
         ranks: Of the group, who hold the same; None for a rank by itself.
         device: Where the ranks talk to each other; the buffer may be elsewhere.
-        host_ranks: See ``host_group``.
+        host_ranks: The same ranks, for whole tensors; None for a rank by itself.
     """
 
     ALIGNMENT = 16
@@ -53,7 +65,7 @@ class RankShare:
         bucket: int = 2**23,
         ranks: ProcessGroup | None = None,
         device: torch.device | None = None,
-        host_ranks: ProcessGroup | None = None,
+        host_ranks: HostRanks | None = None,
     ) -> None:
         self.whole_sizes, self._bucket = list(sizes), bucket
         self._ranks, self._device, self._host_ranks = ranks, device, host_ranks
@@ -115,11 +127,15 @@ class RankShare:
         """
         whole = own.new_empty(self.whole_sizes[index], device="cpu")
         whole[self._parts[index]] = own
+        if self.num_ranks == 1:
+            return whole.to(own.device)
+        assert self._host_ranks is not None
         try:
+            group = self._host_ranks.connected()
             for rank in range(self.num_ranks):
                 part = whole[self._part(index, rank)]
                 if part.numel():
-                    torch.distributed.broadcast(part, group=self._host_ranks, group_src=rank)
+                    torch.distributed.broadcast(part, group=group, group_src=rank)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self._rank} of this group asked for global parameters, of which each of "
