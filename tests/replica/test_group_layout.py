@@ -1,7 +1,7 @@
 """A group of other ranks or shards than its peers' leaves before anything is connected.
 
-Run: pytest tests/replica/test_group_layout.py. Faked is the lighthouse; the store is torch's TCPStore
-or a dict.
+Run: pytest tests/replica/test_group_layout.py. Faked is the lighthouse; the store is torch's, or
+a dict.
 """
 
 import re
