@@ -92,6 +92,24 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
         self._relays = [json.loads(handle).get("tls") for handle in opts.handles]
         return super().reconfigure(opts)
 
+    def abort(self, errored: bool = True) -> None:
+        """Give up the connections, and wait for nothing.
+
+        The end of a gloo group waits for the collectives that are under way in it, for up to its
+        timeout. On the calling thread that would delay the next quorum, and all groups with it. So
+        what holds the connections, the backend below the group, ends on a thread of its own.
+        """
+        backends = [self._pg and self._pg._get_backend(torch.device("cpu"))]
+        # torch before 2.8 destroys a group with the interpreter lock held, and its backend without
+        # it (pytorch pull request 154976). So the backend goes last: else a thread of the backend
+        # that needs the lock, to drop a Python callback, would hang the process for ever. That
+        # happened once in some 300 changes of the quorum.
+        super().abort(errored=errored)
+        Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
+
+    def shutdown(self) -> None:
+        self.abort(errored=False)
+
     def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
         address = own_address(self.advertised_host)
         if self.tunnel is not None:
@@ -108,17 +126,12 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
 
 
 class GlooOnTorch27(Gloo):
-    """torchft's gloo group for torch before 2.8, with two workarounds.
+    """torchft's gloo group for torch before 2.8.
 
     torchft sets ``options.global_ranks_in_group`` (``process_group.py``, ``_create_pg``), which the
     options of gloo lack in that torch. Every configuration fails, the Manager swallows the error,
     and no sync ever commits. Without rank info torchft does not set the option. It only labels
     traces.
-
-    That torch also destroys a gloo group while it holds the interpreter lock, and waits for the
-    group's threads (pytorch pull request 154976). A thread that needs the lock to drop a Python
-    callback then hangs the process for ever; that happened once in some 300 changes of the quorum.
-    The backend below the group is destroyed without the lock, so it is kept until last.
 
     Remove this class when the lowest supported torch is 2.8.
     """
@@ -132,21 +145,6 @@ class GlooOnTorch27(Gloo):
     ) -> None:
         del group_rank, group_world_size, global_rank
         super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
-
-    def abort(self, errored: bool = True) -> None:
-        backends = [self._backend()]
-        super().abort(errored=errored)
-        # Destroying the backend waits for what is under way in it, for up to its timeout. On the
-        # calling thread that would delay the next quorum, and all groups with it.
-        Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
-
-    def shutdown(self) -> None:
-        backend = self._backend()
-        super().shutdown()
-        del backend
-
-    def _backend(self) -> object:
-        return None if self._pg is None else self._pg._get_backend(torch.device("cpu"))
 
 
 class Nccl(AdvertisedHost, ProcessGroupNCCL):

@@ -55,7 +55,7 @@ def one_rank(rank, folder):
         assert mean.norm > 0 and mean.contribution == 1.0
     backend = dist.group.WORLD._get_backend(CPU)
     dist.destroy_process_group()
-    del backend  # after all that has the group, or torch 2.7 may hang: see GlooOnTorch27
+    del backend  # after all that has the group, or torch 2.7 may hang: see Gloo.abort
 
 
 def whole():

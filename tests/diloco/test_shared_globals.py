@@ -124,7 +124,7 @@ def one_rank(rank, folder):
     ask_alone(rank, world)
     backend = world._get_backend(CPU)
     dist.destroy_process_group()
-    del backend  # after all that has the group, or torch 2.7 may hang: see GlooOnTorch27
+    del backend  # after all that has the group, or torch 2.7 may hang: see Gloo.abort
 
 
 def ask_alone(rank, world):

@@ -594,7 +594,7 @@ def drop_a_process_group_that_waits_for_a_thread(group: Group, way: str) -> floa
     allreduce(0)
     Timer(0.5, allreduce, args=[1]).start()
     began = time.monotonic()
-    getattr(ranks[0], way)()  # has to wait for rank 1, which is a thread of this process
+    getattr(ranks[0], way)()  # its end waits for rank 1, which is a thread of this process
     return time.monotonic() - began
 
 

@@ -6,12 +6,15 @@ Real: process group objects, stores, this machine's interfaces.
 import json
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import psutil
 import pytest
 import torch
-from torchft.process_group import ProcessGroupDummy, ProcessGroupNCCL
+from torch.distributed.distributed_c10d import AllreduceOptions
+from torchft.process_group import ProcessGroupDummy, ProcessGroupNCCL, reconfigure_with_store
 
 from composer_replication.replica import addresses
 from composer_replication.replica.addresses import interface_of
@@ -104,6 +107,23 @@ def test_nccl_s_interface_is_that_of_the_address():
 def test_a_host_name_that_does_not_resolve_is_refused_with_the_fix():
     with pytest.raises(ValueError, match="hostname='no-such-host.invalid' does not resolve here"):
         make_process_group("gloo", 10.0, "no-such-host.invalid")
+
+
+@pytest.mark.parametrize("way", ["abort", "shutdown"])
+def test_giving_up_the_connections_waits_for_no_collective(way):
+    store = host_store("localhost")
+    ranks = [make_process_group("gloo", timeout=5.0, hostname="127.0.0.1") for _ in range(2)]
+    address = f"localhost:{store.port}/both"
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda r: reconfigure_with_store(ranks[r], address, r, 2), range(2)))
+    work = ranks[0].allreduce([torch.ones(4)], AllreduceOptions())  # rank 1 takes no part in it
+    getattr(ranks[0], way)()
+    assert not work.is_completed()
+    ranks[1].abort()
+    deadline = time.monotonic() + 60
+    while not work.is_completed():  # no thread of gloo outlives the test
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Native(torch.distributed.ProcessGroup):

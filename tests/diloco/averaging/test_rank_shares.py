@@ -29,7 +29,7 @@ def one_rank(rank, folder):
     compare(rank)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     dist.destroy_process_group()
-    del backend  # after all that has the group, or torch 2.7 may hang: see GlooOnTorch27
+    del backend  # after all that has the group, or torch 2.7 may hang: see Gloo.abort
 
 
 def compare(rank):
