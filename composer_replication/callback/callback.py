@@ -136,7 +136,7 @@ class DiLoCoCallback(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if self.diloco is not None:
-            self.diloco.note_progress()
+            self.diloco.hang_watch.note_progress()
         super().run_event(event, state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
@@ -191,7 +191,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         if self._group.data is not None:
-            self.diloco.expect_position(self._group.data.position.samples)
+            self.diloco.ledger.position = self._group.data.position.samples
         # Only optimizer steps inside a batch count: torch's get_optimizer_state_dict and
         # set_optimizer_state_dict call step(), at a load and, for SGD, at every save.
         self.diloco.counts_steps = True

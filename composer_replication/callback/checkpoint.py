@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_replication.callback.checksums import checksums, not_loaded
 from composer_replication.callback.global_weights import as_dtensor
-from composer_replication.diloco.outer_optimizer import local_tensor
 from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
+from composer_replication.diloco.shards import local_tensor
 
 FORMAT = 3
 _PLAIN = (

@@ -18,7 +18,7 @@ from composer_replication.callback.resume import Resume
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.group_data import GroupData
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.outer_optimizer import local_tensor
+from composer_replication.diloco.shards import local_tensor
 
 
 class GroupState:
