@@ -136,6 +136,15 @@ class GroupState:
             fragments = self.ended["fragments"]
             self.weights.read_from({name: t for f in fragments for name, t in f["theta"].items()})
 
+    def stop(self) -> None:
+        """Count no more steps, read no more data, and leave EMA and SWA to Composer."""
+        if self.averages is not None:
+            self.averages.unwrap()
+        if self.diloco is not None:
+            self.diloco.__exit__(None, None, None)
+        if self.data is not None:
+            self.data.close()
+
     def drop(self) -> None:
         """There is no DiLoCo any more."""
         self.diloco = self.data = None
