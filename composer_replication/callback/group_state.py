@@ -9,7 +9,8 @@ import torch
 from composer import State
 from torch import Tensor
 
-from composer_replication.callback.checkpoint import CheckpointLayout, pack
+from composer_replication.callback.checkpoint import pack
+from composer_replication.callback.checkpoint_layout import CheckpointLayout
 from composer_replication.callback.checksums import checksums
 from composer_replication.callback.composer_job import unwrapped
 from composer_replication.callback.global_weights import GlobalWeights
