@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_replication.diloco.averaging.rank_shares import RankShare
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.freezing import Freezing, StepRules
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
@@ -150,10 +150,13 @@ class GlobalParameters:
             if index in plain or index in rules.held:
                 if index in plain:
                     theta.view(-1).sub_(sums.div_(mean.divisor))
-                moved = ((each, each[:0]) for each in theta.detach().view(-1).split(chunk))
+                moved = ((each, each[:0]) for each in chunks_of(theta.detach().view(-1), chunk))
             else:
                 moved = descent.steps(theta, index, sums, chunk)
-            parts = () if local is None else local.view(-1).split(chunk) if is_cut else (local,)
+            if local is None:
+                parts = ()
+            else:
+                parts = chunks_of(local.view(-1), chunk) if is_cut else (local,)
             for part, (global_part, momentum) in itertools.zip_longest(parts, moved):
                 squares.append(self.shards.own_part(torch.dot(momentum, momentum), index))
                 if part is not None:

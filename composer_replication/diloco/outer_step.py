@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from composer_replication.diloco.averaging.weighted_mean import chunks_of
+
 LANES = 16
 """The widest vector of fp32 that torch computes in: torch's fused step rounds what is left over
 otherwise than its own parts do."""
@@ -58,14 +60,15 @@ class ChunkedDescent:
         """
         flat = theta.detach().view(-1)
         if not self._momentum:
-            for part, total in zip(flat.split(chunk), sums.split(chunk), strict=True):
+            for part, total in zip(chunks_of(flat, chunk), chunks_of(sums, chunk), strict=True):
                 yield part.add_(total.div_(self._divisor), alpha=-self._lr), part[:0]
             return
         state = self._state[theta]
         is_first = state.get("momentum_buffer") is None
         if is_first:
             state["momentum_buffer"] = self._memory[index]
-        parts = (each.split(chunk) for each in (flat, sums, state["momentum_buffer"].view(-1)))
+        momenta = state["momentum_buffer"].view(-1)
+        parts = (chunks_of(each, chunk) for each in (flat, sums, momenta))
         for part, total, momentum in zip(*parts, strict=True):
             self._move(part, total, momentum, is_first)
             yield part, momentum

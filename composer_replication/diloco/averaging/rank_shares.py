@@ -94,7 +94,8 @@ class RankShare:
 
     def part_of(self, index: int, tensor: Tensor) -> Tensor:
         """This rank's part of one tensor, as ``own`` gives it."""
-        return tensor.reshape(-1)[self._parts[index]]
+        flat = tensor.reshape(-1)
+        return flat if self.num_ranks == 1 else flat[self._parts[index]]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group, the same on all of them."""
