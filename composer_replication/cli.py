@@ -17,7 +17,7 @@ from composer_replication import __version__, named_extra
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import (
     Config,
-    CoordinatorCommand,
+    CoordinatorOptions,
     HangTimeout,
     MaxRestarts,
     Nproc,
@@ -121,7 +121,15 @@ def launch(
     raise typer.Exit(status)
 
 
-app.command("coordinator")(CoordinatorCommand)
+@app.command("coordinator")
+@dataclass(kw_only=True)
+class CoordinatorCommand(CoordinatorOptions):
+    """Serve the run's settings to all replica groups, and host the lighthouse."""
+
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        from composer_replication.launch.coordinator_command import coordinate
+
+        coordinate(self)
 
 
 @app.command()

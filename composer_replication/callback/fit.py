@@ -128,10 +128,10 @@ class Fit:
     def _sync_idle(self, state: State, logger: Logger) -> None:
         """Take part in the others' next sync: there are no samples to train on at the moment."""
         diloco, data = self._group.diloco, self._group.data
-        assert diloco is not None and data is not None, "the data asks for it while training"
+        assert diloco is not None, "it is asked while training"
         with self._group.without_averages():
             diloco.sync_idle()
-        if not self.report("training", state, logger):
+        if not self.report("training", state, logger) and data is not None:
             data.after_sync()
 
     def leave(self) -> None:

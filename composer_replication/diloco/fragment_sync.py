@@ -128,31 +128,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.frozen: list[bool] = []
         """Whether this group had frozen each tensor at the last pseudo-gradient."""
 
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether an allreduce has been started and its outer step has not been taken."""
-        return bool(self._allreduce_work)
-
-    @property
-    def in_flight(self) -> Packed | None:
-        """What has been sent, or is to be sent again; None if nothing has."""
-        return self._packed if self.is_in_flight else self.unsent
-
-    @property
-    def has_more(self) -> bool:
-        """Whether this group has something to send that no sync has brought in."""
-        return self.inner_steps > 0 or self.replaces_global
-
-    @property
-    def is_replacing(self) -> bool:
-        """Whether the local parameters that were sent are to be the global ones."""
-        return self._packed.is_replacing
-
-    @property
-    def synced_samples(self) -> SyncedSamples:
-        """How much of this group's samples is in the model once this sync has committed."""
-        contributes = self.mean.contribution > 0
-        return self._state.ledger.after_sync(self.fragment_id, self._packed.position, contributes)
+    # ---- a sync, in the order of torchft ---------------------------------------------------------
 
     def prepare_sync(self) -> None:
         """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
@@ -163,6 +139,30 @@ class FragmentSync(_StreamingDiLoCoFragment):
         except BaseException as error:
             self._report(error)
             raise
+
+    def _save_grads(self) -> None:
+        self._state.go_on_from_healed()
+        self._packed = self._pack()
+        self.frozen = self.globals.freezing.own()
+        local = self._packed.local or self.local()
+        sources = self.globals.own_parts(), self.globals.share.own(local)
+        self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
+        if not self.is_joining:
+            self.unsent = None  # if this attempt fails, the next one computes a new one
+
+    def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
+        if local.device != into.device:
+            local = self._landing(local, into).copy_(local)
+        # A non-blocking copy to a CPU could be read before it has arrived.
+        theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
+        pseudo_gradient(theta, local, into)
+
+    def _average_grads(self) -> None:
+        # The table is sent first, because a quantized mean sends more messages after the first ones
+        # have arrived. It is waited for last.
+        table = self._peer_table.send(self)
+        manager = cast(DiLoCoManager, self._manager)
+        self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
@@ -176,9 +176,77 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._clock.vote_over()
         return self.committed
 
+    def _set_grads(self) -> None:
+        self.total_contribution = self.mean.receive()
+        if self.total_contribution > 0.0:
+            self._state.begin_outer_step()
+            self.globals.take_outer_step(self.mean, self._rules())
+        self.mean.clear()
+
+    def _merge_parameters(self) -> None:
+        # After an outer step take_outer_step has already written back. If there was none and all
+        # groups were resuming, each continues in mid-round where it stopped.
+        if self.total_contribution == 0.0 and not self.is_joining:
+            self.globals.write_back(self._write_back_alpha)
+
     def _report(self, error: BaseException) -> None:
         """Report an error of this group, or Ctrl-C: else peers wait for it until their timeout."""
         self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
+
+    # ---- what is sent, with which weight, and what stays of the local parameters -----------------
+
+    def _pack(self) -> Packed:
+        if self.unsent is not None and not self.is_joining:
+            return self.unsent
+        kept = None
+        if self._settings.fragment_sync_delay and not self.is_joining:
+            kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
+        position = self._state.ledger.position
+        replaces = self.replaces_global and not self.is_joining
+        return Packed(self.inner_steps, self.samples, position, replaces, kept)
+
+    def local(self) -> list[Tensor]:
+        """The local parameters, as this rank holds them; not copies."""
+        return [local_tensor(tensor) for tensor in self._local]
+
+    def _own_contribution(self) -> float:
+        packed = self._packed
+        if packed.is_replacing and not packed.inner_steps:
+            return 1.0  # an average, without inner steps since
+        if self.is_joining or not packed.inner_steps:
+            return 0.0
+        weight_by = self._settings.weight_by
+        if weight_by == "samples" and not packed.samples:
+            raise ValueError(
+                "weight_by='samples' but no samples were counted: call count_samples(n) before "
+                "each optimizer step, or use weight_by='steps'"
+            )
+        by = {"uniform": 1, "steps": packed.inner_steps, "samples": packed.samples}
+        return float(by[weight_by])
+
+    def _landing(self, local: Tensor, into: Tensor) -> Tensor:
+        """Return the memory that local parameters on another device are copied to."""
+        if self._staging is None:
+            return into
+        staging = self._staging.view(local.dtype)
+        return staging[: local.numel()] if local.numel() <= staging.numel() else into
+
+    def _rules(self) -> StepRules:
+        frozen, alpha = self._peer_table.frozen, self._write_back_alpha
+        rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
+        if not self._peer_table.is_replacing:
+            return rules
+        return replace(rules, plain=frozenset(range(len(self._local))) - rules.held)
+
+    @property
+    def _write_back_alpha(self) -> float:
+        if self.is_joining:
+            return 0.0
+        if self.replaces_global and not self._packed.is_replacing:
+            return 1.0  # the sync in flight must not change the average that came meanwhile
+        return self._settings.fragment_update_alpha
+
+    # ---- between syncs ---------------------------------------------------------------------------
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step of ``samples`` samples since the last sync."""
@@ -219,88 +287,30 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.unsent = None
         self.mean.forget_residual()
 
-    def _save_grads(self) -> None:
-        self._state.go_on_from_healed()
-        if self.unsent is not None and not self.is_joining:
-            self._packed = self.unsent
-        else:
-            kept = None
-            if self._settings.fragment_sync_delay and not self.is_joining:
-                kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
-            position = self._state.ledger.position
-            replaces = self.replaces_global and not self.is_joining
-            self._packed = Packed(self.inner_steps, self.samples, position, replaces, kept)
-        self.frozen = self.globals.freezing.own()
-        local = self._packed.local or self.local()
-        sources = self.globals.own_parts(), self.globals.share.own(local)
-        self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
-        if not self.is_joining:
-            self.unsent = None  # if this attempt fails, the next one computes a new one
-
-    def _own_contribution(self) -> float:
-        packed = self._packed
-        if packed.is_replacing and not packed.inner_steps:
-            return 1.0  # an average, without inner steps since
-        if self.is_joining or not packed.inner_steps:
-            return 0.0
-        weight_by = self._settings.weight_by
-        if weight_by == "samples" and not packed.samples:
-            raise ValueError(
-                "weight_by='samples' but no samples were counted: call count_samples(n) before "
-                "each optimizer step, or use weight_by='steps'"
-            )
-        by = {"uniform": 1, "steps": packed.inner_steps, "samples": packed.samples}
-        return float(by[weight_by])
-
-    def local(self) -> list[Tensor]:
-        """The local parameters, as this rank holds them; not copies."""
-        return [local_tensor(tensor) for tensor in self._local]
-
-    def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
-        if local.device != into.device:
-            local = self._landing(local, into).copy_(local)
-        # A non-blocking copy to a CPU could be read before it has arrived.
-        theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
-        pseudo_gradient(theta, local, into)
-
-    def _landing(self, local: Tensor, into: Tensor) -> Tensor:
-        """Return the memory that local parameters on another device are copied to."""
-        if self._staging is None:
-            return into
-        staging = self._staging.view(local.dtype)
-        return staging[: local.numel()] if local.numel() <= staging.numel() else into
-
-    def _average_grads(self) -> None:
-        # The table is sent first, because a quantized mean sends more messages after the first ones
-        # have arrived. It is waited for last.
-        table = self._peer_table.send(self)
-        manager = cast(DiLoCoManager, self._manager)
-        self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
-
-    def _set_grads(self) -> None:
-        self.total_contribution = self.mean.receive()
-        if self.total_contribution > 0.0:
-            self._state.begin_outer_step()
-            self.globals.take_outer_step(self.mean, self._rules())
-        self.mean.clear()
-
-    def _rules(self) -> StepRules:
-        frozen, alpha = self._peer_table.frozen, self._write_back_alpha
-        rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
-        if not self._peer_table.is_replacing:
-            return rules
-        return replace(rules, plain=frozenset(range(len(self._local))) - rules.held)
-
-    def _merge_parameters(self) -> None:
-        # After an outer step take_outer_step has already written back. If there was none and all
-        # groups were resuming, each continues in mid-round where it stopped.
-        if self.total_contribution == 0.0 and not self.is_joining:
-            self.globals.write_back(self._write_back_alpha)
+    # ---- what others ask -------------------------------------------------------------------------
 
     @property
-    def _write_back_alpha(self) -> float:
-        if self.is_joining:
-            return 0.0
-        if self.replaces_global and not self._packed.is_replacing:
-            return 1.0  # the sync in flight must not change the average that came meanwhile
-        return self._settings.fragment_update_alpha
+    def is_in_flight(self) -> bool:
+        """Whether an allreduce has been started and its outer step has not been taken."""
+        return bool(self._allreduce_work)
+
+    @property
+    def in_flight(self) -> Packed | None:
+        """What has been sent, or is to be sent again; None if nothing has."""
+        return self._packed if self.is_in_flight else self.unsent
+
+    @property
+    def has_more(self) -> bool:
+        """Whether this group has something to send that no sync has brought in."""
+        return self.inner_steps > 0 or self.replaces_global
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether the local parameters that were sent are to be the global ones."""
+        return self._packed.is_replacing
+
+    @property
+    def synced_samples(self) -> SyncedSamples:
+        """How much of this group's samples is in the model once this sync has committed."""
+        contributes = self.mean.contribution > 0
+        return self._state.ledger.after_sync(self.fragment_id, self._packed.position, contributes)

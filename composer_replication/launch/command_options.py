@@ -46,8 +46,8 @@ class Weights(StrEnum):
 
 
 @dataclass(kw_only=True)
-class CoordinatorCommand:
-    """Serve the run's settings to all replica groups, and host the lighthouse."""
+class CoordinatorOptions:
+    """The options of ``coordinator``."""
 
     config: Config
     overrides: Overrides = None
@@ -98,8 +98,3 @@ class CoordinatorCommand:
         Path | None,
         typer.Option(help="Reject clients without a certificate of this CA.", show_default=False),
     ] = None
-
-    def __post_init__(self) -> None:  # typer calls a command with its options
-        from composer_replication.launch.coordinator_command import coordinate
-
-        coordinate(self)

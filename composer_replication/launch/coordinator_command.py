@@ -14,13 +14,13 @@ from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator, is_loopback
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.launch.command_options import CoordinatorCommand
+from composer_replication.launch.command_options import CoordinatorOptions
 from composer_replication.launch.run_token import TOKEN_FILE, make_token_file, read_token_file
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import ConfigError, diloco_section, load_config
 
 
-def coordinate(command: CoordinatorCommand) -> None:
+def coordinate(options: CoordinatorOptions) -> None:
     """Serve a coordinator until SIGTERM or Ctrl-C.
 
     Raises:
@@ -29,27 +29,27 @@ def coordinate(command: CoordinatorCommand) -> None:
         OSError: The address ``bind`` cannot be listened at.
         StorageError: The state cannot be read or written.
     """
-    config = load_config(command.config, command.overrides or [])
-    bind, state_dir = command.bind, command.state_dir
-    tokens = choose_tokens(command.token_file, command.no_token, bind, state_dir)
+    config = load_config(options.config, options.overrides or [])
+    bind, state_dir = options.bind, options.state_dir
+    tokens = choose_tokens(options.token_file, options.no_token, bind, state_dir)
     tls = TlsFiles.of(
-        command.ssl_certfile, command.ssl_keyfile, command.ssl_ca_certs
-    ) or TlsFiles.of_folder(command.tls_dir or tls_dir_of(config))
-    options = pick(ReplicaOptions, diloco_section(config))
-    count = command.replicas or options.num_replicas or 1
+        options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
+    ) or TlsFiles.of_folder(options.tls_dir or tls_dir_of(config))
+    group = pick(ReplicaOptions, diloco_section(config))
+    count = options.replicas or group.num_replicas or 1
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     coordinator = Coordinator(
         settings_of(config),
-        str(command.config),
+        str(options.config),
         num_replicas=count,
-        min_replicas=options.min_replica_size,
+        min_replicas=group.min_replica_size,
         state_dir=state_dir,
         bind=bind,
-        hostname=command.hostname,
+        hostname=options.hostname,
         tokens=tokens,
-        heartbeat_timeout_s=command.heartbeat_timeout_s,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
         model_section=config.get("model"),
         tls=tls,
     )
