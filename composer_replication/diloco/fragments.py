@@ -71,19 +71,27 @@ def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) 
     ]
 
 
-def synced_tensors(
-    model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
-) -> list[dict[str, Tensor]]:
-    """Return every synchronised tensor by fragment and name: parameters, then buffers.
+def split_all(
+    model: nn.Module | Sequence[nn.Module],
+    settings: DiLoCoSettings,
+    also_synced: Collection[str] = (),
+) -> list[tuple[Parameters, Buffers]]:
+    """Return the parameters of each fragment, and the buffers that are synchronised with it.
 
     Raises:
         ValueError: See ``split_model``.
     """
     fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
     if settings.sync_buffers == "none":
-        return [dict(fragment) for fragment in fragments]
-    buffers = split_buffers(model, len(fragments))
-    return [{**f, **own} for f, own in zip(fragments, buffers, strict=True)]
+        return [(fragment, {}) for fragment in fragments]
+    return list(zip(fragments, split_buffers(model, len(fragments)), strict=True))
+
+
+def synced_tensors(
+    model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
+) -> list[dict[str, Tensor]]:
+    """Return every synchronised tensor by fragment and name. Arguments: ``split_all``."""
+    return [{**own, **buffers} for own, buffers in split_all(model, settings, also_synced)]
 
 
 def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
 from composer_replication.diloco.averaging.weighted_mean import elements_of
-from composer_replication.diloco.fragments import Buffers, split_buffers, split_model
+from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
@@ -69,14 +69,9 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
     )
     check_sign(outer_optimizer)
-    model = arguments.model_fragments
-    fragments = split_model(
-        model, settings.num_fragments, settings.fragment_patterns, arguments.also_synced
-    )
+    split = split_all(arguments.model_fragments, settings, arguments.also_synced)
+    fragments = [parameters for parameters, _ in split]
     check_trained_by(fragments, arguments.inner_optimizer)
-    buffers: list[Buffers] = [{} for _ in fragments]
-    if settings.sync_buffers == "mean":
-        buffers = split_buffers(model, len(fragments))
     ranks, sharded_over = arguments.ranks, None
     num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
     if num_shards > 1:  # each rank holds a part already
@@ -96,9 +91,9 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
             outer_optimizer,
             torch.device(arguments.backup_device or "cpu"),
             arguments.pin_memory,
-            own_buffers,
-            Shards([*parameters.values(), *own_buffers.values()], sharded_over),
+            buffers,
+            Shards([*parameters.values(), *buffers.values()], sharded_over),
             share,
         )
-        for parameters, own_buffers in zip(fragments, buffers, strict=True)
+        for parameters, buffers in split
     ]
