@@ -45,8 +45,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     DiLoCo: arXiv 2311.08105, alg. 1. Streaming: arXiv 2501.18512, alg. 2, where the fragments take
     turns within a round and 4-5 come ``fragment_sync_delay`` inner steps after 2-3. When to do
-    which, and on which stream, is torchft's (``torchft/local_sgd.py``, ``_step_post_hook``). Steps 2
-    to 5 are a ``FragmentSync``; the ``OuterLoop`` has them made until they commit. What torchft
+    which, and on which stream, is torchft's (``torchft/local_sgd.py``, ``_step_post_hook``). Steps
+    2 to 5 are in ``FragmentSync``, and ``OuterLoop`` repeats them until they commit. What torchft
     lacks is there: global parameters in fp32 that the outer optimizer owns, weights in the mean, a
     join before training, a retry that loses no inner step (ADR-005, ADR-006, ADR-008).
 
