@@ -198,7 +198,7 @@ def _fragments(
     layout: CheckpointLayout,
     kept: Collection[str],
 ) -> list[dict[str, Any]]:
-    """Return the fragments' states, as ``GlobalParameters.load_state_dict`` takes them."""
+    """Return the fragments' states, as ``load_outer_state`` takes them."""
     momentum = {
         name: layout.load(name, tensor)
         for name, tensor in saved.get("momentum", {}).items()
