@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import sys
-import time
-import warnings
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -18,10 +14,21 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
-from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.launch.command_options import (
+    Config,
+    CoordinatorOptions,
+    HangTimeout,
+    MaxRestarts,
+    Nproc,
+    Overrides,
+    Replicas,
+    StragglerTimeout,
+    Weights,
+)
 from composer_replication.launch.errors import INTERRUPTED, report_error
 from composer_replication.launch.lossy_output import ignore_output_errors
+from composer_replication.launch.quiet import quiet_others
 from composer_replication.launch.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
 from composer_replication.plan import (
     HOST_S_PER_PARAM,
@@ -31,7 +38,7 @@ from composer_replication.plan import (
     print_plan,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import ConfigError, load_config, save_config
+from composer_replication.training.config import ConfigError, load_config
 from composer_replication.training.preflight import check_reachable
 
 app = typer.Typer(
@@ -41,40 +48,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Weights(StrEnum):
-    """Which weights ``export`` writes."""
-
-    GLOBAL = "global"
-    EMA = "ema"
-
-
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="key=value",
-        help="Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.",
-        show_default=False,
-    ),
-]
-Replicas = Annotated[int, typer.Option(help="Number of replica groups.", min=1)]
-Nproc = Annotated[int, typer.Option(help="Number of processes in each group.", min=1)]
-MaxRestarts = Annotated[
-    int,
-    typer.Option(help="Most restarts in a row of a group that dies.", min=0),
-]
-StragglerTimeout = Annotated[
-    float,
-    typer.Option(
-        help="Longest wait of a sync for a group that is alive and late, in seconds.", min=0.1
-    ),
-]
-HangTimeout = Annotated[
-    float,
-    typer.Option(help="A group ends itself after this time without progress, in seconds.", min=1.0),
-]
 
 
 def main() -> NoReturn:
@@ -150,80 +123,13 @@ def launch(
 
 @app.command("coordinator")
 @dataclass(kw_only=True)
-class CoordinatorCommand:
+class CoordinatorCommand(CoordinatorOptions):
     """Serve the run's settings to all replica groups, and host the lighthouse."""
 
-    config: Config
-    overrides: Overrides = None
-    bind: Annotated[
-        str,
-        typer.Option(
-            help="Address of the service. The lighthouse uses the next port.", metavar="ADDR:PORT"
-        ),
-    ] = "[::]:29512"
-    state_dir: Annotated[Path, typer.Option(help="Folder of the run's state.")] = Path(
-        "coordinator"
-    )
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with the run's secret, or with two while it is being replaced. Default: "
-            "the environment's secret, else one is generated in the state folder."
-        ),
-    ] = None
-    no_token: Annotated[
-        bool,
-        typer.Option(
-            "--no-token", help="Use no token: everybody who reaches the service can change the run."
-        ),
-    ] = False
-    replicas: Annotated[
-        int | None, typer.Option(help="Number of groups that a cold start waits for.", min=1)
-    ] = None
-    hostname: Annotated[
-        str | None,
-        typer.Option(help="Name of this machine for the groups. Default: its host name."),
-    ] = None
-    tls_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder of certificates for TLS. Default: the environment's."),
-    ] = None
-    heartbeat_timeout_s: Annotated[
-        float, typer.Option(help="A group counts as dead after this silence, in seconds.", min=0.1)
-    ] = HEARTBEAT_TIMEOUT_S
-    ssl_certfile: Annotated[
-        Path | None,
-        typer.Option(help="Certificate (PEM) with which to serve HTTPS.", show_default=False),
-    ] = None
-    ssl_keyfile: Annotated[
-        Path | None, typer.Option(help="Private key of the certificate.", show_default=False)
-    ] = None
-    ssl_ca_certs: Annotated[
-        Path | None,
-        typer.Option(help="Reject clients without a certificate of this CA.", show_default=False),
-    ] = None
-
     def __post_init__(self) -> None:  # typer calls a command with its options
-        from composer_replication.coordinator.http_service import TlsFiles
-        from composer_replication.launch.coordinator_command import (
-            choose_tokens,
-            coordinate,
-            tls_dir_of,
-        )
+        from composer_replication.launch.coordinator_command import coordinate
 
-        checked = load_config(self.config, self.overrides or [])
-        coordinate(
-            checked,
-            self.config,
-            bind=self.bind,
-            state_dir=self.state_dir,
-            tokens=choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir),
-            replicas=self.replicas,
-            hostname=self.hostname,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
-            tls=TlsFiles.of(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
-            or TlsFiles.of_folder(self.tls_dir or tls_dir_of(checked)),
-        )
+        coordinate(self)
 
 
 @app.command()
@@ -264,22 +170,9 @@ def chaos(
 @app.command()
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same replica groups in one process, to try DiLoCo without a network."""
-    from composer_replication.callback.run_folder import CONFIG, make_run_folder
-    from composer_replication.launch.display import Display
-    from composer_replication.launch.launcher import finish
+    from composer_replication.launch.simulate_command import simulate_groups as run
 
-    checked = load_config(config, overrides or [])
-    run_dir = make_run_folder(checked, config)
-    checked["run_dir"] = str(run_dir)
-    save_config(checked, run_dir / CONFIG)
-    began = time.monotonic()
-    from composer_replication.training.trainer import simulate_replicas
-
-    # The display shows one table for all groups. Their log lines would be drawn over it.
-    logging.getLogger("composer_replication").setLevel(logging.WARNING)
-    with Display(Console(), run_dir, replicas).follow():
-        simulate_replicas(checked, replicas)
-    raise typer.Exit(finish(run_dir, range(replicas), time.monotonic() - began, restarts={}))
+    raise typer.Exit(run(load_config(config, overrides or []), config, replicas))
 
 
 @app.command()
@@ -297,24 +190,10 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as safetensors: the global ones, or those of EMA."""
     from composer_replication.callback.export import export as run
+    from composer_replication.callback.export import in_words
 
-    exported = run(checkpoint, out, weights)
-    step = exported["outer_step"]
-    when = f" after outer step {step}" if step is not None else ""
-    name = {
-        "global": "the global weights",
-        "ema": "EMA's weights",
-        "local": "this group's own weights",
-        "unknown": "the weights",
-    }[exported["weights"]]
-    print(
-        f"{out}: {name}{when}, {exported['num_tensors']} tensors, "
-        f"{exported['num_parameters']:,} parameters"
-    )
-    if exported["weights"] == "local":
-        print("They are SWA's average, which becomes the global weights at the next sync.")
-    if exported["weights"] == "unknown":
-        print("The checkpoint has no DiLoCo state, so these may be local or global weights.")
+    for line in in_words(run(checkpoint, out, weights), out):
+        print(line)
 
 
 @app.command("plan")
@@ -428,17 +307,3 @@ def report(
     picture = write_report(run_dir)
     for name, value in [*describe(read_run(run_dir)), ("picture", str(picture))]:
         print(f"{name:<24}{value}")
-
-
-def quiet_others() -> None:
-    """Log from INFO on in this package and from WARNING on elsewhere; show only our warnings."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    ours = logging.getLogger("composer_replication")
-    ours.setLevel(logging.INFO if is_first else logging.WARNING)
-    warnings.filterwarnings("ignore")
-    warnings.filterwarnings("default", module=r"composer_replication(\.|$)")

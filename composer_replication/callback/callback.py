@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,29 +13,21 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from composer_replication.callback.composer_job import (
-    build_diloco,
-    build_manager,
     check_loads,
     check_parallelism,
     name_the_node,
     samples_in_batch,
-    start_refusal_of,
-    unwrapped,
 )
 from composer_replication.callback.evaluation import Evaluation
-from composer_replication.callback.fit_watch import when_fit_is_over
+from composer_replication.callback.fit import Fit
 from composer_replication.callback.group_state import GroupState
-from composer_replication.callback.heal_state import HealState
-from composer_replication.callback.progress import SyncLog, max_batches
+from composer_replication.callback.progress import max_batches
 from composer_replication.callback.resume import Resume
-from composer_replication.callback.run_folder import ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
 from composer_replication.coordinator.client import RunInfo
-from composer_replication.coordinator.membership import Membership, ask_for_run
-from composer_replication.data.group_data import group_data_of
+from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick, takes
-from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
@@ -114,18 +104,13 @@ class DiLoCoCallback(Callback):
             package_log.setLevel(logging.INFO)  # llm-foundry sets a level for its own packages only
         self.result: dict[str, Any] = {}
         self._passed_manager = arguments.get("manager")
-        self._manager: Any = None
-        self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
         self._run: RunInfo | None = None
         """What the coordinator says about the run, if there is one."""
-        self._membership: Membership | None = None
-        """This group's registration with it, during a fit."""
+        self._fit: Fit | None = None
+        """The fit that is running, or the last one."""
         self._group = GroupState(Resume(self.settings, self.options.on_bad_state))
         self._evaluation = Evaluation(self.options.eval_weights)
-        self._heal_state: HealState | None = None
         self._parent = os.getppid()
-        self._folder = ReplicaFolder(None, "")
-        self._sync_log = SyncLog(self._folder, self.settings.sync_every)
 
     @property
     def diloco(self) -> DiLoCo | None:
@@ -136,7 +121,7 @@ class DiLoCoCallback(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if self.diloco is not None:
-            self.diloco.note_progress()
+            self.diloco.hang_watch.note_progress()
         super().run_event(event, state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
@@ -167,20 +152,21 @@ class DiLoCoCallback(Callback):
         self._group.after_load(state)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if self.diloco is not None:
-            self._end_failed_fit()
+        if self._fit is not None and self.diloco is not None:
+            self._end_failed_fit(self._fit)
         self._check(state)
         self._group.restore(state)
+        self._fit = fit = Fit(self._group, self.settings, self.options, self._run)
         try:
-            diloco = self._build(state, logger)
-            self._join(diloco, state)
+            diloco = fit.connect(self._passed_manager, state, logger)
+            fit.join(diloco, state)
         except BaseException:
-            self._leave()  # the others would wait for this group while it sends heartbeats
+            fit.leave()  # the others would wait for this group while it sends heartbeats
             self._group.drop()
             raise
         if self._group.is_resumed:
-            self._sync_log.log_resume(state, diloco)
-        self._report("training", state, logger)
+            fit.sync_log.log_resume(state, diloco)
+        fit.report("training", state, logger)
         self._group.put_ema_back()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
@@ -191,7 +177,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is None:
             return
         if self._group.data is not None:
-            self.diloco.expect_position(self._group.data.position.samples)
+            self.diloco.ledger.position = self._group.data.position.samples
         # Only optimizer steps inside a batch count: torch's get_optimizer_state_dict and
         # set_optimizer_state_dict call step(), at a load and, for SGD, at every save.
         self.diloco.counts_steps = True
@@ -201,14 +187,14 @@ class DiLoCoCallback(Callback):
             self.diloco.count_samples(samples_in_batch(state))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if self.diloco is None:
+        if self.diloco is None or self._fit is None:
             return
         self.diloco.counts_steps = False
         if self._group.data is not None:
             self._group.data.after_batch()
         self._check_launcher()
-        self._sync_log.count_batch(state)
-        if self._report("training", state, logger) and broadcast(self._folder.asks_to_stop):
+        self._fit.sync_log.count_batch(state)
+        if self._fit.report("training", state, logger) and broadcast(self._fit.folder.asks_to_stop):
             log.info(
                 "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step
             )
@@ -236,61 +222,38 @@ class DiLoCoCallback(Callback):
         return self._group.state_dict()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        if self.diloco is None:
+        if self.diloco is None or self._fit is None:
             return
         with self._group.without_averages():
             if self.options.final_sync:
                 self.diloco.final_sync()
             self._group.note_final_weights()
-        self._report("evaluating", state, logger)
+        self._fit.report("evaluating", state, logger)
         self.result = {
             "replica_id": replica_id_of(self.options),
             "inner_steps": self.diloco.inner_steps,
             "outer_steps": self.diloco.outer_step,
             "global_digest": self.diloco.global_digest(),
-            "final_loss": self._sync_log.final_loss,
+            "final_loss": self._fit.sync_log.final_loss,
             "eval": {},
         }
         if self._group.data is not None:
             self._group.data.end()
         self._group.keep()
-        self._leave()
+        self._fit.leave()
         self._group.drop()
         # This comes last, since it raises on a full disk: by now this group has left in order.
-        self._folder.write_result(self.result)
+        self._fit.folder.write_result(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
         error = sys.exc_info()[1]
         if self.diloco is not None or error is not None:  # before fit_end, or after it
             end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier
-        self._leave()
+        if self._fit is not None:
+            self._fit.leave()
         self._group.drop()
         if self._group.weights is not None:
             self._group.weights.remove()
-
-    def _report(self, phase: str, state: State, logger: Logger) -> bool:
-        """Report syncs and the position in training. Returns whether there was a sync."""
-        assert self.diloco is not None
-        reports = self.diloco.pop_finished_syncs()
-        if self._heal_state is not None:
-            self._heal_state.broadcast_from_rank_0(logger)
-        if reports and self._membership is not None:
-            self.diloco.offer_settings(self._membership.known_settings())
-        self._sync_log.log_syncs(reports, state, logger)
-        progress = self._sync_log.report_phase(phase, state, self.diloco)
-        if self._membership is not None:
-            self._membership.report_progress(progress)
-        if reports and self._group.data is not None:
-            self._group.data.after_sync()
-        return bool(reports)
-
-    def _sync_idle(self, state: State, logger: Logger) -> None:
-        """Take part in the others' next sync: there are no samples to train on at the moment."""
-        assert self.diloco is not None, "it is asked while training"
-        with self._group.without_averages():
-            self.diloco.sync_idle()
-        if not self._report("training", state, logger) and self._group.data is not None:
-            self._group.data.after_sync()
 
     def _check_launcher(self) -> None:
         """Check that the launcher lives.
@@ -306,11 +269,6 @@ class DiLoCoCallback(Callback):
                 "again: it takes over the other groups' state"
             )
 
-    def _is_in_batch(self) -> bool:
-        return self.diloco is not None and self.diloco.counts_steps
-
-    # ---- the phases of fit_start ------------------------------------------------------------
-
     def _check(self, state: State) -> None:
         """Refuse what cannot be trained, before anything is changed."""
         if self._passed_manager is not None and self._group.ended is not None:
@@ -321,81 +279,9 @@ class DiLoCoCallback(Callback):
         check_parallelism(state)
         check_loads(state)
 
-    def _build(self, state: State, logger: Logger) -> DiLoCo:
-        """Connect with the coordinator and the other groups, and build DiLoCo on that."""
-        run_dir = self.options.run_dir if dist.get_global_rank() == 0 else None
-        self._folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-        self._sync_log = SyncLog(self._folder, self.settings.sync_every)
-        also_synced, averages = self._group.also_synced, self._group.averages
-        known_step = self._run.outer_step if self._run is not None else 0
-        is_new = self._group.is_new
-        refusal = start_refusal_of(self.options, state, known_step) if is_new else None
-        if self._run is not None:
-            synced = synced_tensors(unwrapped(state), self.settings, also_synced)
-            self._membership = Membership(self.options, self._run, synced, dist.get_world_size())
-        self._manager = self._passed_manager or build_manager(self.options, state)
-        assert averages is not None, "the state has been restored"
-        self._heal_state = HealState(
-            state, self.options.heal_inner_state, self._is_in_batch, averages
-        )
-        save, load = self._heal_state.state_dict, self._heal_state.load_state_dict
-        self._manager.register_state_dict_fn("composer", load, save)
-        diloco = build_diloco(
-            self.settings, self.options, self._manager, state, refusal, also_synced
-        )
-        sync_idle = functools.partial(self._sync_idle, state, logger)
-        data = group_data_of(state, self.options, diloco, self._membership, sync_idle)
-        self._group.begin(state, diloco, data)
-        if self._membership is not None:
-            diloco.offer_settings(self._membership.known_settings())
-        return diloco
-
-    def _join(self, diloco: DiLoCo, state: State) -> None:
-        """Join the other groups: this waits for them."""
-        diloco.counts_steps = False
-        self._sync_log.report_phase("joining", state, diloco)
-        diloco.__enter__()
-        if self._group.data is not None:
-            self._group.data.start()
-        when_fit_is_over(functools.partial(self._leave_after_error, self._manager))
-
-    # ---- leaving ----------------------------------------------------------------------------
-
-    def _leave_after_error(self, manager: Any) -> None:
-        """Leave when the fit of this manager is over. Does nothing if the fit has ended well."""
-        with self._leaving:
-            if self._manager is manager:
-                self._leave()
-                log.warning(
-                    "This replica group has left: its fit ended with an error. The others "
-                    "continue, and it joins them again if fit is called again"
-                )
-
-    def _end_failed_fit(self) -> None:
+    def _end_failed_fit(self, fit: Fit) -> None:
         """Keep the state of a fit that raised, for the fit that begins now."""
-        assert self.diloco is not None, "the caller has checked that"
-        self._leave()
+        fit.leave()
         self._group.keep(has_failed=True)
         self._group.drop()
         log.info("Continuing from the state of the fit that failed")
-
-    def _leave(self) -> None:
-        """Stop counting steps and sending heartbeats, else the others would wait for this group.
-
-        The DiLoCo and the data stay: a later fit may continue from them.
-        """
-        if sys.is_finalizing():
-            return  # the threads have ended: no heartbeats are sent, and a wait would not return
-        with self._leaving:
-            if self._group.averages is not None:
-                self._group.averages.unwrap()
-            if self.diloco is not None:
-                self.diloco.__exit__(None, None, None)
-            if self._manager is not None:
-                self._manager.shutdown()
-                self._manager = None
-            if self._group.data is not None:
-                self._group.data.close()
-            if self._membership is not None:
-                self._membership.leave()
-                self._membership = None

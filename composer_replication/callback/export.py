@@ -119,6 +119,24 @@ def export(checkpoint: str | Path, out: str | Path, weights: str | None = None) 
     }
 
 
+def in_words(exported: Mapping[str, Any], out: Path) -> list[str]:
+    """What ``export`` returned, as lines for a person."""
+    step, weights = exported["outer_step"], exported["weights"]
+    name = {
+        "global": "the global weights",
+        "ema": "EMA's weights",
+        "local": "this group's own weights",
+        "unknown": "the weights",
+    }[weights]
+    when = f" after outer step {step}" if step is not None else ""
+    note = {
+        "local": "They are SWA's average, which becomes the global weights at the next sync.",
+        "unknown": "The checkpoint has no DiLoCo state, so these may be local or global weights.",
+    }
+    found = f"{exported['num_tensors']} tensors, {exported['num_parameters']:,} parameters"
+    return [f"{out}: {name}{when}, {found}", *(note[w] for w in [weights] if w in note)]
+
+
 def _chosen(content: _Content, weights: str | None) -> dict[str, Tensor]:
     if weights is None or weights == content.whose:
         return content.model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_replication.diloco.outer_optimizer import local_tensor
+from composer_replication.diloco.shards import local_tensor
 
 
 class GlobalWeights:

@@ -9,7 +9,8 @@ import torch
 from composer import State
 from torch import Tensor
 
-from composer_replication.callback.checkpoint import CheckpointLayout, pack
+from composer_replication.callback.checkpoint import pack
+from composer_replication.callback.checkpoint_layout import CheckpointLayout
 from composer_replication.callback.checksums import checksums
 from composer_replication.callback.composer_job import unwrapped
 from composer_replication.callback.global_weights import GlobalWeights
@@ -18,7 +19,7 @@ from composer_replication.callback.resume import Resume
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.group_data import GroupData
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.outer_optimizer import local_tensor
+from composer_replication.diloco.shards import local_tensor
 
 
 class GroupState:
@@ -135,6 +136,15 @@ class GroupState:
             # Under DDP these have been gathered, so that rank 0 alone may save the model from now.
             fragments = self.ended["fragments"]
             self.weights.read_from({name: t for f in fragments for name, t in f["theta"].items()})
+
+    def stop(self) -> None:
+        """Count no more steps, read no more data, and leave EMA and SWA to Composer."""
+        if self.averages is not None:
+            self.averages.unwrap()
+        if self.diloco is not None:
+            self.diloco.__exit__(None, None, None)
+        if self.data is not None:
+            self.data.close()
 
     def drop(self) -> None:
         """There is no DiLoCo any more."""

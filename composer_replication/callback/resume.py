@@ -9,12 +9,8 @@ from typing import Any
 from composer import State
 from torch import Tensor
 
-from composer_replication.callback.checkpoint import (
-    BadStateError,
-    CheckpointLayout,
-    template,
-    unpack,
-)
+from composer_replication.callback.checkpoint import template, unpack
+from composer_replication.callback.checkpoint_layout import BadStateError, CheckpointLayout
 from composer_replication.callback.composer_job import unwrapped
 from composer_replication.callback.global_weights import tied_names
 from composer_replication.callback.weight_averages import averages_in

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_replication.callback.global_weights import GlobalWeights
-from composer_replication.diloco.outer_optimizer import local_tensor
+from composer_replication.diloco.shards import local_tensor
 
 log = logging.getLogger(__name__)
 

@@ -198,17 +198,17 @@ class LeasedData(GroupData):
                 coordinator does not know the stream.
         """
         ask_on_rank_0(self._continue_run)
-        if self._diloco.stream:
-            self._read(self._diloco.stream, self._start)
+        if self._diloco.ledger.stream:
+            self._read(self._diloco.ledger.stream, self._start)
         else:
             self._open_stream()
 
     def _continue_run(self) -> None:
         client, diloco = self._membership.client, self._diloco
         if not diloco.has_joined_others:
-            client.rewind(diloco.outer_step, diloco.ledger())
-        if diloco.stream:
-            client.reopen_stream(diloco.stream, self._start.samples, self._membership.session)
+            client.rewind(diloco.outer_step, diloco.ledger.rows())
+        if stream := diloco.ledger.stream:
+            client.reopen_stream(stream, self._start.samples, self._membership.session)
 
     def _open_stream(self) -> None:
         """Release the stream so far, for what the model does not have of it, and read another."""
@@ -218,7 +218,7 @@ class LeasedData(GroupData):
 
     def _exchange_stream(self) -> int:
         if self._stream:
-            self._client.release_stream(self._stream, self._diloco.ledger())
+            self._client.release_stream(self._stream, self._diloco.ledger.rows())
         session, group = self._membership.session, self._membership.replica_id
         name = f"{session}/{self._num_streams}"
         self._num_streams += 1
@@ -240,9 +240,9 @@ class LeasedData(GroupData):
         """Report the sync. A group that has lost steps in it opens another stream."""
         diloco = self._diloco
         self._membership.report_commit(
-            CommitReport(diloco.outer_step, diloco.ledger(), diloco.streams_in_last_sync())
+            CommitReport(diloco.outer_step, diloco.ledger.rows(), diloco.streams_in_last_sync())
         )
-        if not diloco.stream:
+        if not diloco.ledger.stream:
             self._open_stream()
 
     def _has_more(self) -> bool:
@@ -253,7 +253,7 @@ class LeasedData(GroupData):
         on the samples of a group that dies after the others have ended.
         """
         while True:
-            with self._diloco.waiting_for_others():  # the coordinator may be away
+            with self._diloco.hang_watch.waiting_for_others():  # the coordinator may be away
                 pause = ask_on_rank_0(self._ask_what_follows)
             if pause is not Pause.WAIT:
                 return pause is Pause.MORE_SAMPLES
@@ -287,6 +287,6 @@ class LeasedData(GroupData):
         client = self._client.with_limits(retry_s=self.END_RETRY_S)
         try:
             self._membership.send_report(client)
-            client.release_stream(self._stream, self._diloco.ledger())
+            client.release_stream(self._stream, self._diloco.ledger.rows())
         except (CoordinatorAwayError, ValueError) as error:
             log.warning("The coordinator has not received the last syncs: %s", error)

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
-import torch
 import torchft.local_sgd
 from torch import Tensor, nn
 from torchft.manager import Manager
 
-from composer_replication.diloco.arguments import pick, takes
-from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
-from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
-from composer_replication.diloco.averaging.weighted_mean import elements_of
-from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.fragments import (
-    check_none_thawed,
-    check_trained_by,
-    left_out,
-    model_fingerprint,
-    split_buffers,
-    split_model,
-)
+from composer_replication.diloco.arguments import takes
+from composer_replication.diloco.fragments import model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
+from composer_replication.diloco.joining import join
 from composer_replication.diloco.options import DiLoCoArguments
-from composer_replication.diloco.outer_loop import OuterLoop, SyncError
-from composer_replication.diloco.outer_optimizer import (
-    GlobalParameters,
-    OuterOptimizer,
-    check_sign,
-    describe,
-    local_tensor,
-    nesterov_sgd,
-)
-from composer_replication.diloco.peer_table import DivergenceError, PeerTable
-from composer_replication.diloco.sample_ledger import check_keeps_all_steps
-from composer_replication.diloco.saved_state import load_saved_state, saved_state
+from composer_replication.diloco.outer_loop import OuterLoop
+from composer_replication.diloco.outer_optimizer import describe
+from composer_replication.diloco.own_model import own_model, settings_of
+from composer_replication.diloco.parameter_checks import check_none_thawed, left_out
+from composer_replication.diloco.peer_table import DivergenceError
+from composer_replication.diloco.retries import SyncError
+from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
+from composer_replication.diloco.saved_state import load_saved_state, saved_state, send_again
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.shards import Shards, count_shards
-from composer_replication.diloco.sync_report import SyncClock, SyncReport
+from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 __all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
@@ -64,9 +45,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     DiLoCo: arXiv 2311.08105, alg. 1. Streaming: arXiv 2501.18512, alg. 2, where the fragments take
     turns within a round and 4-5 come ``fragment_sync_delay`` inner steps after 2-3. When to do
-    which, and on which stream, is torchft's (``torchft/local_sgd.py``, ``_step_post_hook``). What
-    torchft lacks is here: global parameters in fp32 that the outer optimizer owns, weights in the
-    mean, a join before training, a retry that loses no inner step (ADR-005, ADR-006, ADR-008).
+    which, and on which stream, is torchft's (``torchft/local_sgd.py``, ``_step_post_hook``). Steps
+    2 to 5 are in ``FragmentSync``, and ``OuterLoop`` repeats them until they commit. What torchft
+    lacks is there: global parameters in fp32 that the outer optimizer owns, weights in the mean, a
+    join before training, a retry that loses no inner step (ADR-005, ADR-006, ADR-008).
 
     Use it as a context manager around training. Entering it joins the other groups, and blocks
     until they are connected. Leaving it removes the hooks from the inner optimizer.
@@ -88,106 +70,117 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     @takes(DiLoCoArguments)
     def __init__(self, *trained: Any, **named: Any) -> None:
         self._arguments = arguments = DiLoCoArguments(*trained, **named)
-        manager, inner_optimizer = arguments.manager, arguments.inner_optimizer
-        model_fragments, ranks = arguments.model_fragments, arguments.ranks
-        if not isinstance(model_fragments, nn.Module):
-            model_fragments = list(model_fragments)
-            named["num_fragments"] = len(model_fragments) or arguments.num_fragments
-        self.settings = settings = pick(DiLoCoSettings, vars(arguments) | named)
-        _check_use(settings, arguments.outer_optimizer, named)
-        check_can_quantize(manager, settings.wire_format)
-        outer_optimizer = arguments.outer_optimizer or nesterov_sgd(
-            settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
-        )
-        check_sign(outer_optimizer)
-        fragments = split_model(
-            model_fragments,
-            settings.num_fragments,
-            settings.fragment_patterns,
-            arguments.also_synced,
-        )
-        check_trained_by(fragments, inner_optimizer)
-        self._left_out = left_out(model_fragments, fragments)
-        buffers = split_buffers(model_fragments, len(fragments))
-        if settings.sync_buffers == "none":
-            buffers = [{} for _ in fragments]
-        backup = torch.device(arguments.backup_device or "cpu")
-        num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
-        sharded_over = None
-        if num_shards > 1:
-            sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
-        share = partial(
-            RankShare,
-            bucket=elements_of(settings.bucket_cap_mb),
-            ranks=ranks,
-            device=local_tensor(next(iter(fragments[0].values()))).device,
-            host_ranks=HostRanks(ranks) if ranks is not None else None,
-        )
-        owned = [
-            GlobalParameters(
-                parameters,
-                outer_optimizer,
-                backup,
-                arguments.pin_memory,
-                own_buffers,
-                Shards([*parameters.values(), *own_buffers.values()], sharded_over),
-                share,
-            )
-            for parameters, own_buffers in zip(fragments, buffers, strict=True)
-        ]
-        if hasattr(manager, "layout"):  # a ReplicaManager, which compares it with its peers'
-            manager.layout.num_shards = num_shards  # pyright: ignore[reportAttributeAccessIssue]
+        self.settings = settings = settings_of(arguments, named)
+        owned = own_model(arguments, settings)
+        manager, model = arguments.manager, arguments.model_fragments
         super().__init__(
             cast(Manager, manager),
             [nn.Module() for _ in owned],  # torchft's own fragments stay empty; ours replace them
-            inner_optimizer,
+            arguments.inner_optimizer,
             [global_parameters.optimizer for global_parameters in owned],
             settings.sync_every,
             fragment_sync_delay=settings.fragment_sync_delay,
             fragment_update_alpha=settings.fragment_update_alpha,
         )
+        synced = [global_parameters.local for global_parameters in owned]
+        self._left_out = left_out(model, synced)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
-            "model": model_fingerprint([*fragments, *buffers]),
+            "model": model_fingerprint(synced),
         }
         self._state = GlobalState(owned, fingerprint)
-        self._clock = SyncClock()
-        message_device = arguments.message_device
-        self._fragments: list[FragmentSync] = []  # pyright: ignore[reportIncompatibleVariableOverride]
-        peer_table = PeerTable(
-            cast(DiLoCoManager, manager), self._state, self._fragments, arguments.digest_every
-        )
-        self._fragments += (
-            FragmentSync(
-                manager,
-                index,
-                globals_,
-                inner_optimizer,
-                settings,
-                self._clock,
-                self._state,
-                peer_table,
-                None if message_device is None else torch.device(message_device),
-            )
-            for index, globals_ in enumerate(owned)
-        )
+        self.hang_watch = HangWatch(arguments.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
-            cast(DiLoCoManager, manager),
-            self._fragments,
-            self._state,
-            settings,
-            self._clock,
-            peer_table,
-            inner_optimizer,
-            arguments.digest_every,
-            arguments.give_up_after_s,
+            cast(DiLoCoManager, manager), owned, self._state, settings, arguments, self.hang_watch
         )
+        self._fragments = cast(Any, self._outer.fragments)
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
-        self._hang_watch: HangWatch | None = None
 
     # ---- the schedule is torchft's; behind it, the retry ------------------------------------
+
+    def _step_pre_hook(self, *step: Any) -> None:
+        if self.counts_steps:
+            super()._step_pre_hook(*step)
+
+    def _step_post_hook(self, *step: Any) -> None:
+        if not self.counts_steps:
+            return
+        check_none_thawed(self._left_out, self._local_optimizer)
+        self._outer.count_inner_step(self._samples)
+        self._samples = 0
+        counted = self._local_step
+        with self._outer.clock.blocking():
+            if counted + 1 == self._sync_every and any(f.unsent for f in self._outer.fragments):
+                # torchft's hook sends only at one inner step of a round, which has passed.
+                self._manager.allow_state_dict_read()
+                self._outer.send()
+            super()._step_post_hook(*step)
+            if self._local_step <= counted:  # back at 0: torchft has performed a sync
+                self._outer.finish_sync()
+                self._follow_schedule()
+
+    def _current_fragment(self) -> int:
+        return self._outer.turn
+
+    def _register_state_dict_fn(self) -> None:
+        """torchft's own heal state is not used; the outer loop registers ours."""
+
+    # ---- joining and ending -----------------------------------------------------------------
+
+    def __enter__(self) -> DiLoCo:
+        """Join the other groups, then count the inner optimizer's steps."""
+        self.hang_watch.start()
+        try:
+            self._join()
+        except BaseException:
+            self.hang_watch.stop()
+            raise
+        super().__enter__()
+        return self
+
+    def _join(self) -> None:
+        with self._outer.clock.blocking():
+            self.has_joined_others = join(self._outer, self._arguments)
+            if self.has_joined_others:
+                # The others apply this sync after the delay: this puts the next sync at the same
+                # time in all groups.
+                self._local_step = -self.settings.fragment_sync_delay
+            elif self._outer.has_healed:
+                self._local_step = 0  # all are resuming, and this group's checkpoint was older
+            self._follow_schedule()
+
+    def __exit__(self, *raised: Any) -> Any:
+        """Stop counting steps."""
+        self.hang_watch.stop()
+        return super().__exit__(*raised)
+
+    def sync_idle(self) -> None:
+        """Take part in the others' next sync, while there are no samples to train on.
+
+        It blocks until the others start that sync. This group contributes the inner steps since its
+        last sync, and its next inner step begins a new round.
+        """
+        self._outer.sync_idle()
+        self._local_step = -self.settings.fragment_sync_delay
+        self._follow_schedule()
+
+    def final_sync(self) -> None:
+        """Synchronise the inner steps since the last syncs, and end on the global parameters.
+
+        Call it when training ends, in every group. The model then holds the global parameters,
+        whatever ``fragment_update_alpha`` is. Groups that end earlier stay until the last one has
+        ended, without contributing, so that all end on the same parameters.
+
+        Raises:
+            SyncError: A sync failed more than ``max_sync_retries`` times.
+            DivergenceError: This group's global parameters differ from the others'.
+        """
+        self._outer.finish()
+        self._local_step = 0
+
+    # ---- what training tells ----------------------------------------------------------------
 
     def count_samples(self, num_samples: int) -> None:
         """Add to the number of samples that the next inner step trains on.
@@ -220,10 +213,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         check_keeps_all_steps(self.settings)
         self._state.ledger.read_from(stream)
 
-    def expect_position(self, position: int) -> None:
-        """Set how many samples of the stream have been read after the next inner step."""
-        self._state.ledger.position = position
-
     def make_local_global(self) -> None:
         """Make the local parameters the global ones at the next sync of each fragment.
 
@@ -232,12 +221,14 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         of the local ones (outer learning rate 1, no momentum), and the outer momentum is reset. One
         group of a sync that has called it is enough for all of them.
         """
-        self._outer.make_local_global()
+        self._outer.peer_table.is_over = False  # there is more to send, even after the last step
+        for fragment in self._outer.fragments:
+            fragment.replaces_global = True
 
     @property
     def replaces_global(self) -> bool:
         """Whether ``make_local_global`` still has to take effect in a fragment."""
-        return any(fragment.replaces_global for fragment in self._fragments)
+        return any(fragment.replaces_global for fragment in self._outer.fragments)
 
     def offer_settings(self, versions: Mapping[int, DiLoCoSettings]) -> None:
         """Announce which versions of the settings this group knows.
@@ -251,8 +242,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         if not versions:
             return
-        self._outer.known_settings.update(versions)
-        self._outer.offer(max(versions))
+        known = self._outer.known_settings
+        known.update(versions)
+        self._outer.peer_table.known_version = max(known)
         if not self._state.settings_version:
             self._state.settings_version = max(versions)
 
@@ -264,115 +256,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             sync_every = known.sync_every
         self.settings = replace(self.settings, sync_every=sync_every)
         self._sync_every = sync_every // self.settings.fragment_count
-
-    def _step_pre_hook(self, *step: Any) -> None:
-        if self.counts_steps:
-            super()._step_pre_hook(*step)
-
-    def _step_post_hook(self, *step: Any) -> None:
-        if not self.counts_steps:
-            return
-        check_none_thawed(self._left_out, self._local_optimizer)
-        self._outer.count_inner_step(self._samples)
-        self._samples = 0
-        counted = self._local_step
-        with self._blocking():
-            if counted + 1 == self._sync_every and self._is_to_be_sent_again:
-                # torchft's hook sends only at one inner step of a round, which has passed.
-                self._manager.allow_state_dict_read()
-                self._outer.send_again()
-            super()._step_post_hook(*step)
-            if self._local_step <= counted:  # back at 0: torchft has performed a sync
-                self._outer.finish_sync()
-                self._follow_schedule()
-
-    def _current_fragment(self) -> int:
-        return self._outer.turn
-
-    @property
-    def _is_to_be_sent_again(self) -> bool:
-        return any(fragment.is_to_be_sent_again for fragment in self._fragments)
-
-    # ---- joining and ending -----------------------------------------------------------------
-
-    def __enter__(self) -> DiLoCo:
-        """Join the other groups, then count the inner optimizer's steps."""
-        self._hang_watch = HangWatch(self._arguments.hang_timeout_s or HANG_TIMEOUT_S)
-        try:
-            self._join()
-        except BaseException:
-            self._hang_watch.stop()
-            raise
-        super().__enter__()
-        return self
-
-    def _join(self) -> None:
-        with self._blocking():
-            self.has_joined_others = self._outer.join(
-                self._arguments, self._arguments.start_refusal
-            )
-            if self.has_joined_others:
-                # The others apply this sync after the delay: this puts the next sync at the same
-                # time in all groups.
-                self._local_step = -self.settings.fragment_sync_delay
-            elif self._outer.has_healed:
-                self._local_step = 0  # all are resuming, and this group's checkpoint was older
-            self._follow_schedule()
-
-    def __exit__(self, *raised: Any) -> Any:
-        """Stop counting steps."""
-        if self._hang_watch is not None:
-            self._hang_watch.stop()
-            self._hang_watch = None
-        return super().__exit__(*raised)
-
-    @contextmanager
-    def _blocking(self) -> Iterator[None]:
-        with self._clock.blocking(), self.waiting_for_others():
-            yield
-
-    # ---- hangs ------------------------------------------------------------------------------
-
-    def note_progress(self) -> None:
-        """Record that something other than an inner step or a sync was completed.
-
-        For example a batch of an evaluation, or the save of a checkpoint. It restarts
-        ``hang_timeout_s``.
-        """
-        if self._hang_watch is not None:
-            self._hang_watch.note_progress()
-
-    def waiting_for_others(self) -> AbstractContextManager[None]:
-        """A context in which this group waits for others: ``hang_timeout_s`` does not count."""
-        if self._hang_watch is None:
-            return nullcontext()
-        return self._hang_watch.waiting_for_others()
-
-    def sync_idle(self) -> None:
-        """Take part in the others' next sync, while there are no samples to train on.
-
-        It blocks until the others start that sync. This group contributes the inner steps since its
-        last sync, and its next inner step begins a new round.
-        """
-        with self.waiting_for_others():
-            self._outer.sync_idle()
-        self._local_step = -self.settings.fragment_sync_delay
-        self._follow_schedule()
-
-    def final_sync(self) -> None:
-        """Synchronise the inner steps since the last syncs, and end on the global parameters.
-
-        Call it when training ends, in every group. The model then holds the global parameters,
-        whatever ``fragment_update_alpha`` is. Groups that end earlier stay until the last one has
-        ended, without contributing, so that all end on the same parameters.
-
-        Raises:
-            SyncError: A sync failed more than ``max_sync_retries`` times.
-            DivergenceError: This group's global parameters differ from the others'.
-        """
-        with self.waiting_for_others():
-            self._outer.finish()
-        self._local_step = 0
 
     # ---- what others read -------------------------------------------------------------------
 
@@ -392,22 +275,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return self._outer.inner_steps
 
     @property
-    def stream(self) -> int:
-        """The number of this group's sample stream; 0 if it reads none, or has lost steps of it."""
-        return self._state.ledger.stream
-
-    @property
-    def position(self) -> int:
-        """How many samples of the stream the local parameters have been trained on."""
-        return self._state.ledger.position
-
-    def ledger(self) -> list[list[int]]:
-        """The ``SyncedSamples`` of all streams, as rows of stream, position and in_part."""
-        return self._state.ledger.rows()
+    def ledger(self) -> Ledger:
+        """Which samples the global parameters have been trained on, and what this group reads."""
+        return self._state.ledger
 
     def streams_in_last_sync(self) -> list[int]:
         """The sample streams of the groups that took part in the last sync."""
-        return [synced.stream for synced in self._outer.synced_samples if synced.stream]
+        return [synced.stream for synced in self._outer.peer_table.synced_samples if synced.stream]
 
     def global_parameters(self) -> Mapping[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.
@@ -440,7 +314,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, the state has to be written before
                 the next inner step; that saves host memory of twice the model's size.
         """
-        return saved_state(self._state, self._fragments, copies=copies) | {
+        return saved_state(self._state, self._outer.fragments, copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
         }
@@ -455,34 +329,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             SettingsMismatch: It was saved for another model, other fragments or another kind of
                 outer optimizer.
         """
-        load_saved_state(state_dict, self._state, self._fragments)
+        load_saved_state(state_dict, self._state, self._outer.fragments)
         self._outer.set_torchft_step()
         self._outer.inner_steps = state_dict["inner_steps"]
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
         if in_flight and before_prepare < self._local_step < self._sync_every:
-            self._fragments[in_flight["fragment"]].load_in_flight_state(in_flight)
+            send_again(self._outer.fragments[in_flight["fragment"]], in_flight)
         else:  # under a new sync_every or delay, the pseudo-gradient is computed anew
             self._local_step = min(self._local_step, before_prepare)
-
-    def _register_state_dict_fn(self) -> None:
-        """torchft's own heal state is not used; the outer loop registers ours."""
-
-
-def _check_use(
-    settings: DiLoCoSettings, outer_optimizer: OuterOptimizer | None, named: Collection[str]
-) -> None:
-    unused = [name for name in named if name.startswith("outer_") and name != "outer_optimizer"]
-    if outer_optimizer is not None and unused:
-        raise ValueError(
-            f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
-            "these are of the SGD that DiLoCo makes without one"
-        )
-    if settings.discards_overlapped_steps:
-        delay = settings.fragment_sync_delay
-        warnings.warn(
-            f"fragment_sync_delay={delay} with fragment_update_alpha=0 throws away the {delay} "
-            "inner steps taken during every sync: use fragment_update_alpha=0.5, as arXiv "
-            "2501.18512 does",
-            stacklevel=4,
-        )

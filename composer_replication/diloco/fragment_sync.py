@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torchft.manager import Manager
 
-from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout, WeightedMean
-from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
+from composer_replication.diloco.averaging.quantized_mean import make_mean
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout
 from composer_replication.diloco.freezing import StepRules
+from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_optimizer import (
-    GlobalParameters,
-    local_tensor,
-    pseudo_gradient,
-)
+from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.sync_report import SyncClock
+from composer_replication.diloco.shards import local_tensor
+from composer_replication.diloco.sync_clock import SyncClock
 from composer_replication.diloco.torchft_api import DiLoCoManager, _StreamingDiLoCoFragment
 
 
@@ -40,11 +36,11 @@ class Packed:
         local: The local parameters, kept while the sync is in flight; None without a delay.
     """
 
-    inner_steps: int
-    samples: int
-    position: int
-    is_replacing: bool
-    local: list[Tensor] | None
+    inner_steps: int = 0
+    samples: int = 0
+    position: int = 0
+    is_replacing: bool = False
+    local: list[Tensor] | None = None
 
 
 class FragmentSync(_StreamingDiLoCoFragment):
@@ -104,34 +100,26 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._clock = clock
         self._state = state
         self._peer_table = peer_table
-        self._alpha = settings.fragment_update_alpha
-        self._weight_by = settings.weight_by
+        self._settings = settings
         self._local = list(global_parameters.local.values())
         model_device = local_tensor(self._local[0]).device
         self.device = message_device or model_device
-        gathers = not global_parameters.is_shared  # else theta, once it has moved
-        self._layout = MeanLayout(
+        self.layout = MeanLayout(
             global_parameters.share,
             settings.bucket_cap_mb,
             self.device,
             global_parameters.shards,
-            gathers,
+            gathers=not global_parameters.is_shared,  # else theta, once it has moved
         )
-        self.mean = WeightedMean(*self._layout)
-        if settings.wire_format != WIRE_FORMATS[0]:
-            self.mean = QuantizedMean(
-                self._layout,
-                wire_format=settings.wire_format,
-                error_feedback=settings.error_feedback,
-            )
+        self.mean = make_mean(self.layout, settings.wire_format, settings.error_feedback)
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
         self.inner_steps = 0
         self.samples = 0
-        self._packed = Packed(0, 0, 0, False, None)
-        self._unsent: Packed | None = None
-        self._keeps_what_it_sends = settings.fragment_sync_delay > 0
+        self._packed = Packed()
+        self.unsent: Packed | None = None
+        """What was in flight in the checkpoint that this group resumes from, until it is sent."""
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
@@ -140,80 +128,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.frozen: list[bool] = []
         """Whether this group had frozen each tensor at the last pseudo-gradient."""
 
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether an allreduce has been started and its outer step has not been taken."""
-        return bool(self._allreduce_work)
-
-    @property
-    def is_to_be_sent_again(self) -> bool:
-        """Whether a sync was in flight in the checkpoint that this group resumes from."""
-        return self._unsent is not None
-
-    def in_flight_state(self) -> dict[str, Any] | None:
-        """Return what a resumed group has to send again; None if no sync is in flight.
-
-        Without a delay a sync is in flight only if it was interrupted. It is then computed anew.
-        """
-        packed = self._packed if self.is_in_flight else self._unsent
-        if packed is None or packed.local is None:
-            return None
-        return {
-            "fragment": self.fragment_id,
-            "inner_steps": packed.inner_steps,
-            "samples": packed.samples,
-            "position": packed.position,
-            "is_replacing": packed.is_replacing,
-            "local": dict(zip(self.globals.theta, packed.local, strict=True)),
-        }
-
-    def load_in_flight_state(self, state: dict[str, Any]) -> None:
-        """Load what ``in_flight_state`` returned. The next sync sends it."""
-        local = [state["local"][name] for name in self.globals.theta]
-        self._unsent = Packed(
-            state["inner_steps"],
-            state["samples"],
-            state["position"],
-            state.get("is_replacing", False),
-            local,
-        )
-
-    def residual_state(self) -> dict[str, Tensor]:
-        """Return the error-feedback residual by name, in the shapes of the parameters.
-
-        Empty without error feedback. Under DDP a collective of the group's ranks.
-        """
-        residual = self.mean.gather_residual()
-        if residual is None:
-            return {}
-        parts = residual.split(self.globals.share.whole_sizes)
-        shapes = self.globals.shapes.items()
-        return {name: part.view(s) for (name, s), part in zip(shapes, parts, strict=True)}
-
-    def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what ``residual_state`` returned."""
-        self.mean.load_residual([state[name].reshape(-1) for name in self.globals.theta])
-
-    @property
-    def contribution(self) -> float:
-        """This group's weight in the last mean."""
-        return self.mean.contribution
-
-    @property
-    def has_more(self) -> bool:
-        """Whether this group has something to send that no sync has brought in."""
-        return self.inner_steps > 0 or self.replaces_global
-
-    @property
-    def is_replacing(self) -> bool:
-        """Whether the local parameters that were sent are to be the global ones."""
-        return self._packed.is_replacing
-
-    @property
-    def synced_samples(self) -> SyncedSamples:
-        """How much of this group's samples is in the model once this sync has committed."""
-        contributes = self.contribution > 0
-        return self._state.ledger.after_sync(self.fragment_id, self._packed.position, contributes)
+    # ---- a sync, in the order of torchft ---------------------------------------------------------
 
     def prepare_sync(self) -> None:
         """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
@@ -222,8 +137,32 @@ class FragmentSync(_StreamingDiLoCoFragment):
         try:
             super().prepare_sync()
         except BaseException as error:
-            self._break_off(error)
+            self._report(error)
             raise
+
+    def _save_grads(self) -> None:
+        self._state.go_on_from_healed()
+        self._packed = self._pack()
+        self.frozen = self.globals.freezing.own()
+        local = self._packed.local or self.local()
+        sources = self.globals.own_parts(), self.globals.share.own(local)
+        self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
+        if not self.is_joining:
+            self.unsent = None  # if this attempt fails, the next one computes a new one
+
+    def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
+        if local.device != into.device:
+            local = self._landing(local, into).copy_(local)
+        # A non-blocking copy to a CPU could be read before it has arrived.
+        theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
+        pseudo_gradient(theta, local, into)
+
+    def _average_grads(self) -> None:
+        # The table is sent first, because a quantized mean sends more messages after the first ones
+        # have arrived. It is waited for last.
+        table = self._peer_table.send(self)
+        manager = cast(DiLoCoManager, self._manager)
+        self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
@@ -231,15 +170,83 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self.committed = super().perform_sync()
         except BaseException as error:
             if self.is_in_flight:  # not yet at the vote
-                self._break_off(error)
+                self._report(error)
             raise
         self._packed.local = None  # no longer in flight
         self._clock.vote_over()
         return self.committed
 
-    def _break_off(self, error: BaseException) -> None:
+    def _set_grads(self) -> None:
+        self.total_contribution = self.mean.receive()
+        if self.total_contribution > 0.0:
+            self._state.begin_outer_step()
+            self.globals.take_outer_step(self.mean, self._rules())
+        self.mean.clear()
+
+    def _merge_parameters(self) -> None:
+        # After an outer step take_outer_step has already written back. If there was none and all
+        # groups were resuming, each continues in mid-round where it stopped.
+        if self.total_contribution == 0.0 and not self.is_joining:
+            self.globals.write_back(self._write_back_alpha)
+
+    def _report(self, error: BaseException) -> None:
         """Report an error of this group, or Ctrl-C: else peers wait for it until their timeout."""
         self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
+
+    # ---- what is sent, with which weight, and what stays of the local parameters -----------------
+
+    def _pack(self) -> Packed:
+        if self.unsent is not None and not self.is_joining:
+            return self.unsent
+        kept = None
+        if self._settings.fragment_sync_delay and not self.is_joining:
+            kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
+        position = self._state.ledger.position
+        replaces = self.replaces_global and not self.is_joining
+        return Packed(self.inner_steps, self.samples, position, replaces, kept)
+
+    def local(self) -> list[Tensor]:
+        """The local parameters, as this rank holds them; not copies."""
+        return [local_tensor(tensor) for tensor in self._local]
+
+    def _own_contribution(self) -> float:
+        packed = self._packed
+        if packed.is_replacing and not packed.inner_steps:
+            return 1.0  # an average, without inner steps since
+        if self.is_joining or not packed.inner_steps:
+            return 0.0
+        weight_by = self._settings.weight_by
+        if weight_by == "samples" and not packed.samples:
+            raise ValueError(
+                "weight_by='samples' but no samples were counted: call count_samples(n) before "
+                "each optimizer step, or use weight_by='steps'"
+            )
+        by = {"uniform": 1, "steps": packed.inner_steps, "samples": packed.samples}
+        return float(by[weight_by])
+
+    def _landing(self, local: Tensor, into: Tensor) -> Tensor:
+        """Return the memory that local parameters on another device are copied to."""
+        if self._staging is None:
+            return into
+        staging = self._staging.view(local.dtype)
+        return staging[: local.numel()] if local.numel() <= staging.numel() else into
+
+    def _rules(self) -> StepRules:
+        frozen, alpha = self._peer_table.frozen, self._write_back_alpha
+        rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
+        if not self._peer_table.is_replacing:
+            return rules
+        return replace(rules, plain=frozenset(range(len(self._local))) - rules.held)
+
+    @property
+    def _write_back_alpha(self) -> float:
+        if self.is_joining:
+            return 0.0
+        if self.replaces_global and not self._packed.is_replacing:
+            return 1.0  # the sync in flight must not change the average that came meanwhile
+        return self._settings.fragment_update_alpha
+
+    # ---- between syncs ---------------------------------------------------------------------------
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step of ``samples`` samples since the last sync."""
@@ -254,7 +261,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """
         if self.is_joining and self.total_contribution == 0.0:
             return
-        if self.contribution > 0:
+        if self.mean.contribution > 0:
             self._state.ledger.has_synced(self.fragment_id, self._packed.position)
         if self._write_back_alpha:
             self.inner_steps -= self._packed.inner_steps
@@ -263,7 +270,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self.inner_steps = self.samples = 0
         if self._packed.is_replacing or self.is_joining:
             self.replaces_global = False
-        self._unsent = None
+        self.unsent = None
 
     def take_global(self) -> None:
         """Continue from the global parameters: nothing trained here since the last sync stays.
@@ -277,117 +284,33 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """What has been trained here since the last sync is none of this group's to send."""
         self.inner_steps = self.samples = 0
         self.replaces_global = False
-        self._unsent = None
+        self.unsent = None
         self.mean.forget_residual()
 
-    def _save_grads(self) -> None:
-        self._state.go_on_from_healed()
-        if self._unsent is not None and not self.is_joining:
-            self._packed = self._unsent
-        else:
-            keeps = self._keeps_what_it_sends and not self.is_joining
-            kept = self.globals.copy_of_local() if keeps else None
-            position = self._state.ledger.position
-            replaces = self.replaces_global and not self.is_joining
-            self._packed = Packed(self.inner_steps, self.samples, position, replaces, kept)
-        self.frozen = self.globals.freezing.own()
-        local = self._packed.local or self._local_now()
-        sources = self.globals.own_parts(), self.globals.share.own(local)
-        self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
-        if not self.is_joining:
-            self._unsent = None  # if this attempt fails, the next one computes a new one
-
-    def _own_contribution(self) -> float:
-        packed = self._packed
-        if packed.is_replacing and not packed.inner_steps:
-            return 1.0  # an average, without inner steps since
-        if self.is_joining or not packed.inner_steps:
-            return 0.0
-        if self._weight_by == "samples" and not packed.samples:
-            raise ValueError(
-                "weight_by='samples' but no samples were counted: call count_samples(n) before "
-                "each optimizer step, or use weight_by='steps'"
-            )
-        by = {"uniform": 1, "steps": packed.inner_steps, "samples": packed.samples}
-        return float(by[self._weight_by])
-
-    def _local_now(self) -> list[Tensor]:
-        return [local_tensor(tensor) for tensor in self._local]
-
-    def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
-        if local.device != into.device:
-            local = self._landing(local, into).copy_(local)
-        # A non-blocking copy to a CPU could be read before it has arrived.
-        theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
-        pseudo_gradient(theta, local, into)
-
-    def _landing(self, local: Tensor, into: Tensor) -> Tensor:
-        """Return the memory that local parameters on another device are copied to."""
-        if self._staging is None:
-            return into
-        staging = self._staging.view(local.dtype)
-        return staging[: local.numel()] if local.numel() <= staging.numel() else into
-
-    def mean_of_local(self, contribution: float) -> WeightedMean:
-        """Pack the local parameters for the initial broadcast, without a collective of the ranks.
-
-        A rank that has just seen a peer die is already at the vote, while the other ranks come
-        here. In a collective they would wait for that rank.
-
-        Args:
-            contribution: 1 in the group that all others start from, and 0 in the others.
-
-        Raises:
-            ValueError: All groups are to start from these parameters, and they are not finite.
-        """
-        mean = WeightedMean(*self._layout)
-        local = (mean.share.own(self._local_now()),)
-        mean.form(lambda t, into: into.copy_(t), local, contribution, asks_ranks=False)
-        if contribution and not mean.is_finite:
-            raise ValueError(
-                "the initial parameters of this replica group, from which all groups start, are "
-                "not finite: check how the model is initialized, or what it is loaded from"
-            )
-        return mean
-
-    def adopt_mean(self, mean: WeightedMean) -> None:
-        """Make the result of ``mean_of_local`` the global and the local parameters."""
-        if mean.receive():
-            for theta, value in zip(self.globals.theta.values(), mean.take(), strict=True):
-                theta.detach().copy_(value.view(theta.shape))
-        self.take_global()
-
-    def _average_grads(self) -> None:
-        # The table is sent first, because a quantized mean sends more messages after the first ones
-        # have arrived. It is waited for last.
-        table = self._peer_table.send(self)
-        manager = cast(DiLoCoManager, self._manager)
-        self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
-
-    def _set_grads(self) -> None:
-        self.total_contribution = self.mean.receive()
-        if self.total_contribution > 0.0:
-            self._state.begin_outer_step()
-            self.globals.take_outer_step(self.mean, self._rules())
-        self.mean.clear()
-
-    def _rules(self) -> StepRules:
-        frozen, alpha = self._peer_table.frozen, self._write_back_alpha
-        rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
-        if not self._peer_table.is_replacing:
-            return rules
-        return replace(rules, plain=frozenset(range(len(self._local))) - rules.held)
-
-    def _merge_parameters(self) -> None:
-        # After an outer step take_outer_step has already written back. If there was none and all
-        # groups were resuming, each continues in mid-round where it stopped.
-        if self.total_contribution == 0.0 and not self.is_joining:
-            self.globals.write_back(self._write_back_alpha)
+    # ---- what others ask -------------------------------------------------------------------------
 
     @property
-    def _write_back_alpha(self) -> float:
-        if self.is_joining:
-            return 0.0
-        if self.replaces_global and not self._packed.is_replacing:
-            return 1.0  # the sync in flight must not change the average that came meanwhile
-        return self._alpha
+    def is_in_flight(self) -> bool:
+        """Whether an allreduce has been started and its outer step has not been taken."""
+        return bool(self._allreduce_work)
+
+    @property
+    def in_flight(self) -> Packed | None:
+        """What has been sent, or is to be sent again; None if nothing has."""
+        return self._packed if self.is_in_flight else self.unsent
+
+    @property
+    def has_more(self) -> bool:
+        """Whether this group has something to send that no sync has brought in."""
+        return self.inner_steps > 0 or self.replaces_global
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether the local parameters that were sent are to be the global ones."""
+        return self._packed.is_replacing
+
+    @property
+    def synced_samples(self) -> SyncedSamples:
+        """How much of this group's samples is in the model once this sync has committed."""
+        contributes = self.mean.contribution > 0
+        return self._state.ledger.after_sync(self.fragment_id, self._packed.position, contributes)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor, nn
 
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -57,71 +57,6 @@ def split_model(
     return _by_blocks(model_fragments, parameters, num_fragments)
 
 
-def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the inner optimizer trains exactly what the fragments synchronise.
-
-    A parameter outside all fragments would never be synchronised, and a fragment over copies of the
-    parameters would synchronise tensors that no optimizer trains. torchft accepts both.
-
-    Raises:
-        ValueError: The parameters differ. The message names them.
-    """
-    trained = {
-        id(parameter): f"param_groups[{group}]['params'][{index}], shape {tuple(parameter.shape)}"
-        for group, contents in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(contents["params"])
-        if parameter.requires_grad
-    }
-    synced = {
-        id(p): name for fragment in fragments for name, p in fragment.items() if p.requires_grad
-    }
-    foreign = [name for identity, name in synced.items() if identity not in trained]
-    if foreign:
-        raise ValueError(
-            f"in a fragment but not in the inner optimizer: {_listed(foreign)}. Build the "
-            "optimizer over the same model, or freeze these (requires_grad=False)"
-        )
-    uncovered = [where for identity, where in trained.items() if identity not in synced]
-    if uncovered:
-        raise ValueError(
-            f"in the inner optimizer but in no fragment: {_listed(uncovered)}. Add the module that "
-            "holds them to model_fragments, or pass the whole model"
-        )
-
-
-def left_out(
-    model_fragments: nn.Module | Sequence[nn.Module], fragments: Sequence[Parameters]
-) -> Parameters:
-    """The parameters that are in no fragment, by name."""
-    whole = (
-        model_fragments
-        if isinstance(model_fragments, nn.Module)
-        else nn.ModuleList(model_fragments)
-    )
-    synced = {id(parameter) for fragment in fragments for parameter in fragment.values()}
-    return {name: p for name, p in whole.named_parameters() if id(p) not in synced}
-
-
-def check_none_thawed(left_out: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the inner optimizer still trains no parameter outside the fragments.
-
-    Raises:
-        ValueError: A parameter was frozen when the fragments were made, and is trained now: it
-            would never be synchronised.
-    """
-    thawed = {id(p): name for name, p in left_out.items() if p.requires_grad}
-    if not thawed:
-        return
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [name for identity, name in thawed.items() if identity in trained]
-    if names:
-        raise ValueError(
-            f"frozen when training began, and trained now: {_listed(names)}. No sync has them. "
-            "Let them be trainable from the beginning, in all replica groups (their learning rate "
-            "may be 0 at first), or freeze them again"
-        )
-
-
 def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) -> list[Buffers]:
     """Return the buffers that are synchronised with each of ``count`` fragments.
 
@@ -136,19 +71,27 @@ def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) 
     ]
 
 
-def synced_tensors(
-    model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
-) -> list[dict[str, Tensor]]:
-    """Return every synchronised tensor by fragment and name: parameters, then buffers.
+def split_all(
+    model: nn.Module | Sequence[nn.Module],
+    settings: DiLoCoSettings,
+    also_synced: Collection[str] = (),
+) -> list[tuple[Parameters, Buffers]]:
+    """Return the parameters of each fragment, and the buffers that are synchronised with it.
 
     Raises:
         ValueError: See ``split_model``.
     """
     fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
     if settings.sync_buffers == "none":
-        return [dict(fragment) for fragment in fragments]
-    buffers = split_buffers(model, len(fragments))
-    return [{**f, **own} for f, own in zip(fragments, buffers, strict=True)]
+        return [(fragment, {}) for fragment in fragments]
+    return list(zip(fragments, split_buffers(model, len(fragments)), strict=True))
+
+
+def synced_tensors(
+    model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
+) -> list[dict[str, Tensor]]:
+    """Return every synchronised tensor by fragment and name. Arguments: ``split_all``."""
+    return [{**own, **buffers} for own, buffers in split_all(model, settings, also_synced)]
 
 
 def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -235,29 +178,31 @@ def _by_patterns(
     fragments: list[Parameters] = [{} for _ in entries]
     missing = []
     for name, parameter in parameters.items():
-        index = _first_match(name, entries)
-        if index is None:
-            index = _first_match(as_peft_writes(name), entries)
+        index = _first_match((name, as_peft_writes(name)), entries)
         if index is None:
             missing.append(name)
         else:
             fragments[index][name] = parameter
     if missing:
         raise ValueError(
-            f"fragment_patterns leave out {_listed(missing)}: add a pattern, or '*' to the last"
+            f"fragment_patterns leave out {listed(missing)}: add a pattern, or '*' to the last"
         )
     for entry, fragment in zip(entries, fragments, strict=True):
         if not fragment:
             raise ValueError(
                 f"fragment_patterns entry {entry} matches no parameter that an earlier entry left. "
-                f"The model has {_listed(list(parameters))}"
+                f"The model has {listed(list(parameters))}"
             )
     return fragments
 
 
-def _first_match(name: str, entries: Sequence[Sequence[str]]) -> int | None:
-    fits = (i for i, entry in enumerate(entries) if any(fnmatchcase(name, p) for p in entry))
-    return next(fits, None)
+def _first_match(names: Sequence[str], entries: Sequence[Sequence[str]]) -> int | None:
+    """The first entry that matches the first name, else the first that matches the next one."""
+    for name in names:
+        for index, entry in enumerate(entries):
+            if any(fnmatchcase(name, pattern) for pattern in entry):
+                return index
+    return None
 
 
 _ADAPTER = re.compile(r"\.(lora_\w+)\.[^.]+")
@@ -314,26 +259,22 @@ def _is_container(module: nn.Module) -> bool:
 
 def _balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
     """Return where to cut ``sizes`` into ``parts`` runs so that the largest run is minimal."""
-    ends = list(itertools.accumulate(sizes, initial=0))
-    # best[j]: (largest run, cuts) for the first j units in the number of parts so far.
-    best: list[tuple[int, list[int]] | None] = [
-        (end, []) if j else None for j, end in enumerate(ends)
-    ]
-    for _ in range(parts - 1):
-        following: list[tuple[int, list[int]] | None] = [None] * len(ends)
-        for stop in range(1, len(ends)):
-            options = [
-                (max(previous[0], ends[stop] - ends[cut]), [*previous[1], cut])
-                for cut in range(1, stop)
-                if (previous := best[cut]) is not None
-            ]
-            following[stop] = min(options) if options else None
-        best = following
-    chosen = best[-1]
-    assert chosen is not None, "fewer units than parts, which the caller rejects"
-    return chosen[1]
+    ends = [*itertools.accumulate(sizes, initial=0)]
+
+    @functools.cache
+    def best(stop: int, parts: int) -> tuple[int, list[int]]:
+        """The largest run, and the cuts, of the first ``stop`` sizes."""
+        if parts == 1:
+            return ends[stop], []
+        return min(
+            (max(best(cut, parts - 1)[0], ends[stop] - ends[cut]), [*best(cut, parts - 1)[1], cut])
+            for cut in range(parts - 1, stop)
+        )
+
+    return best(len(sizes), parts)[1]
 
 
-def _listed(names: Sequence[str], limit: int = 6) -> str:
+def listed(names: Sequence[str], limit: int = 6) -> str:
+    """The names for a message, and how many more there are."""
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.outer_optimizer import GlobalParameters, describe
+from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.outer_optimizer import describe
+from composer_replication.diloco.outer_state import cut, gather, load_outer_state, outer_state
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.settings import (
     DiLoCoSettings,
@@ -115,14 +117,14 @@ class GlobalState:
                 "settings_version": self.settings_version,
                 "settings": self.fingerprint,
                 "ledger": self.ledger.rows(),
-                "fragments": [f.state_dict(copies=copies) for f in self._fragments],
+                "fragments": [outer_state(f, copies=copies) for f in self._fragments],
             }
 
     def whole_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """The same of all ranks: a collective, where each holds a share."""
         state = self.state_dict(copies=copies and not self._fragments[0].is_shared)
         pairs = zip(self._fragments, state["fragments"], strict=True)
-        return state | {"fragments": [fragment.gathered(own) for fragment, own in pairs]}
+        return state | {"fragments": [gather(fragment, own) for fragment, own in pairs]}
 
     def begin_outer_step(self) -> None:
         """Lock the state for an outer step.
@@ -170,7 +172,7 @@ class GlobalState:
             "outer_optimizer"
         )
         pairs = zip(self._fragments, state_dict["fragments"], strict=True)
-        own = [fragment.cut(saved) for fragment, saved in pairs]
+        own = [cut(fragment, saved) for fragment, saved in pairs]
         self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
         # Peers that resume as well may have another checkpoint of the same outer step: compare.
         self.compare_next = True
@@ -188,7 +190,7 @@ class GlobalState:
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
         with self._whole:
             for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
-                fragment.load_state_dict(saved, keeps_hyperparameters=keeps_hyperparameters)
+                load_outer_state(fragment, saved, keeps_hyperparameters=keeps_hyperparameters)
             self.outer_step = state_dict["outer_step"]
             self.ledger.load_rows(state_dict["ledger"])
 

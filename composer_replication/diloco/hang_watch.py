@@ -19,7 +19,7 @@ HANG_TIMEOUT_S = 1800.0
 
 
 class HangWatch:
-    """A thread that ends the process when training has made no progress for too long.
+    """Ends the process when training has made no progress for too long.
 
     torchft sends heartbeats from a thread of its own. A group whose training thread hangs (a dead
     file server, a deadlocked loader, a hung GPU) therefore looks alive, and the lighthouse lets the
@@ -47,10 +47,20 @@ class HangWatch:
         self._progress_at = self._alive_at = time.monotonic()
         self._waits = 0
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="hang_watch", daemon=True).start()
+
+    def start(self) -> None:
+        """Start the thread that watches: training begins."""
+        self._progress_at = self._alive_at = time.monotonic()
+        self._ended = threading.Event()
+        threading.Thread(
+            target=self._run, args=(self._ended,), name="hang_watch", daemon=True
+        ).start()
 
     def note_progress(self) -> None:
-        """Record that something was completed. Cheap enough for every event of a training loop."""
+        """Record that something was completed, such as an evaluation batch or a save.
+
+        Cheap enough for every event of a training loop.
+        """
         self._progress_at = time.monotonic()
 
     @contextmanager
@@ -67,10 +77,10 @@ class HangWatch:
         """End the thread: training is over."""
         self._ended.set()
 
-    def _run(self) -> None:
+    def _run(self, ended: threading.Event) -> None:
         pause_s = min(1.0, self.timeout_s / 20)
         used, looked_at = self._used(), time.monotonic()
-        while not self._ended.wait(pause_s):
+        while not ended.wait(pause_s):
             now, now_used = time.monotonic(), self._used()
             passed = now - looked_at
             if passed > 10 * pause_s:  # the process was stopped, for example by Ctrl-Z

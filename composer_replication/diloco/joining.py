@@ -1,258 +1,83 @@
-"""The cold start, and the wait for missing replica groups."""
+"""How a replica group obtains the global state before its first inner step."""
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-from torch.distributed import ReduceOp
-
-from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.options import StartPolicy
-from composer_replication.diloco.settings import compare_fingerprints
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.cold_start import (
+    StartBarrier,
+    agree_on_settings,
+    share_initial_parameters,
+)
+from composer_replication.diloco.options import DiLoCoArguments
+from composer_replication.diloco.outer_loop import OuterLoop
+from composer_replication.diloco.retries import why_not_committed
+from composer_replication.diloco.torchft_api import fault_of_last_sync
 
 log = logging.getLogger(__name__)
 
 
-class SyncError(RuntimeError):
-    """A sync did not commit, and its retries are used up."""
+def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
+    """Obtain the global state before the first inner step, without contributing.
 
-
-class NothingToContinueFromError(ValueError):
-    """All groups of a run are connected, it has made outer steps, and no group has its state."""
-
-
-FINGERPRINT_BYTES = 8192
-"""Most bytes that one group's fingerprint may take as JSON."""
-
-
-class StartBarrier:
-    """Holds a start until enough groups are connected.
-
-    Without it the first group would train alone, and so would the next one, unnoticed.
+    At a cold start no group has a global state: all wait for each other and take the initial
+    parameters of the first. In a run that has begun, this group joins at the peers' next sync,
+    where torchft heals it. If all groups are resuming, they also wait for each other, and each
+    continues where it stopped.
 
     Args:
-        manager: The torchft manager, or its simulated double.
-        policy: How many groups to wait for, for how long, and what to do after that.
-        start_refusal: The reason why this group must not begin the run. None: it may begin it.
-    """
-
-    MAX_FAILURES = 2
-    """How many attempts to join may fail because of this group before it leaves. There are few,
-    since each failure also costs the groups in training an attempt of their sync."""
-
-    POLL_S = 0.5
-    LOG_EVERY_S = 30.0
-
-    def __init__(
-        self, manager: DiLoCoManager, policy: StartPolicy, start_refusal: str | None
-    ) -> None:
-        self._manager = manager
-        self._policy = policy
-        self._start_refusal = start_refusal
-        self._failures = 0
-        self._last_failure: str | None = None
-        self._began = time.monotonic()
-        self._logged_at = self._began - self.LOG_EVERY_S + 2.0  # the first warning after 2 s
-
-    def vote_to_start(self, device: torch.device) -> bool:
-        """Vote on the start with the other groups of this quorum.
-
-        The start takes one yes and no veto. All groups see the same sum of the votes, so they start
-        together or not at all, however long each of them has been waiting.
-
-        Args:
-            device: Where the votes are summed.
-
-        Returns:
-            Whether the groups start. If not, an error has been reported to the manager, and the
-            commit vote that the caller still has to take fails.
-
-        Raises:
-            NothingToContinueFromError: This group must not start, and every group that could hold
-                the run's state is connected.
-        """
-        policy, num_present = self._policy, self._manager.num_participants()
-        is_enough = num_present >= policy.num_awaited
-        starts_late = policy.on_start_timeout == "start" and self._is_late()
-        vetoes = self._start_refusal is not None and self._manager.current_step() == 0
-        votes = torch.tensor([float(is_enough or starts_late), float(vetoes)], device=device)
-        self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
-        if self._manager.errored() is not None:
-            return False
-        situation = f"{num_present} of {policy.num_awaited} replica groups are connected"
-        num_yes, num_vetoes = votes.tolist()
-        if vetoes:
-            situation += f", and none of them has the run's state. {self._start_refusal}"
-            if is_enough:
-                raise NothingToContinueFromError(situation)
-        if num_vetoes or not num_yes:
-            self._manager.report_error(StartPostponed(situation))
-            return False
-        if not is_enough:
-            log.warning("Starting although %s", situation)
-        return True
-
-    def check_failures(self, was_anothers_fault: bool) -> None:
-        """Count a start that failed because of this group.
-
-        Called in the quorum after the failed start, since that quorum names the group at fault.
-
-        Args:
-            was_anothers_fault: Whether that quorum names another group.
-
-        Raises:
-            TimeoutError: The start has failed ``MAX_FAILURES`` times because of this group.
-        """
-        failure, self._last_failure = self._last_failure, None
-        if failure is None or was_anothers_fault:
-            return
-        self._failures += 1
-        if self._failures == self.MAX_FAILURES:
-            raise TimeoutError(f"{failure}. This group has tried {self._failures} times and leaves")
-
-    def wait(self, error: Exception | None, cause: str) -> None:
-        """Wait ``POLL_S`` seconds after a start that did not commit.
-
-        Args:
-            error: The error that the manager has, if it has one.
-            cause: Why the start did not commit, for the log.
-
-        Raises:
-            TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected.
-        """
-        situation = str(error)
-        if not isinstance(error, StartPostponed):  # for example because a group has left again
-            situation = self._last_failure = f"the start did not commit: {cause}"
-            log.warning("%s%s", situation[0].upper(), situation[1:])
-        ends = self._policy.on_start_timeout == "error" or self._start_refusal is not None
-        if self._is_late() and ends:
-            raise TimeoutError(
-                f"no start within start_timeout_s={self._policy.start_timeout_s:g}: {situation}. "
-                "Start the missing groups with the same lighthouse, or lower num_replicas"
-            )
-        now = time.monotonic()
-        if now - self._logged_at > self.LOG_EVERY_S:
-            self._logged_at = now
-            log.warning("Waiting for replica groups: %s", situation)
-        time.sleep(self.POLL_S)
-
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._began > self._policy.start_timeout_s
-
-
-class StartPostponed(Exception):
-    """Fails the commit vote of a start that waits for more groups. It is never raised."""
-
-
-class MinSizeWait:
-    """Waits while fewer than ``min_replica_size`` groups are connected, for the others to return.
-
-    Args:
-        manager: The torchft manager, or its simulated double.
-        give_up_after_s: How long to wait, in seconds. None: without a limit.
-    """
-
-    POLL_S = 1.0
-    LOG_EVERY_S = 30.0
-
-    def __init__(self, manager: DiLoCoManager, give_up_after_s: float | None) -> None:
-        self._manager = manager
-        self._give_up_after_s = give_up_after_s
-        self._began = time.monotonic()
-        self._log_after_s = 0.0
-
-    def has_too_few(self) -> bool:
-        """Whether the last commit vote failed only because too few groups were connected."""
-        present, needed = self._manager.num_participants(), self._manager._min_replica_size
-        return self._manager.errored() is None and present < needed
-
-    def wait(self) -> None:
-        """Wait ``POLL_S`` seconds, and log every ``LOG_EVERY_S`` that this group waits.
-
-        Raises:
-            SyncError: The wait has taken longer than ``give_up_after_s``.
-        """
-        present, needed = self._manager.num_participants(), self._manager._min_replica_size
-        waited = time.monotonic() - self._began
-        situation = f"{present} replica groups are connected, and min_replica_size={needed}"
-        if self._give_up_after_s is not None and waited > self._give_up_after_s:
-            raise SyncError(
-                f"{situation}, for {waited:.0f} s, above give_up_after_s={self._give_up_after_s:g}."
-                " Start the missing groups again, or lower min_replica_size"
-            )
-        if waited >= self._log_after_s:
-            self._log_after_s = waited + self.LOG_EVERY_S
-            log.warning("Waiting to sync for %.0f s: %s", waited, situation)
-        time.sleep(self.POLL_S)
-
-
-def agree_on_settings(
-    manager: DiLoCoManager, fingerprint: Mapping[str, Any], device: torch.device
-) -> None:
-    """Compare this group's fingerprint and min_replica_size with those of the quorum's first group.
-
-    This comes before any other tensor is sent: if another group sent other shapes or dtypes, gloo
-    would abort the process. The rows are gathered by summing a table in which each group fills its
-    own row.
-
-    Args:
-        manager: The torchft manager, in a quorum.
-        fingerprint: This group's settings and model, as plain containers.
-        device: Where the table is summed.
-
-    Raises:
-        SettingsMismatch: They differ; the message lists every differing key with both values.
-        ValueError: The fingerprint is longer than ``FINGERPRINT_BYTES`` as JSON.
-    """
-    # With unequal values one group would train alone while another waits for more. The fingerprint
-    # does not contain min_replica_size: checkpoints hold the fingerprint, and a resume may change
-    # this value.
-    compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
-    text = json.dumps(compared, sort_keys=True).encode()
-    if len(text) > FINGERPRINT_BYTES:
-        raise ValueError(
-            f"the settings take {len(text)} bytes as JSON, more than {FINGERPRINT_BYTES}: "
-            "use fewer or shorter fragment_patterns"
-        )
-    rank = manager.participating_rank()
-    table = torch.zeros(manager.num_participants(), FINGERPRINT_BYTES, dtype=torch.uint8)
-    assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-    table[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    table = table.to(device)
-    manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore[reportArgumentType]
-    first = bytes(table[0].cpu().numpy().tobytes()).rstrip(b"\0")
-    if rank == 0 or manager.errored():
-        return
-    compare_fingerprints(
-        json.loads(text), json.loads(first), "the first replica group of this quorum"
-    )
-
-
-def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[FragmentSync]) -> bool:
-    """Give every group the initial parameters of the quorum's first group.
-
-    It computes the same weighted mean as a sync, over the parameters themselves, in which only the
-    first group has weight. torchft's own way (``init_sync``) lets each *rank* copy from another
-    group, after which the ranks inside a group never agree again (docs/adrs/ADR-006).
+        loop: The outer loop of this group.
+        arguments: Those of ``DiLoCo``: how a cold start waits for the others, and whether this
+            group may begin the run.
 
     Returns:
-        Whether the start committed. If not, no parameter has changed.
+        Whether this group has joined others in training.
 
     Raises:
-        ValueError: This is the first group, and its initial parameters are not finite.
+        TimeoutError: Too few groups were connected in time, or the join failed too often.
+        SettingsMismatch: This group's settings differ from the others'.
+        NothingToContinueFromError: All groups are connected, and none may begin the run.
     """
-    weight = 1.0 if manager.participating_rank() == 0 else 0.0
-    means = [fragment.mean_of_local(weight) for fragment in fragments]
-    for work in [work for mean in means for work in mean.send(manager)]:
-        work.wait()
-    if not manager.should_commit():
+    manager, state, device = loop.manager, loop.state, loop.fragments[0].device
+    barrier = StartBarrier(manager, arguments)
+    while True:
+        manager.start_quorum()
+        barrier.check_failures(fault_of_last_sync(manager) == "another")
+        if manager.current_step() == 0:
+            starts = barrier.vote_to_start(device)
+            if _start(loop) if starts else manager.should_commit():
+                return False
+        else:
+            if manager.num_participants() > 1 or arguments.num_awaited == 1:
+                _sync_as_joiner(loop)
+                if not loop.peer_table.are_all_joining:
+                    state.ledger.stop_reading()  # resumed steps may be lost in part
+                    return True
+                agree_on_settings(manager, state.fingerprint, device)
+            # This group is alone, or all are resuming. Without the vote it would begin to train,
+            # and a group that resumes later would have to join it.
+            barrier.vote_to_start(device)
+            if manager.should_commit():
+                state.go_on_from_healed()
+                loop.set_torchft_step()
+                return False
+        error = manager.errored()
+        barrier.wait(getattr(error, "original_exception", error), why_not_committed(manager))
+
+
+def _start(loop: OuterLoop) -> bool:
+    agree_on_settings(loop.manager, loop.state.fingerprint, loop.fragments[0].device)
+    if not share_initial_parameters(loop.manager, loop.fragments):
         return False
-    for fragment, mean in zip(fragments, means, strict=True):
-        fragment.adopt_mean(mean)
+    log.info("Started with %d replica groups", loop.manager.num_participants())
+    loop.clock.read()  # the wait for the start belongs to no sync
     return True
+
+
+def _sync_as_joiner(loop: OuterLoop) -> None:
+    for fragment in loop.fragments:
+        fragment.is_joining = True
+    loop.sync_in_quorum()
+    loop.finish_sync()
+    for fragment in loop.fragments:
+        fragment.is_joining = False

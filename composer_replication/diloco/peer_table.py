@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,80 +13,16 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
-_BITS = 22
-"""Bits of a number that a sum in fp32 keeps exactly, with room for the 1 that marks it as set."""
-
 
 class DivergenceError(RuntimeError):
     """Replica groups hold different global parameters, which no sync can mend."""
-
-
-@dataclass(frozen=True)
-class PeerRow:
-    """What one replica group reports to the others beside a sync.
-
-    Attributes:
-        has_more: Whether it still trains, or has steps that no sync has brought in.
-        is_joining: Whether it joins with this sync and contributes nothing.
-        was_healed: Whether it has taken over the global state since its last sync.
-        outer_step: Its outer step, modulo 2**22.
-        settings_version: The newest version of the settings that it knows, modulo 2**22.
-        min_replica_size: Its ``min_replica_size``.
-        is_replacing: Whether its local parameters are to be the global ones, see
-            ``DiLoCo.make_local_global``.
-        samples: How much of its sample stream is in the model once this sync has committed.
-        settings: 44 bits of the digest of its settings, as two numbers above 0.
-        digests: The same of each fragment's global parameters; zeros where none is due.
-        frozen: A 1 for each tensor of the fragment that it has frozen.
-    """
-
-    has_more: bool
-    is_joining: bool
-    was_healed: bool
-    outer_step: int
-    settings_version: int
-    min_replica_size: int
-    is_replacing: bool
-    samples: SyncedSamples
-    settings: tuple[int, ...]
-    digests: tuple[tuple[int, ...], ...]
-    frozen: tuple[int, ...]
-
-    def encode(self) -> list[float]:
-        """The row as numbers, each exact in fp32. The first is a 1: this group is in the sum."""
-        numbers = [
-            1,
-            self.has_more,
-            self.is_joining,
-            self.was_healed,
-            self.outer_step,
-            self.settings_version,
-            self.min_replica_size,
-            self.is_replacing,
-            *(half for number in self.samples for half in divmod(number, 2**_BITS)),
-            *self.settings,
-            *(half for digest in self.digests for half in digest),
-            *self.frozen,
-        ]
-        return [float(number) for number in numbers]
-
-    @classmethod
-    def decode(cls, numbers: Sequence[float], num_fragments: int) -> PeerRow:
-        """The row of which ``encode`` made these numbers."""
-        _, more, joining, healed, step, version, min_size, replacing, *rest = map(int, numbers)
-        samples, settings, rest = rest[:6], rest[6:8], rest[8:]
-        digests, frozen = rest[: 2 * num_fragments], rest[2 * num_fragments :]
-        whole = ((high << _BITS) + low for high, low in _pairs(samples))
-        return cls(
-            bool(more), bool(joining), bool(healed), step, version, min_size, bool(replacing),
-            SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)), tuple(frozen),
-        )  # fmt: skip
 
 
 class Syncing(Protocol):
@@ -179,17 +114,17 @@ class PeerTable:
         others = (other for other in self._fragments if other is not fragment)
         digests = [(0, 0)] * len(self._fragments)
         if self._digest_is_due():
-            digests = [_as_numbers(digest) for digest in self._state.fragment_digests()]
+            digests = [as_numbers(digest) for digest in self._state.fragment_digests()]
         return PeerRow(
             has_more=self.is_training or any(other.has_more for other in others),
             is_joining=fragment.is_joining,
             was_healed=self._state.was_healed,
-            outer_step=self._state.outer_step % 2**_BITS,
-            settings_version=self.known_version % 2**_BITS,
+            outer_step=self._state.outer_step % 2**BITS,
+            settings_version=self.known_version % 2**BITS,
             min_replica_size=self._manager._min_replica_size,
             is_replacing=fragment.is_replacing,
             samples=fragment.synced_samples,
-            settings=_as_numbers(self._state.settings_digest()),
+            settings=as_numbers(self._state.settings_digest()),
             digests=tuple(digests),
             frozen=tuple(map(int, fragment.frozen)),
         )
@@ -304,13 +239,3 @@ class PeerTableWork:
         self._work.wait()
         self._peer_table.read(self._table)
         return True
-
-
-def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def _as_numbers(digest: str) -> tuple[int, int]:
-    """44 bits of a digest in hex, as two numbers above 0."""
-    bits = int(digest[:11], 16)
-    return (bits >> _BITS) + 1, bits % 2**_BITS + 1

@@ -1,4 +1,4 @@
-"""Norms and digests of a model that is sharded over the ranks of a replica group (FSDP2)."""
+"""A model that is sharded over the ranks of a replica group (FSDP2): its norms and digests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The storage of a parameter on this rank: its shard where FSDP2 made it a DTensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def count_shards(tensor: Tensor) -> int:

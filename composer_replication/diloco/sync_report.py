@@ -1,11 +1,12 @@
-"""The report of a committed sync, and the clock that measures its seconds."""
+"""The report of a committed sync."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.global_state import GlobalState
 
 
 @dataclass(frozen=True)
@@ -57,41 +58,42 @@ class SyncReport:
     settings_version: int
     global_digest: str | None
 
+    @classmethod
+    def of(
+        cls,
+        fragment: FragmentSync,
+        state: GlobalState,
+        seconds: tuple[float, float, float],
+        *,
+        has_digest: bool,
+        **counted: Any,
+    ) -> SyncReport:
+        """The report of a fragment's sync. Every rank of the group makes it: norms are collectives.
 
-class SyncClock:
-    """Measures how long training is blocked, from one committed sync to the next."""
-
-    def __init__(self) -> None:
-        self._began = self._waiting_since = time.monotonic()
-        self._blocked_since: float | None = None
-        self._blocked_s = self._waited_s = 0.0
-
-    @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """A context whose time counts as blocked. It begins with the wait for a quorum."""
-        self._blocked_since = self._waiting_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._blocked_s += time.monotonic() - self._blocked_since
-            self._blocked_since = None
-
-    def quorum_formed(self) -> None:
-        """Record that the wait for a quorum is over."""
-        self._waited_s += time.monotonic() - self._waiting_since
-
-    def vote_over(self) -> None:
-        """Record that the vote is over: a retry begins with a wait for another quorum."""
-        self._waiting_since = time.monotonic()
-
-    def read(self) -> tuple[float, float, float]:
-        """Return seconds blocked, seconds waited and the fraction spent training; reset all."""
-        now = time.monotonic()
-        elapsed = max(now - self._began, 1e-9)
-        blocked_s = self._blocked_s
-        if self._blocked_since is not None:  # the sync that is accounted for has not ended yet
-            blocked_s += now - self._blocked_since
-            self._blocked_since = now
-        reading = blocked_s, self._waited_s, max(0.0, 1.0 - blocked_s / elapsed)
-        self._began, self._blocked_s, self._waited_s = now, 0.0, 0.0
-        return reading
+        Args:
+            fragment: After the outer step, if there was one.
+            state: The global state after it.
+            seconds: What ``SyncClock.read`` returned.
+            has_digest: Whether the report contains the digest.
+            **counted: What the outer loop counts: ``num_participants``, ``inner_steps``,
+                ``steps_lost``, ``retries`` and ``healed``.
+        """
+        sync_seconds, wait_seconds, compute_fraction = seconds
+        mean, globals_ = fragment.mean, fragment.globals
+        return cls(
+            outer_step=state.outer_step,
+            fragment=fragment.fragment_id,
+            contribution=mean.contribution,
+            total_contribution=fragment.total_contribution,
+            sync_seconds=sync_seconds,
+            wait_seconds=wait_seconds,
+            compute_fraction=compute_fraction,
+            bytes_sent=mean.num_bytes,
+            bytes_float32=mean.num_bytes_float32,
+            pseudo_gradient_norm=mean.norm,
+            outer_momentum_norm=globals_.momentum_norm(),
+            outer_lr=globals_.optimizer.param_groups[0]["lr"],
+            settings_version=state.settings_version,
+            global_digest=state.digest() if has_digest else None,
+            **counted,
+        )

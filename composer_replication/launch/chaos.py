@@ -21,7 +21,7 @@ from composer_replication.launch.chaos_injector import (
 from composer_replication.launch.group_process import train_command
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run
-from composer_replication.training.config import ConfigError
+from composer_replication.training.config import ConfigError, diloco_section
 
 ENDLESS = "1000000000ba"
 MAX_RESTARTS = 1000
@@ -63,8 +63,8 @@ def run_chaos(
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         raise ConfigError(f"--kinds {','.join(kinds)}: use some of {','.join(KINDS)}")
-    callbacks = dict(config.get("callbacks") or {})
-    callbacks["diloco"] = dict(callbacks.get("diloco") or {}) | {"digest_every": 1}
+    diloco = diloco_section(config) | {"digest_every": 1}
+    callbacks = config["callbacks"] | {"diloco": diloco}
     config = config | {"callbacks": callbacks, "max_duration": ENDLESS}
     config.pop("eval_interval", None)
     config.pop("scheduler", None)  # a run without an end has no schedule

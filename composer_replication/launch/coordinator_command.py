@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator, is_loopback
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.launch.command_options import CoordinatorOptions
 from composer_replication.launch.run_token import TOKEN_FILE, make_token_file, read_token_file
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
-from composer_replication.training.config import ConfigError
+from composer_replication.training.config import ConfigError, diloco_section, load_config
 
 
-def coordinate(
-    config: Mapping[str, Any],
-    config_path: Path,
-    *,
-    bind: str,
-    state_dir: Path,
-    tokens: Sequence[str],
-    replicas: int | None = None,
-    hostname: str | None = None,
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-    tls: TlsFiles | None = None,
-) -> None:
+def coordinate(options: CoordinatorOptions) -> None:
     """Serve a coordinator until SIGTERM or Ctrl-C.
 
     Raises:
@@ -40,21 +29,27 @@ def coordinate(
         OSError: The address ``bind`` cannot be listened at.
         StorageError: The state cannot be read or written.
     """
-    section = (config.get("callbacks") or {}).get("diloco") or {}
-    count = replicas or section.get("num_replicas") or 1
+    config = load_config(options.config, options.overrides or [])
+    bind, state_dir = options.bind, options.state_dir
+    tokens = choose_tokens(options.token_file, options.no_token, bind, state_dir)
+    tls = TlsFiles.of(
+        options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
+    ) or TlsFiles.of_folder(options.tls_dir or tls_dir_of(config))
+    group = pick(ReplicaOptions, diloco_section(config))
+    count = options.replicas or group.num_replicas or 1
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     coordinator = Coordinator(
         settings_of(config),
-        str(config_path),
+        str(options.config),
         num_replicas=count,
-        min_replicas=section.get("min_replica_size", ReplicaOptions.min_replica_size),
+        min_replicas=group.min_replica_size,
         state_dir=state_dir,
         bind=bind,
-        hostname=hostname,
+        hostname=options.hostname,
         tokens=tokens,
-        heartbeat_timeout_s=heartbeat_timeout_s,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
         model_section=config.get("model"),
         tls=tls,
     )
@@ -111,11 +106,9 @@ def choose_tokens(
 
 def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
     """The DiLoCo settings that a config names; defaults for the others."""
-    section = (config.get("callbacks") or {}).get("diloco") or {}
-    return pick(DiLoCoSettings, section)
+    return pick(DiLoCoSettings, diloco_section(config))
 
 
 def tls_dir_of(config: Mapping[str, Any]) -> str | None:
     """The folder of certificates that the config names, else the one of the environment."""
-    section = (config.get("callbacks") or {}).get("diloco") or {}
-    return section.get("tls_dir") or ReplicaEnv.from_env().tls_dir
+    return diloco_section(config).get("tls_dir") or ReplicaEnv.from_env().tls_dir

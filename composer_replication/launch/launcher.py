@@ -23,6 +23,7 @@ from composer_replication.callback.run_folder import (
 )
 from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco.arguments import pick
 from composer_replication.launch.coordinator_command import settings_of, tls_dir_of
 from composer_replication.launch.display import Display
 from composer_replication.launch.errors import FAILED, INTERRUPTED
@@ -51,7 +52,7 @@ from composer_replication.launch.supervision import (
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
-from composer_replication.training.config import ConfigError, save_config
+from composer_replication.training.config import ConfigError, diloco_section, save_config
 
 _LOCAL = "127.0.0.1"
 """The address at which the coordinator listens: all groups are on this machine."""
@@ -117,7 +118,7 @@ def launch_groups(
         settings_of(config),
         str(config_path),
         num_replicas=replicas,
-        min_replicas=_section(config).get("min_replica_size", ReplicaOptions.min_replica_size),
+        min_replicas=pick(ReplicaOptions, diloco_section(config)).min_replica_size,
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
         tls=tls,
@@ -185,7 +186,7 @@ def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
     """
     if replicas < 1 or nproc < 1:
         raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
-    section = _section(config)
+    section = diloco_section(config)
     for key, fix in (
         ("replica_id", "launch numbers the groups"),
         ("coordinator_addr", "launch starts its own coordinator"),
@@ -214,10 +215,6 @@ def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
         return f"#token={token}"
     write_token_file(run_dir / TOKEN_FILE, token)
     return f"  (it asks for the token in {run_dir / TOKEN_FILE})"
-
-
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return (config.get("callbacks") or {}).get("diloco") or {}
 
 
 def _watch(

@@ -126,6 +126,11 @@ def _unresolved(value: Any, resolved: Any, written: Any) -> Any:
     return value
 
 
+def diloco_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``callbacks.diloco``; empty if it is left empty."""
+    return (config.get("callbacks") or {}).get("diloco") or {}
+
+
 def save_config(config: Mapping[str, Any], path: str | Path) -> None:
     """Write a config as a YAML file that only its owner can read.
 
@@ -183,7 +188,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         _check_section(section, config.get(section) or {}, components)
     if "diloco" not in (config.get("callbacks") or {}):
         raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
-    check_diloco(config["callbacks"]["diloco"] or {})
+    check_diloco(diloco_section(config))
     for section in ("train_loader", "eval_loader"):
         loader = config.get(section)
         if loader and loader["name"] == "text":

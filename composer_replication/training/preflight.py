@@ -9,7 +9,7 @@ from typing import Any
 from composer_replication.replica.lighthouse import check_lighthouse
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.replica.tls import check_tls_dir
-from composer_replication.training.config import ConfigError
+from composer_replication.training.config import ConfigError, diloco_section
 
 
 def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
@@ -26,7 +26,7 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
         ConnectionError: The coordinator or the lighthouse does not answer.
     """
     environ = os.environ if environ is None else environ
-    section = (config.get("callbacks") or {}).get("diloco") or {}
+    section = diloco_section(config)
     env = ReplicaEnv.from_env(environ)
     address = section.get("lighthouse_addr") or env.lighthouse_addr
     tls_dir = section.get("tls_dir") or env.tls_dir

@@ -20,7 +20,7 @@ from composer_replication.replica.json_files import read_json
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.simulation.simulation import SimulatedReplica, simulate
 from composer_replication.training.components import COMPONENTS
-from composer_replication.training.config import ConfigError, check_keys
+from composer_replication.training.config import ConfigError, check_keys, diloco_section
 from composer_replication.training.text_files import check_text_folder, unigram_bits_per_byte
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         ConfigError: The config cannot be used.
     """
     run_dir = ReplicaEnv.from_env().run_dir or config.get("run_dir")
-    section = {"run_dir": run_dir} | (config["callbacks"].get("diloco") or {})
+    section = {"run_dir": run_dir} | diloco_section(config)
     callback = build("callbacks", "diloco", section)
     replica_id = callback.options.replica_id
     folder = _save_folder(config.get("save_folder"), run_dir, replica_id or 0)
@@ -99,7 +99,7 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
 
     def replica(sim: SimulatedReplica) -> dict[str, Any]:
         own = {"run_dir": run_dir, "replica_id": sim.replica_id, "num_replicas": sim.num_replicas}
-        section = (config["callbacks"].get("diloco") or {}) | own
+        section = diloco_section(config) | own
         with building:
             callback = build("callbacks", "diloco", section, manager=sim.manager)
             trainer = build_trainer(

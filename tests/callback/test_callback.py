@@ -484,7 +484,7 @@ def test_who_raises_at_the_start_of_the_fit_holds_nobody_up():
             with pytest.raises(Broken):
                 trainer.fit()
             trainer.close()
-            assert callback.diloco is None and callback._manager is None
+            assert callback.diloco is None and callback._fit.manager is None
         else:
             trainer.fit()
             trainer.close()
@@ -501,7 +501,7 @@ def test_a_group_that_cannot_join_leaves_no_one_waiting():
         trainer.state.optimizers = [trainer.state.optimizers[0]] * 2
         with pytest.raises(ValueError, match="2 optimizers: DiLoCo trains with exactly one"):
             trainer.fit()
-        assert callback._manager is None
+        assert callback._fit.manager is None
         trainer.close()
 
     simulate(replica, num_replicas=1)
@@ -637,10 +637,10 @@ def fit_for_real(lighthouse_addr, *durations, others=(), **arguments):
     trainer = trainer_of(callback, *others, max_duration=durations[0])
     try:
         trainer.fit()
-        assert callback._manager is None
+        assert callback._fit.manager is None
         for duration in durations[1:]:
             trainer.fit(duration=duration)
-            assert callback._manager is None
+            assert callback._fit.manager is None
     finally:
         trainer.close()
     return callback.result
@@ -659,12 +659,12 @@ def test_a_second_fit_goes_on_with_the_same_outer_momentum(lighthouse_addr):
 def test_after_an_exception_the_real_manager_is_shut_down_by_close_or_before(lighthouse_addr):
     managers = []
     callback = DiLoCoCallback(sync_every=2, replica_id=0, lighthouse_addr=lighthouse_addr)
-    keep = Each(lambda state: managers.append(callback._manager))
+    keep = Each(lambda state: managers.append(callback._fit.manager))
     trainer = trainer_of(callback, keep, fail_at_batch(3), max_duration="8ba")
     with pytest.raises(Broken):
         trainer.fit()
     trainer.close()
-    assert callback._manager is None and managers[0]._is_shut_down
+    assert callback._fit.manager is None and managers[0]._is_shut_down
     # Nobody waits for it: the next group of another name is alone in its quorum.
     assert fit_for_real(lighthouse_addr, "2ba")["outer_steps"] == 1
 

@@ -505,7 +505,7 @@ def test_bad_state_is_an_error_before_any_peer_hears_of_it(tmp_path, monkeypatch
     train_and_save(tmp_path, num_replicas=1)
     path = tmp_path / "0" / "ba3.pt"
     damage(path)
-    connect = "composer_replication.callback.callback.build_manager"
+    connect = "composer_replication.callback.fit.build_manager"
     monkeypatch.setattr(connect, lambda *_: pytest.fail("a manager was built"))
     callback = DiLoCoCallback(sync_every=4, replica_id=0, lighthouse_addr="http://nowhere:1")
     with pytest.raises(ValueError, match=re.escape(message)) as caught:

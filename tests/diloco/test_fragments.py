@@ -8,10 +8,10 @@ from common import TinyMLP
 from torch import nn
 
 from composer_replication.diloco.fragments import (
-    check_trained_by,
     model_fingerprint,
     split_model,
 )
+from composer_replication.diloco.parameter_checks import check_trained_by
 
 
 class Transformer(nn.Module):

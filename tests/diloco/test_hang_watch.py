@@ -18,6 +18,7 @@ from composer_replication.diloco.hang_watch import HangWatch
 def wait_in_vain(seconds):
     time.sleep(seconds)
 watch = HangWatch(0.5)
+watch.start()
 """
 
 

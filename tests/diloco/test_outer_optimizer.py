@@ -7,12 +7,13 @@ from torch import nn
 
 from composer_replication.diloco import outer_optimizer
 from composer_replication.diloco.fragments import split_model
+from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import (
-    GlobalParameters,
     check_sign,
     nesterov_sgd,
     pseudo_gradient,
 )
+from composer_replication.diloco.outer_state import load_outer_state, outer_state
 
 CPU = torch.device("cpu")
 
@@ -111,8 +112,8 @@ def test_what_was_loaded_is_its_own():
     held, other = own(Constant(10.0)), own(Constant(99.0))
     held.theta["weight"].grad = torch.ones(1)
     held.optimizer.step()
-    state = held.state_dict()
-    other.load_state_dict(state)
+    state = outer_state(held)
+    load_outer_state(other, state)
     (momentum,) = state["optimizer"]["state"].values()
     momentum["momentum_buffer"].fill_(7.0)
     state["theta"]["weight"].fill_(7.0)
@@ -124,10 +125,10 @@ def test_a_state_dict_is_a_copy_and_comes_back_whole():
     held, other = own(Constant(10.0)), own(Constant(99.0))
     held.theta["weight"].grad = torch.ones(1)
     held.optimizer.step()
-    state = held.state_dict()
+    state = outer_state(held)
     held.theta["weight"].grad = torch.ones(1)
     held.optimizer.step()
-    other.load_state_dict(state)
+    load_outer_state(other, state)
     assert other.theta["weight"].item() == pytest.approx(10 - 0.7 * 1.9)
     assert other.momentum_norm() == 1.0
     other.theta["weight"].grad = torch.ones(1)

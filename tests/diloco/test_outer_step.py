@@ -9,7 +9,7 @@ from torch import nn
 
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.freezing import StepRules
-from composer_replication.diloco.outer_optimizer import GlobalParameters
+from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_step import is_plain_sgd
 
 CPU = torch.device("cpu")

@@ -54,20 +54,20 @@ class Run:
         with diloco:
             self.train(diloco, model, inner, sim.replica_id)
             diloco.final_sync()
-        return diloco.ledger(), [t.clone() for t in diloco.global_parameters().values()]
+        return diloco.ledger.rows(), [t.clone() for t in diloco.global_parameters().values()]
 
     def train(self, diloco, model, inner, replica_id):
         diloco.read_from(next(self.numbers))
         read = 0
         for step in range(self.steps):
-            diloco.expect_position(read + 1)
+            diloco.ledger.position = read + 1
             scale = float("nan") if (replica_id, step) in self.spoilt else 1.0
-            model.train_on(inner, diloco.stream, read, scale)
+            model.train_on(inner, diloco.ledger.stream, read, scale)
             read += 1
             for report in diloco.pop_finished_syncs():
-                rows = self.ledgers.setdefault(report.outer_step, diloco.ledger())
-                assert rows == diloco.ledger(), "all that commit an outer step write the same"
-            if not diloco.stream:  # steps were lost: what is trained from here on is another stream
+                rows = self.ledgers.setdefault(report.outer_step, diloco.ledger.rows())
+                assert rows == diloco.ledger.rows(), "all that commit an outer step write the same"
+            if not diloco.ledger.stream:  # steps were lost: what follows is another stream
                 diloco.read_from(next(self.numbers))
                 read = 0
 
@@ -138,7 +138,7 @@ def test_the_ledger_and_the_place_in_the_stream_go_into_a_checkpoint():
         inner = torch.optim.SGD((model := Samples()).parameters(), lr=1.0)
         diloco = DiLoCo(sim.manager, model, inner, plain_sgd(), **VANILLA)
         diloco.load_state_dict(saved)
-        return diloco.ledger(), diloco.stream, diloco.position
+        return diloco.ledger.rows(), diloco.ledger.stream, diloco.ledger.position
 
     (saved,) = simulate(replica, num_replicas=1)
     assert simulate(resumed, num_replicas=1) == [([[1, 12, 12]], 1, 14)]
@@ -157,18 +157,18 @@ def test_standing_by_syncs_in_mid_round_and_costs_the_others_nothing():
             else:
                 diloco.read_from(20)
                 for step in range(6):
-                    diloco.expect_position(step + 1)
+                    diloco.ledger.position = step + 1
                     model.train_on(inner, 20, step)
-                while not any(row[1] == 8 for row in diloco.ledger()):
+                while not any(row[1] == 8 for row in diloco.ledger.rows()):
                     diloco.sync_idle()
                 diloco.sync_idle()
                 for step in range(6, 10):  # and there are samples again
-                    diloco.expect_position(step + 1)
+                    diloco.ledger.position = step + 1
                     model.train_on(inner, 20, step)
             reports = diloco.pop_finished_syncs()
             diloco.final_sync()
             reports += diloco.pop_finished_syncs()
-        return diloco.ledger(), list(diloco.global_parameters().values()), reports
+        return diloco.ledger.rows(), list(diloco.global_parameters().values()), reports
 
     (ledger, theta, _), (other, _, reports) = simulate(replica, num_replicas=2)
     assert ledger == other == [[1, 16, 16], [20, 10, 10]]

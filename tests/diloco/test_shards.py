@@ -20,13 +20,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.freezing import StepRules
+from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import (
-    GlobalParameters,
-    local_tensor,
     nesterov_sgd,
 )
-from composer_replication.diloco.shards import Shards, count_shards
+from composer_replication.diloco.shards import Shards, count_shards, local_tensor
 
 pytestmark = pytest.mark.integration
 

@@ -136,3 +136,10 @@ class QuantizedMean(WeightedMean):
     def forget_residual(self) -> None:
         if self.residual is not None:
             self.residual.zero_()
+
+
+def make_mean(layout: MeanLayout, wire_format: str, error_feedback: bool) -> WeightedMean:
+    """Return the mean for a wire format. For ``error_feedback`` see ``QuantizedMean``."""
+    if wire_format == WIRE_FORMATS[0]:
+        return WeightedMean(*layout)
+    return QuantizedMean(layout, wire_format=wire_format, error_feedback=error_feedback)

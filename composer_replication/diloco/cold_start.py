@@ -1,0 +1,228 @@
+"""The cold start: wait for the other groups, compare settings, share the first parameters."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.options import DiLoCoArguments
+from composer_replication.diloco.retries import MAX_FAILED_JOINS
+from composer_replication.diloco.settings import compare_fingerprints
+from composer_replication.diloco.torchft_api import DiLoCoManager
+
+log = logging.getLogger(__name__)
+
+
+class NothingToContinueFromError(ValueError):
+    """All groups of a run are connected, it has made outer steps, and no group has its state."""
+
+
+FINGERPRINT_BYTES = 8192
+"""Most bytes that one group's fingerprint may take as JSON."""
+
+
+class StartBarrier:
+    """Holds a start until enough groups are connected.
+
+    Without it the first group would train alone, and so would the next one, unnoticed.
+
+    Args:
+        manager: The torchft manager, or its simulated double.
+        arguments: Those of ``DiLoCo``: how many groups to wait for, for how long, what to do after
+            that, and whether this group may begin the run.
+    """
+
+    POLL_S = 0.5
+    LOG_EVERY_S = 30.0
+
+    def __init__(self, manager: DiLoCoManager, arguments: DiLoCoArguments) -> None:
+        self._manager = manager
+        self._arguments = arguments
+        self._failures = 0
+        self._last_failure: str | None = None
+        self._began = time.monotonic()
+        self._logged_at = self._began - self.LOG_EVERY_S + 2.0  # the first warning after 2 s
+
+    def vote_to_start(self, device: torch.device) -> bool:
+        """Vote on the start with the other groups of this quorum.
+
+        The start takes one yes and no veto. All groups see the same sum of the votes, so they start
+        together or not at all, however long each of them has been waiting.
+
+        Args:
+            device: Where the votes are summed.
+
+        Returns:
+            Whether the groups start. If not, an error has been reported to the manager, and the
+            commit vote that the caller still has to take fails.
+
+        Raises:
+            NothingToContinueFromError: This group must not start, and every group that could hold
+                the run's state is connected.
+        """
+        arguments, num_present = self._arguments, self._manager.num_participants()
+        is_enough = num_present >= arguments.num_awaited
+        starts_late = arguments.on_start_timeout == "start" and self._is_late()
+        vetoes = self._arguments.start_refusal is not None and self._manager.current_step() == 0
+        votes = torch.tensor([float(is_enough or starts_late), float(vetoes)], device=device)
+        self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
+        if self._manager.errored() is not None:
+            return False
+        situation = f"{num_present} of {arguments.num_awaited} replica groups are connected"
+        num_yes, num_vetoes = votes.tolist()
+        if vetoes:
+            situation += f", and none of them has the run's state. {self._arguments.start_refusal}"
+            if is_enough:
+                raise NothingToContinueFromError(situation)
+        if num_vetoes or not num_yes:
+            self._manager.report_error(StartPostponed(situation))
+            return False
+        if not is_enough:
+            log.warning("Starting although %s", situation)
+        return True
+
+    def check_failures(self, was_anothers_fault: bool) -> None:
+        """Count a start that failed because of this group.
+
+        Called in the quorum after the failed start, since that quorum names the group at fault.
+
+        Args:
+            was_anothers_fault: Whether that quorum names another group.
+
+        Raises:
+            TimeoutError: The start has failed ``MAX_FAILED_JOINS`` times because of this group.
+        """
+        failure, self._last_failure = self._last_failure, None
+        if failure is None or was_anothers_fault:
+            return
+        self._failures += 1
+        if self._failures == MAX_FAILED_JOINS:
+            raise TimeoutError(f"{failure}. This group has tried {self._failures} times and leaves")
+
+    def wait(self, error: Exception | None, cause: str) -> None:
+        """Wait ``POLL_S`` seconds after a start that did not commit.
+
+        Args:
+            error: The error that the manager has, if it has one.
+            cause: Why the start did not commit, for the log.
+
+        Raises:
+            TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected.
+        """
+        situation = str(error)
+        if not isinstance(error, StartPostponed):  # for example because a group has left again
+            situation = self._last_failure = f"the start did not commit: {cause}"
+            log.warning("%s%s", situation[0].upper(), situation[1:])
+        arguments = self._arguments
+        ends = arguments.on_start_timeout == "error" or arguments.start_refusal is not None
+        if self._is_late() and ends:
+            raise TimeoutError(
+                f"no start within start_timeout_s={arguments.start_timeout_s:g}: {situation}. "
+                "Start the missing groups with the same lighthouse, or lower num_replicas"
+            )
+        now = time.monotonic()
+        if now - self._logged_at > self.LOG_EVERY_S:
+            self._logged_at = now
+            log.warning("Waiting for replica groups: %s", situation)
+        time.sleep(self.POLL_S)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._began > self._arguments.start_timeout_s
+
+
+class StartPostponed(Exception):
+    """Fails the commit vote of a start that waits for more groups. It is never raised."""
+
+
+def agree_on_settings(
+    manager: DiLoCoManager, fingerprint: Mapping[str, Any], device: torch.device
+) -> None:
+    """Compare this group's fingerprint and min_replica_size with those of the quorum's first group.
+
+    This comes before any other tensor is sent: if another group sent other shapes or dtypes, gloo
+    would abort the process. The rows are gathered by summing a table in which each group fills its
+    own row.
+
+    Args:
+        manager: The torchft manager, in a quorum.
+        fingerprint: This group's settings and model, as plain containers.
+        device: Where the table is summed.
+
+    Raises:
+        SettingsMismatch: They differ; the message lists every differing key with both values.
+        ValueError: The fingerprint is longer than ``FINGERPRINT_BYTES`` as JSON.
+    """
+    # With unequal values one group would train alone while another waits for more. The fingerprint
+    # does not contain min_replica_size: checkpoints hold the fingerprint, and a resume may change
+    # this value.
+    compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
+    text = json.dumps(compared, sort_keys=True).encode()
+    if len(text) > FINGERPRINT_BYTES:
+        raise ValueError(
+            f"the settings take {len(text)} bytes as JSON, more than {FINGERPRINT_BYTES}: "
+            "use fewer or shorter fragment_patterns"
+        )
+    rank = manager.participating_rank()
+    table = torch.zeros(manager.num_participants(), FINGERPRINT_BYTES, dtype=torch.uint8)
+    assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
+    table[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    table = table.to(device)
+    manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore[reportArgumentType]
+    first = bytes(table[0].cpu().numpy().tobytes()).rstrip(b"\0")
+    if rank == 0 or manager.errored():
+        return
+    compare_fingerprints(
+        json.loads(text), json.loads(first), "the first replica group of this quorum"
+    )
+
+
+def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[FragmentSync]) -> bool:
+    """Give every group the initial parameters of the quorum's first group.
+
+    It computes the same weighted mean as a sync, over the parameters themselves, in which only the
+    first group has weight. torchft's own way (``init_sync``) lets each *rank* copy from another
+    group, after which the ranks inside a group never agree again (docs/adrs/ADR-006).
+
+    Returns:
+        Whether the start committed. If not, no parameter has changed.
+
+    Raises:
+        ValueError: This is the first group, and its initial parameters are not finite.
+    """
+    weight = 1.0 if manager.participating_rank() == 0 else 0.0
+    means = [_mean_of_local(fragment, weight) for fragment in fragments]
+    for work in [work for mean in means for work in mean.send(manager)]:
+        work.wait()
+    if not manager.should_commit():
+        return False
+    for fragment, mean in zip(fragments, means, strict=True):
+        if mean.receive():
+            for theta, value in zip(fragment.globals.theta.values(), mean.take(), strict=True):
+                theta.detach().copy_(value.view(theta.shape))
+        fragment.take_global()
+    return True
+
+
+def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
+    """Pack the local parameters of a fragment, without a collective of the ranks.
+
+    A rank that has just seen a peer die is already at the vote, while the other ranks come here. In
+    a collective they would wait for that rank.
+    """
+    mean = WeightedMean(*fragment.layout)
+    local = (mean.share.own(fragment.local()),)
+    mean.form(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)
+    if weight and not mean.is_finite:
+        raise ValueError(
+            "the initial parameters of this replica group, from which all groups start, are "
+            "not finite: check how the model is initialized, or what it is loaded from"
+        )
+    return mean

@@ -1,0 +1,273 @@
+"""The global parameters of a fragment: what the outer optimizer moves, and only it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from composer_replication.diloco.averaging.rank_shares import RankShare
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
+from composer_replication.diloco.fragments import Buffers, Parameters
+from composer_replication.diloco.freezing import Freezing, StepRules
+from composer_replication.diloco.outer_optimizer import OuterOptimizer
+from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.shards import Shards, local_tensor
+
+
+class GlobalParameters:
+    """The global parameters of one fragment (theta, fp32) and the outer optimizer that owns them.
+
+    The optimizer is built over *these* tensors and never over the model's, so it cannot step
+    another fragment, decay a frozen weight, round to bf16, or clear the model's ``p.grad``.
+
+    Under DDP each rank holds and steps only its share of them, if the outer optimizer is DiLoCo's:
+    what SGD does to an element depends on no other. Any other one gets whole tensors on all ranks.
+
+    Args:
+        parameters: The fragment's parameters in the model, of any floating dtype and device.
+        outer_optimizer: Builds the optimizer over the global parameters.
+        backup_device: Where they and the optimizer's state live.
+        pin_memory: Whether to pin them for copies to an accelerator, if there is one.
+        buffers: Buffers that are averaged with them; they simply become the mean.
+        shards: Of the model, if the ranks of the group hold such.
+        share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
+
+    Raises:
+        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
+            ``Shards``.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        outer_optimizer: OuterOptimizer,
+        backup_device: torch.device,
+        pin_memory: bool,
+        buffers: Buffers | None = None,
+        shards: Shards | None = None,
+        share: Callable[[list[int]], RankShare] = RankShare,
+    ) -> None:
+        self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
+        self.shards = shards or Shards()
+        pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
+        held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
+        self.shapes = {name: tensor.shape for name, tensor in held.items()}
+        self.share = share([tensor.numel() for tensor in held.values()])
+        self.is_shared = self.share.num_ranks > 1 and _is_elementwise(outer_optimizer, parameters)
+        """Whether ``theta`` has this rank's part of each tensor, 1-D, and not all of it."""
+        self.flat = torch.empty(
+            sum(self._sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
+        )
+        """All of them, one after the other. ``theta`` has the views."""
+        with torch.no_grad():
+            own = self.share.own(held.values()) if self.is_shared else held.values()
+            self.theta = {
+                name: nn.Parameter(view.copy_(part))
+                for name, part, view in zip(held, own, self._views(self.flat), strict=True)
+            }
+        owned = [self.theta[name] for name in parameters]
+        self._momentum_norm: float | None = None
+        """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
+        self._buffers = frozenset(buffers or {})
+        self.freezing = Freezing(parameters)
+        self.optimizer = outer_optimizer(owned)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"outer_optimizer returned {type(self.optimizer).__name__}: return a "
+                "torch.optim.Optimizer over the parameters it is given"
+            )
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if {id(p) for p in stepped} != {id(p) for p in owned}:
+            raise ValueError(
+                "outer_optimizer built an optimizer over other parameters than the global ones it "
+                "was given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
+            )
+
+    @torch.no_grad()
+    def take_outer_step(self, mean: WeightedMean, rules: StepRules) -> None:
+        """Move the global parameters by the mean pseudo-gradient, and ``write_back``.
+
+        Buffers take theirs at once: global minus the mean of (global minus local) is the mean, and
+        a buffer that is a constant stays what it is to the bit.
+
+        Args:
+            mean: Received, over the tensors in the order of ``theta``. It is used up.
+            rules: Which of them the outer optimizer does not move, and what of the local ones
+                stays.
+        """
+        theta = list(self.theta.values())
+        plain = {index for index, name in enumerate(self.theta) if name in self._buffers}
+        plain |= rules.plain
+        for index in plain | rules.held:
+            self.optimizer.state.pop(theta[index], None)
+        self.freezing.record_frozen(rules)
+        if mean.device.type == self.flat.device.type == "cpu" and is_plain_sgd(self.optimizer):
+            self._descend(mean, plain, rules)
+            if not self.is_shared:
+                return  # each chunk has been written back
+        else:
+            self._step(mean, plain, rules)
+        self._write_back(rules, self._gather(mean) if self.is_shared else self.theta.values())
+
+    def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+        """The outer optimizer's own."""
+        for index, (parameter, delta) in enumerate(
+            zip(self.theta.values(), mean.take(), strict=True)
+        ):
+            if index in plain:
+                parameter.sub_(delta.view(parameter.shape).to(parameter.device))
+            elif index not in rules.held:
+                parameter.grad = torch.empty_like(parameter).copy_(delta.view(parameter.shape))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._momentum_norm = None
+
+    def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
+        """All of each tensor, in the memory of a mean that is used up."""
+        mean.flat[self.share.start :][: self.flat.numel()] = self.flat
+        self.share.gather(mean.flat)
+        sizes = self.share.whole_sizes
+        parts = mean.flat[: sum(sizes)].split(sizes)
+        return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
+
+    def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+        """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
+        descent = ChunkedDescent(self.optimizer, self._momentum, mean.divisor)
+        squares = [torch.zeros(())]
+        for index, (theta, parameter, sums) in enumerate(
+            zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
+        ):
+            local = None if self.is_shared else local_tensor(parameter)
+            # A tensor whose elements do not lie one after the other is written back at once.
+            is_cut = local is None or local.is_contiguous()
+            chunk = CHUNK if is_cut else max(1, theta.numel())
+            if index in plain or index in rules.held:
+                if index in plain:
+                    theta.view(-1).sub_(sums.div_(mean.divisor))
+                moved = ((each, each[:0]) for each in chunks_of(theta.detach().view(-1), chunk))
+            else:
+                moved = descent.steps(theta, index, sums, chunk)
+            if local is None:
+                parts = ()
+            else:
+                parts = chunks_of(local.view(-1), chunk) if is_cut else (local,)
+            for part, (global_part, momentum) in itertools.zip_longest(parts, moved):
+                squares.append(self.shards.own_part(torch.dot(momentum, momentum), index))
+                if part is not None:
+                    _mix(part, global_part.view(part.shape), rules.alpha_of(index))
+        self._momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
+
+    @property
+    def _sizes(self) -> list[int]:
+        return self.share.sizes if self.is_shared else self.share.whole_sizes
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor's part of a flat buffer, in its shape if it is whole."""
+        parts = flat.split(self._sizes)
+        if self.is_shared:
+            return list(parts)
+        return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
+
+    def own_parts(self) -> Iterator[Tensor]:
+        """This rank's part of each global parameter, 1-D."""
+        theta = [parameter.detach() for parameter in self.theta.values()]
+        return iter(theta) if self.is_shared else self.share.own(theta)
+
+    def whole(self, name: str, part: Tensor | None = None) -> Tensor:
+        """All of a global parameter: itself, or gathered by a collective if it is shared.
+
+        Args:
+            name: Of the parameter.
+            part: What this rank has of another tensor like it, to be gathered instead.
+        """
+        own = self.theta[name].detach() if part is None else part
+        if not self.is_shared:
+            return own
+        return self.share.whole(list(self.theta).index(name), own).view(self.shapes[name])
+
+    @torch.no_grad()
+    def write_back(self, alpha: float = 0.0) -> None:
+        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
+
+        A collective of the ranks, if they share.
+        """
+        self._write_back(StepRules(alpha), map(self.whole, self.theta))
+
+    def _write_back(self, rules: StepRules, whole: Iterable[Tensor]) -> None:
+        pairs = zip(self.local.values(), whole, strict=True)
+        for index, (parameter, theta) in enumerate(pairs):
+            _mix(local_tensor(parameter), theta, rules.alpha_of(index))
+
+    def keep_own_state(self) -> None:
+        """Copy what the optimizer has loaded, which may be a part of all that a peer sent."""
+        self._momentum_norm = None
+        for index, theta in enumerate(self.theta.values()):
+            state = self.optimizer.state.get(theta, {})
+            for key, value in state.items():
+                if key == "momentum_buffer" and value is not None:
+                    state[key] = self._momentum[index].copy_(value)
+                elif isinstance(value, Tensor):
+                    state[key] = value.clone()
+
+    @functools.cached_property
+    def _momentum(self) -> list[Tensor]:
+        """Where the momentum of each tensor is kept: in one buffer, as the tensors are."""
+        return self._views(torch.empty_like(self.flat, pin_memory=False))
+
+    def set_hyperparameters(self, settings: DiLoCoSettings) -> None:
+        """Go on with other numbers, and the same momentum buffers.
+
+        Raises:
+            ValueError: The outer optimizer has no such numbers.
+        """
+        changed = {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
+        unknown = sorted(changed.keys() - self.optimizer.defaults.keys())
+        if unknown:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has no {', '.join(unknown)}: only an outer SGD "
+                "changes its settings in mid-run"
+            )
+        # Without momentum torch refuses Nesterov's, and needs no reminder of it when it is back.
+        changed["nesterov"] = settings.outer_nesterov and settings.outer_momentum > 0
+        self.optimizer.defaults.update(changed)
+        for group in self.optimizer.param_groups:
+            group.update(changed)
+
+    def momentum_norm(self) -> float:
+        """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step.
+
+        Over all shards or shares of the group, if it has such; then a collective of its ranks.
+        """
+        if self._momentum_norm is None:
+            self._momentum_norm = self._compute_momentum_norm()
+        if self.is_shared:
+            return self.share.norm(self._momentum_norm)
+        return self.shards.norm(self._momentum_norm)
+
+    def _compute_momentum_norm(self) -> float:
+        squares = []
+        for index, theta in enumerate(self.theta.values()):
+            buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+            if buffer is not None:
+                squares.append(self.shards.own_part(buffer.norm().square(), index))
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
+    if alpha == 0.0:  # not lerp: 0 * nan is nan, and a sick replica would never recover
+        local.copy_(theta)
+    else:
+        local.copy_(theta.to(local.device).lerp(local.float(), alpha))
+
+
+def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Parameters) -> bool:
+    """Whether the outer optimizer treats each element by itself, as far as we know."""
+    shapes = (local_tensor(parameter).shape for parameter in parameters.values())
+    like = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    return is_plain_sgd(outer_optimizer(like))

@@ -1,0 +1,104 @@
+"""The outer state of a fragment in plain containers: for a joiner, and for a checkpoint.
+
+The state of a rank has this rank's share of the tensors. A checkpoint has all of them, so that the
+number of ranks may change until a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from composer_replication.diloco.global_parameters import GlobalParameters
+
+
+def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str, Any]:
+    """The global parameters by name, and the outer optimizer's state: of the share, if any.
+
+    Args:
+        globals_: Of one fragment.
+        copies: Whether of the tensors, or the tensors themselves.
+    """
+    state = {
+        "theta": dict(globals_.theta),
+        "optimizer": globals_.optimizer.state_dict(),
+        "frozen": sorted(globals_.freezing.frozen_by_all),
+    }
+    take = Tensor.clone if copies else Tensor.detach
+    with torch.no_grad():
+        return tree_map_only(Tensor, take, state)
+
+
+@torch.no_grad()
+def load_outer_state(
+    globals_: GlobalParameters, state: Mapping[str, Any], *, keeps_hyperparameters: bool = False
+) -> None:
+    """Take over what ``outer_state`` gave, here or in another group.
+
+    Args:
+        globals_: Of the same fragment.
+        state: What it gave.
+        keeps_hyperparameters: Keep this optimizer's own learning rate, momentum, ...
+
+    Raises:
+        ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
+    """
+    _check(state, {name: theta.shape for name, theta in globals_.theta.items()})
+    for name, theta in globals_.theta.items():
+        theta.copy_(state["theta"][name])
+    globals_.freezing.frozen_by_all = frozenset(state.get("frozen", ()))
+    globals_.freezing.freeze_like_global()
+    optimizer = globals_.optimizer
+    theirs = optimizer.state_dict() if keeps_hyperparameters else state["optimizer"]
+    optimizer.load_state_dict(
+        {"state": state["optimizer"]["state"], "param_groups": theirs["param_groups"]}
+    )
+    globals_.keep_own_state()
+
+
+def gather(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
+    """What ``outer_state`` gives without copies, of all shares. A collective, if there are."""
+    return _each_tensor(globals_, state, globals_.whole)
+
+
+def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's share of what ``gather`` gave, on whatever number of ranks.
+
+    Raises:
+        ValueError: A tensor is missing or has another shape or dtype.
+    """
+    index = {name: position for position, name in enumerate(globals_.theta)}
+    if globals_.is_shared:
+        _check(state, globals_.shapes)
+    return _each_tensor(globals_, state, lambda n, t: globals_.share.part_of(index[n], t))
+
+
+def _each_tensor(
+    globals_: GlobalParameters, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]
+) -> dict[str, Any]:
+    if not globals_.is_shared:
+        return state
+    names, optimizer = list(globals_.theta), state["optimizer"]
+    momentum = {
+        index: {k: change(names[index], v) if isinstance(v, Tensor) else v for k, v in own.items()}
+        for index, own in optimizer["state"].items()
+    }
+    theta = {name: change(name, tensor) for name, tensor in state["theta"].items()}
+    return state | {"theta": theta, "optimizer": optimizer | {"state": momentum}}
+
+
+def _check(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+    for name, shape in shapes.items():
+        received = state["theta"].get(name)
+        if received is None or received.shape != shape or received.dtype != torch.float32:
+            what = (
+                "is missing" if received is None else f"is {received.dtype} {tuple(received.shape)}"
+            )
+            raise ValueError(
+                f"global parameter {name} of a saved or received state {what}, and here it is "
+                f"{torch.float32} {tuple(shape)}: it is another model's state"
+            )

@@ -1,0 +1,99 @@
+"""From the arguments of DiLoCo to the run's settings, and to global parameters of the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from functools import partial
+
+import torch
+from torch import nn
+
+from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
+from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
+from composer_replication.diloco.averaging.weighted_mean import elements_of
+from composer_replication.diloco.fragments import split_all
+from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.options import DiLoCoArguments
+from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
+from composer_replication.diloco.parameter_checks import check_trained_by
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.shards import Shards, count_shards, local_tensor
+
+
+def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSettings:
+    """Return the run's settings.
+
+    Args:
+        arguments: All arguments of ``DiLoCo``.
+        given: The names of those that were given, and not left to their defaults.
+
+    Raises:
+        ValueError: A setting is out of range, or of an outer SGD that is not used.
+    """
+    model, changed = arguments.model_fragments, {}
+    if not isinstance(model, nn.Module) and model:
+        changed["num_fragments"] = len(model)
+    settings = pick(DiLoCoSettings, vars(arguments) | changed)
+    unused = [name for name in given if name.startswith("outer_") and name != "outer_optimizer"]
+    if arguments.outer_optimizer is not None and unused:
+        raise ValueError(
+            f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
+            "these are of the SGD that DiLoCo makes without one"
+        )
+    if settings.discards_overlapped_steps:
+        delay = settings.fragment_sync_delay
+        warnings.warn(
+            f"fragment_sync_delay={delay} with fragment_update_alpha=0 throws away the {delay} "
+            "inner steps taken during every sync: use fragment_update_alpha=0.5, as arXiv "
+            "2501.18512 does",
+            stacklevel=4,
+        )
+    return settings
+
+
+def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[GlobalParameters]:
+    """Split the model into fragments, and make global parameters of each.
+
+    Args:
+        arguments: All arguments of ``DiLoCo``.
+        settings: The run's settings.
+
+    Raises:
+        ValueError: The fragments and the inner optimizer hold different parameters, the outer
+            optimizer ascends, or the manager cannot send the wire format.
+    """
+    check_can_quantize(arguments.manager, settings.wire_format)
+    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(
+        settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
+    )
+    check_sign(outer_optimizer)
+    split = split_all(arguments.model_fragments, settings, arguments.also_synced)
+    fragments = [parameters for parameters, _ in split]
+    check_trained_by(fragments, arguments.inner_optimizer)
+    ranks, sharded_over = arguments.ranks, None
+    num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
+    if num_shards > 1:  # each rank holds a part already
+        sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
+    if hasattr(arguments.manager, "layout"):  # a ReplicaManager, which compares it with its peers'
+        arguments.manager.layout.num_shards = num_shards  # pyright: ignore[reportAttributeAccessIssue]
+    share = partial(
+        RankShare,
+        bucket=elements_of(settings.bucket_cap_mb),
+        ranks=ranks,
+        device=local_tensor(next(iter(fragments[0].values()))).device,
+        host_ranks=HostRanks(ranks) if ranks is not None else None,
+    )
+    return [
+        GlobalParameters(
+            parameters,
+            outer_optimizer,
+            torch.device(arguments.backup_device or "cpu"),
+            arguments.pin_memory,
+            buffers,
+            Shards([*parameters.values(), *buffers.values()], sharded_over),
+            share,
+        )
+        for parameters, buffers in split
+    ]

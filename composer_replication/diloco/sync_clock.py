@@ -1,0 +1,54 @@
+"""The clock that measures what a sync costs training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from composer_replication.diloco.hang_watch import HangWatch
+
+
+class SyncClock:
+    """Measures how long training is blocked, from one committed sync to the next.
+
+    Args:
+        hang_watch: While training is blocked it waits for other groups, which is no hang.
+    """
+
+    def __init__(self, hang_watch: HangWatch) -> None:
+        self._hang_watch = hang_watch
+        self._began = self._waiting_since = time.monotonic()
+        self._blocked_since: float | None = None
+        self._blocked_s = self._waited_s = 0.0
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """A context whose time counts as blocked. It begins with the wait for a quorum."""
+        self._blocked_since = self._waiting_since = time.monotonic()
+        try:
+            with self._hang_watch.waiting_for_others():
+                yield
+        finally:
+            self._blocked_s += time.monotonic() - self._blocked_since
+            self._blocked_since = None
+
+    def quorum_formed(self) -> None:
+        """Record that the wait for a quorum is over."""
+        self._waited_s += time.monotonic() - self._waiting_since
+
+    def vote_over(self) -> None:
+        """Record that the vote is over: a retry begins with a wait for another quorum."""
+        self._waiting_since = time.monotonic()
+
+    def read(self) -> tuple[float, float, float]:
+        """Return seconds blocked, seconds waited and the fraction spent training; reset all."""
+        now = time.monotonic()
+        elapsed = max(now - self._began, 1e-9)
+        blocked_s = self._blocked_s
+        if self._blocked_since is not None:  # the sync that is accounted for has not ended yet
+            blocked_s += now - self._blocked_since
+            self._blocked_since = now
+        reading = blocked_s, self._waited_s, max(0.0, 1.0 - blocked_s / elapsed)
+        self._began, self._blocked_s, self._waited_s = now, 0.0, 0.0
+        return reading
