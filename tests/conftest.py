@@ -1,5 +1,6 @@
 """For all tests."""
 
+import gc
 import os
 
 import pytest
@@ -34,3 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         computes, computing = computing[:number], computing[number:]
         ordered += own + (computes + processes if worker % 2 else processes + computes)
     items[:] = ordered + computing
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from looking at a million objects of imported modules, which stay."""
+    gc.collect()
+    gc.freeze()

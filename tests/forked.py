@@ -9,6 +9,7 @@ fresh process.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -30,10 +31,15 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)  # before the first fork, which starts the server
 
 
-def check_that_the_server_only_imports() -> None:
-    """In a fork: the server has no thread. A lock that one of its threads holds stays held here."""
+def begin_fork() -> None:
+    """The first call in a fork: check the server, and leave what it has imported alone.
+
+    The server must have no thread: a lock that one of its threads holds stays held here. What it
+    has imported is never garbage; each look of the collector at it would copy 100 MB of pages.
+    """
     threads = os.listdir(f"/proc/{os.getppid()}/task")
     assert len(threads) == 1, f"the fork server has {len(threads)} threads: see tests/forked.py"
+    gc.freeze()
 
 
 class Script:
@@ -58,9 +64,13 @@ class Script:
 
     def wait(self, deadline: float) -> None:
         """Until it has ended, which has to be well and before this ``time.monotonic()``."""
-        self._process.join(max(0.0, deadline - time.monotonic()))
-        status = self._process.exitcode
+        status = self.status(deadline)
         assert status == 0, f"exit status {status}\n{self._output.read_text()[-4000:]}"
+
+    def status(self, deadline: float) -> int | None:
+        """With which it has ended; None if it has not, before this ``time.monotonic()``."""
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        return self._process.exitcode
 
     def kill(self) -> None:
         """SIGKILL; if it has ended already nothing happens."""
@@ -69,7 +79,7 @@ class Script:
 
 
 def _run(command: list[str], environ: dict[str, str], folder: str, output: str) -> None:
-    check_that_the_server_only_imports()
+    begin_fork()
     os.setsid()
     os.chdir(folder)
     os.environ.clear()

@@ -16,7 +16,7 @@ import torch
 from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
-from forked import check_that_the_server_only_imports
+from forked import begin_fork
 from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
@@ -59,7 +59,7 @@ class Memory(ComposerModel):
 
 def train(plan, replica_id, environ):
     """The process of a rank of a group. It ends when the epochs are over."""
-    check_that_the_server_only_imports()
+    begin_fork()
     os.environ.update(environ | {"REPLICA_GROUP_ID": str(replica_id)})
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
     diloco = DiLoCoCallback(timeout=10.0, start_timeout_s=60.0, run_dir=plan["run_dir"])

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from forked import check_that_the_server_only_imports, context
+from forked import begin_fork, context
 
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
@@ -113,7 +113,7 @@ def run_groups(
 def _serve(
     named: tuple[str, str], group: Group, arguments: dict[str, Any], parent: Connection
 ) -> None:
-    check_that_the_server_only_imports()
+    begin_fork()
     module, name = named
     try:
         group_fn = getattr(importlib.import_module(module), name)

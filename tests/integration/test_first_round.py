@@ -21,7 +21,7 @@ model: {name: byte_gpt, d_model: 64, n_heads: 2, n_layers: 1, max_seq_len: 64}
 train_loader: {name: text, path: null, max_seq_len: 64}
 optimizer: {name: adamw, lr: 1.0e-3}
 callbacks:
-  diloco: {sync_every: 400, digest_every: 1}
+  diloco: {sync_every: 250, digest_every: 1}
 """
 
 

@@ -172,7 +172,7 @@ def one_dies_in_a_sync(group: Group, num_messages: int) -> dict[str, Any]:
 
             manager.allreduce = allreduce
 
-    return train(group, 15.0, trouble)
+    return train(group, 11.0, trouble)
 
 
 @pytest.mark.alone

@@ -221,7 +221,7 @@ def test_without_any_kill(run_of, further_fits):
 @pytest.mark.parametrize(("fragments", "coordinator_every_s"), [(1, None), (2, 20.0)])
 def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
     """With two fragments the coordinator is killed too, every 20 s."""
-    run = run_of(length=14000, fragments=fragments)
+    run = run_of(length=7000, fragments=fragments, step_s=0.05)
     for replica_id in range(GROUPS):
         run.start_group(replica_id)
     run.wait_for_outer_steps(2)
@@ -233,14 +233,14 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
     twice = list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
     (epoch,) = dataset["epochs"]
-    assert epoch["done"] == 14000 and epoch["leased"] == epoch["available"] == 0
+    assert epoch["done"] == 7000 and epoch["leased"] == epoch["available"] == 0
     run.check_those_in_part(twice)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
-    run = run_of(length=7000, fragments=fragments, save_interval="30ba")
+    run = run_of(length=4800, fragments=fragments, save_interval="30ba")
     for kills in range(3):
         for replica_id in range(GROUPS):
             run.start_group(replica_id)
@@ -261,7 +261,7 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     twice = list(run.check_that_all_is_in_once())
     status = run.status()
     (dataset,) = status["datasets"]
-    assert dataset["epochs"][0]["done"] == 7000
+    assert dataset["epochs"][0]["done"] == 4800
     run.check_those_in_part(twice)
     assert sum("continues from outer step" in event["text"] for event in status["events"]) == 2
 

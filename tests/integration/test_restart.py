@@ -13,11 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import Script
 
+import composer_replication
 from composer_replication.callback.checkpoint_files import LATEST, what_is_wrong
+from composer_replication.replica.lighthouse import read_status, start_lighthouse
 
 pytestmark = pytest.mark.integration
 
+PACKAGE = Path(composer_replication.__file__).parent
 CONFIG = """
 max_duration: 180ba
 global_train_batch_size: 8
@@ -110,20 +114,29 @@ def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_
     folder = tmp_path / "run" / "replica_0" / "checkpoints"
     config.write_text(CONFIG.replace("180ba", "4ba").replace("67ba", "2ba"))
     environ = os.environ | {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-    from composer_replication.replica.lighthouse import read_status, start_lighthouse
-
     lighthouse = start_lighthouse()
     try:
         environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
 
-        def train(*overrides):
-            command = [sys.executable, "-m", "composer_replication", "train", config]
-            command += [f"run_dir={tmp_path / 'run'}", *overrides]
+        arguments = ["train", config, f"run_dir={tmp_path / 'run'}"]
+
+        def train(status, *overrides):
+            """In a fork, since only the starts below are measured; what it wrote."""
+            script, output = PACKAGE / "__main__.py", tmp_path / f"{time.monotonic_ns()}.out"
+            process = Script(script, *arguments, *overrides, environ=environ, output=output)
+            try:
+                assert process.status(time.monotonic() + 240) == status, output.read_text()[-4000:]
+            finally:
+                process.kill()
+            return output.read_text()
+
+        def start():
+            command = [sys.executable, "-m", "composer_replication", *arguments]
             return subprocess.run(
                 list(map(str, command)), env=environ, capture_output=True, text=True, timeout=240
             )
 
-        assert train().returncode == 0
+        train(0)
         newest, earlier = folder / "ep0-ba4-rank0.pt", folder / "ep0-ba2-rank0.pt"
         newest.write_bytes(newest.read_bytes()[:-1000])
         heard_of = read_status(lighthouse.address()).heard_of
@@ -131,19 +144,16 @@ def test_a_cut_off_checkpoint_is_told_in_seconds_with_an_earlier_one_and_nobody_
             if size is not None:
                 os.truncate(newest, size)
             began = time.monotonic()
-            answer = train()
+            answer = start()
             assert answer.returncode == 2 and time.monotonic() - began < 20
             assert problem in answer.stderr and answer.stderr.count("\n") == 1
             assert f"load_path={earlier}) with autoresume=false" in answer.stderr
         assert read_status(lighthouse.address()).heard_of == heard_of
         # Left out on purpose: in a run that has begun it does not begin anew either.
-        answer = train("callbacks.diloco.on_bad_state=fresh")
-        assert answer.returncode == 2
-        assert "outer steps, and this group starts without a checkpoint" in answer.stderr
-        assert f"continue from this group's last checkpoint (load_path={earlier})" in answer.stderr
-        assert (
-            train(f"load_path={earlier}", "autoresume=false", "save_overwrite=true").returncode == 0
-        )
+        output = train(2, "callbacks.diloco.on_bad_state=fresh")
+        assert "outer steps, and this group starts without a checkpoint" in output
+        assert f"continue from this group's last checkpoint (load_path={earlier})" in output
+        train(0, f"load_path={earlier}", "autoresume=false", "save_overwrite=true")
     finally:
         lighthouse.shutdown()
 

@@ -49,6 +49,8 @@ def test_the_watchdog_ends_only_groups_that_live_and_no_pid_of_a_past_life(tmp_p
         told(f"-{first} -{second}")
         groups.end(0)
         told(f"-{second}")
+        while groups.exit_statuses()[0] is None:
+            time.sleep(0.02)
         groups.start(0, SLEEP, dict(os.environ))
         told(f"-{second} -{pid_of(groups, 0)}")
 
