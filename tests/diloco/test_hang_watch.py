@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.integration
+# Of half a second: when others have the processor, a busy process is taken for an idle one.
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 HANG_STATUS = 1
 
@@ -30,7 +31,6 @@ def run(training, *, limit_s=240):
     return ended, time.monotonic() - began
 
 
-@pytest.mark.alone
 def test_a_thread_that_waits_in_vain_ends_the_process_with_every_stack():
     ended, seconds = run("wait_in_vain(20.0)")
     assert ended.returncode == HANG_STATUS
