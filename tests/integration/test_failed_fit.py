@@ -355,4 +355,4 @@ def test_a_process_whose_fit_has_failed_ends_by_itself(last, status):
         assert process.wait(5.0) == status
     finally:
         process.kill()
-        process.wait()
+        process.communicate()  # closes its output too
