@@ -30,16 +30,22 @@ def config(tmp_path):
     return path
 
 
+# What is said "at once" is said in less than 10 s, which ``run`` measures.
+at_once = pytest.mark.alone
+
+
 def run(*arguments, seconds=10):
     """Run the command in a process of its own, within a time."""
     command = [sys.executable, "-m", "composer_replication", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
+@at_once
 def test_the_version_is_printed():
     assert run("--version").stdout == f"composer-replication {__version__}\n"
 
 
+@at_once
 @pytest.mark.parametrize(
     ("command", "override", "message"),
     [
@@ -60,6 +66,7 @@ def test_bad_input_is_answered_at_once_in_one_paragraph(config, command, overrid
     assert answer.stdout == ""
 
 
+@at_once
 def test_a_lighthouse_that_does_not_answer_is_noticed_before_composer_is_imported(config):
     answer = run(
         "train",
@@ -83,6 +90,7 @@ def test_nothing_heavy_is_imported_before_the_input_is_known_good(config):
     assert subprocess.run([sys.executable, "-c", check, config]).returncode == 0
 
 
+@at_once
 def test_the_process_ends_after_an_error_though_a_thread_still_waits(config):
     # As torchft's do, for a quorum of up to an hour.
     code = (
@@ -111,11 +119,13 @@ def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
         assert (folder / name).exists()
 
 
+@at_once
 def test_a_report_of_no_run_says_what_to_give(tmp_path):
     answer = run("report", tmp_path / "nowhere")
     assert answer.returncode == 2 and "give the run folder" in answer.stderr
 
 
+@at_once
 def test_certificates_are_made_and_what_to_do_with_them_is_said(tmp_path):
     said = run("certificates", tmp_path / "tls", "--host", "here.example")
     assert said.returncode == 0
