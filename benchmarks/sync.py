@@ -11,7 +11,7 @@ repetition counting:
 * raw: one gloo allreduce of one flat preallocated fp32 tensor;
 * copy: how fast all processes together copy memory, which says what nine passes over the
   pseudo-gradient take; floor = raw + these;
-* ours, and the phases of it: form, send (until the last byte is there), outer (outer step and the
+* ours, and the phases of it: pack, send (until the last byte is there), outer (outer step and the
   way back into the model), and the rest (quorum, vote);
 * torchft: its own DiLoCo under a manager like ours.
 
@@ -45,7 +45,7 @@ from torchft.local_sgd import DiLoCo as StockDiLoCo  # isort: skip
 
 
 PASSES = 9
-"""Over the bytes of the pseudo-gradient: form it (3), outer step (5), way back (1)."""
+"""Over the bytes of the pseudo-gradient: pack it (3), outer step (5), way back (1)."""
 
 QUICK = {"params": 25_000_000, "repetitions": 5}
 
@@ -70,7 +70,7 @@ class Phases:
         """Measure the phases of every sync from now on."""
         for fragment in diloco._fragments:
             for phase, name, thing in (
-                ("form", "_save_grads", fragment),
+                ("pack", "_save_grads", fragment),
                 ("send", "_average_grads", fragment),
                 ("outer", "_set_grads", fragment),
                 ("outer", "_merge_parameters", fragment),
@@ -180,7 +180,7 @@ def ratios(arguments: argparse.Namespace) -> dict[str, list[float]]:
         "ours / floor": (ours, floor),
         "ours / raw": (ours, raw),
         "send / raw": (taken["send"], raw),
-        "form / raw": (taken["form"], raw),
+        "pack / raw": (taken["pack"], raw),
         "outer / raw": (taken["outer"], raw),
         "floor / raw": (floor, raw),
         "torchft / raw": (taken["torchft"], raw),

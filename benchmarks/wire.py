@@ -97,10 +97,10 @@ def silence() -> Iterator[None]:
 def pseudo_gradient(config: dict[str, Any]) -> Tensor:
     """That of one group after a round."""
     seen: list[Tensor] = []
-    form = FragmentSync._save_grads
+    pack = FragmentSync._save_grads
 
     def watched(fragment: FragmentSync) -> None:
-        form(fragment)
+        pack(fragment)
         if fragment.contribution:
             seen.append(torch.cat(fragment.mean.messages[:-1]).clone())
 

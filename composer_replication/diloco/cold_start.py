@@ -204,8 +204,8 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     if not manager.should_commit():
         return False
     for fragment, mean in zip(fragments, means, strict=True):
-        if mean.receive():
-            for theta, value in zip(fragment.globals.theta.values(), mean.take(), strict=True):
+        if mean.finish():
+            for theta, value in zip(fragment.globals.theta.values(), mean.unpack(), strict=True):
                 theta.detach().copy_(value.view(theta.shape))
         fragment.take_global()
     return True
@@ -219,7 +219,7 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     """
     mean = WeightedMean(*fragment.layout)
     local = (mean.share.own(fragment.local()),)
-    mean.form(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)
+    mean.pack(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)
     if weight and not mean.is_finite:
         raise ValueError(
             "the initial parameters of this replica group, from which all groups start, are "

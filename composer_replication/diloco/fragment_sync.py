@@ -146,7 +146,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.frozen = self.globals.freezing.own()
         local = self._packed.local or self.local()
         sources = self.globals.own_parts(), self.globals.share.own(local)
-        self.mean.form(self._pseudo_gradient, sources, self._own_contribution())
+        self.mean.pack(self._pseudo_gradient, sources, self._own_contribution())
         if not self.is_joining:
             self.unsent = None  # if this attempt fails, the next one computes a new one
 
@@ -177,7 +177,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return self.committed
 
     def _set_grads(self) -> None:
-        self.total_contribution = self.mean.receive()
+        self.total_contribution = self.mean.finish()
         if self.total_contribution > 0.0:
             self._state.begin_outer_step()
             self.globals.take_outer_step(self.mean, self._rules())

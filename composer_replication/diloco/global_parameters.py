@@ -118,7 +118,7 @@ class GlobalParameters:
     def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
         """The outer optimizer's own."""
         for index, (parameter, delta) in enumerate(
-            zip(self.theta.values(), mean.take(), strict=True)
+            zip(self.theta.values(), mean.unpack(), strict=True)
         ):
             if index in plain:
                 parameter.sub_(delta.view(parameter.shape).to(parameter.device))

@@ -36,11 +36,11 @@ def summed(globals_, deltas, weights):
     means = [WeightedMean(globals_.share, 0.01, CPU) for _ in deltas]
     for mean, values, weight in zip(means, deltas, weights, strict=True):
         flat = [value.reshape(-1) for value in values]
-        mean.form(lambda value, into: into.copy_(value), (flat,), weight)
+        mean.pack(lambda value, into: into.copy_(value), (flat,), weight)
     for one, *others in zip(*(mean.messages for mean in means), strict=True):
         for other in others:
             one += other
-    means[0].receive()
+    means[0].finish()
     return means[0]
 
 

@@ -50,7 +50,7 @@ def one_rank(rank, folder):
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
         mean = WeightedMean(RankShare([40]), 32.0, CPU, shards=Shards([local], dist.group.WORLD))
-        mean.form(lambda value, into: into.copy_(value), ([local.view(-1)],), 1.0, asks_ranks=False)
+        mean.pack(lambda value, into: into.copy_(value), ([local.view(-1)],), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
     backend = dist.group.WORLD._get_backend(CPU)
     dist.destroy_process_group()
@@ -101,8 +101,8 @@ def step(parameters, ranks):
     )
     local = [local_tensor(t).reshape(-1) for t in parameters.values()]
     mean = WeightedMean(owned.share, 32.0, CPU, shards=owned.shards)
-    mean.form(lambda value, into: into.copy_(value), (local,), 1.0)
-    mean.receive()
+    mean.pack(lambda value, into: into.copy_(value), (local,), 1.0)
+    mean.finish()
     if mean.is_finite:
         owned.take_outer_step(mean, StepRules(alpha=1.0))
     return mean, owned

@@ -94,13 +94,13 @@ def test_the_others_go_on_when_a_fit_fails_and_its_process_lives_on(
     lighthouse_addr, caplog, monkeypatch, where
 ):
     is_over, failed_at, steps = threading.Event(), [], []
-    form = FragmentSync._save_grads
+    pack = FragmentSync._save_grads
 
     def broken(fragment):
         is_second_sync = fragment.inner_steps and fragment._state.outer_step == 1
         if where == "in a sync" and is_second_sync and fragment._manager.replica_name == "0":
             raise Broken("in a sync")
-        form(fragment)
+        pack(fragment)
 
     monkeypatch.setattr(FragmentSync, "_save_grads", broken)
 

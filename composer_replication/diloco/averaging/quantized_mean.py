@@ -98,7 +98,7 @@ class QuantizedMean(WeightedMean):
         return self._taken.view(torch.uint8)[:num_bytes]
 
     @torch.no_grad()
-    def receive(self) -> float:
+    def finish(self) -> float:
         assert self._exchange is not None, "it has been sent"
         exchange, start = self._exchange, 0
         self.total, self.divisor = exchange.total, 1.0

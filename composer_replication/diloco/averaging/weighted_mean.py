@@ -88,7 +88,7 @@ class WeightedMean:
         """What the sums are of: ``total`` times the mean."""
 
     @torch.no_grad()
-    def form(
+    def pack(
         self,
         write: Callable[..., object],
         sources: Sequence[Iterable[Tensor]],
@@ -143,20 +143,21 @@ class WeightedMean:
         return self.flat[self.share.start : self.share.stop]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
-        """Start what makes it the mean, without waiting: every Work of it has to be waited for."""
+        """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         return [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values of the last ``form`` were finite."""
+        """Whether all values of the last ``pack`` were finite."""
         # The norm of finite values overflows only past 1e19, where no training is left to save.
         return self.norm < float("inf")
 
-    def receive(self) -> float:
-        """Once all that ``send`` started has ended well: ``sum(c_i)``, also in ``total``.
+    def finish(self) -> float:
+        """Return ``sum(c_i)``, which is then also in ``total``, and gather the sums if ranks do.
 
-        When it is 0 nobody contributed, and there is no mean. Else the ranks gather it, if they do.
-        Not before the vote: it cannot be formed again after it.
+        At 0 no group has contributed, and there is no mean. Call it after all Works of ``send``
+        have ended without an error and the vote has passed: a retry has to pack the values again,
+        which is not possible afterwards.
         """
         self.total = self.divisor = float(self.messages[-1])
         if self.total and self._gathers:
@@ -166,7 +167,7 @@ class WeightedMean:
     @property
     def flat(self) -> Tensor:
         """The memory of all ranks' shares, in which this rank's are the sums."""
-        assert self._sums is not None, "it has been formed"
+        assert self._sums is not None, "it has been packed"
         return self._sums
 
     def sums(self) -> Sequence[Tensor]:
@@ -176,22 +177,25 @@ class WeightedMean:
             return self.flat[: sum(sizes)].split(sizes)
         return self._own[: sum(self.share.sizes)].split(self.share.sizes)
 
-    def take(self) -> Iterator[Tensor]:
+    def unpack(self) -> Iterator[Tensor]:
         """The mean of each tensor, 1-D fp32; once, in place."""
         return (each.div_(self.divisor) for each in self.sums())
 
-    # What a wire format keeps back: nothing here, where nothing is rounded.
+    # The residual of the error feedback: none here, since fp32 numbers are not rounded.
 
     def gather_residual(self) -> Tensor | None:
-        """What is owed by the whole group, 1-D in the order of the tensors. Every rank calls it."""
+        """Return the whole group's residual, 1-D in the order of the tensors.
+
+        Every rank of the group calls it.
+        """
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
-        """Owe what ``gather_residual`` gave, in 1-D tensors, on whatever number of ranks."""
+        """Load what ``gather_residual`` returned, as 1-D tensors, on any number of ranks."""
 
     def forget_residual(self) -> None:
-        """Owe nothing any more."""
+        """Reset the residual to zero."""
 
     def clear(self) -> None:
-        """Forget what was sent, which has all ended well."""
+        """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""
         self._memory.give_back(self.flat)
         self.messages, self._sums = [], None

@@ -55,12 +55,12 @@ def average(sim, mean, step):
     """One sync that commits: what the group takes over."""
     sim.manager.start_quorum()
     values = values_of(sim.replica_id, step)
-    mean.form(copy, (values,), weight_of(sim.replica_id, step))
+    mean.pack(copy, (values,), weight_of(sim.replica_id, step))
     for work in mean.send(sim.manager):
         work.wait()
     assert sim.manager.should_commit()
-    total = mean.receive()
-    taken = torch.cat(list(mean.take()))
+    total = mean.finish()
+    taken = torch.cat(list(mean.unpack()))
     mean.clear()
     return total, taken
 
@@ -205,7 +205,7 @@ def test_an_attempt_that_does_not_commit_leaves_no_trace(wire_format):
         kept = mean.gather_residual()
         sim.manager.start_quorum()  # the scripted fault is in this one
         values = values_of(sim.replica_id, 2)
-        mean.form(copy, (values,), 1.0)
+        mean.pack(copy, (values,), 1.0)
         for work in mean.send(sim.manager):
             work.wait()
         assert not sim.manager.should_commit()
@@ -230,11 +230,11 @@ def test_a_group_whose_values_are_not_finite_changes_nothing_and_keeps_its_resid
         sim.manager.start_quorum()
         is_sick = sim.replica_id == 0
         value = float("nan") if is_sick else 2.0
-        mean.form(copy, ([torch.full((size,), value) for size in SIZES],), 1.0)
+        mean.pack(copy, ([torch.full((size,), value) for size in SIZES],), 1.0)
         for work in mean.send(sim.manager):
             work.wait()
         sim.manager.should_commit()
-        return mean.receive(), mean.sums()[0].clone(), kept, mean.gather_residual()
+        return mean.finish(), mean.sums()[0].clone(), kept, mean.gather_residual()
 
     sick, healthy = simulate(replica, num_replicas=2)
     assert sick[0] == healthy[0] == 1.0

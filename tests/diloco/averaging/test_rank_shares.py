@@ -45,13 +45,14 @@ def compare(rank):
             assert shared.total == alone.total == sum(weights)
             assert shared.norm == pytest.approx(alone.norm, rel=1e-5)
             assert shared.num_bytes < alone.num_bytes / RANKS + 4 * 17
-            for one, other in zip(shared.take(), alone.take(), strict=True) if sum(weights) else ():
+            pairs = zip(shared.unpack(), alone.unpack(), strict=True) if sum(weights) else ()
+            for one, other in pairs:
                 assert torch.equal(one, other), sizes
     # One rank alone finds a value that is not finite: none of the group contributes.
     ours = [torch.full((100,), float("nan") if rank == 1 else 1.0)]
     mean = mean_of(ours, [torch.ones(100)], (1.0, 3.0), dist.group.WORLD)
     assert not mean.is_finite and mean.total == 3.0
-    assert next(mean.take()).tolist() == [1.0] * 100
+    assert next(mean.unpack()).tolist() == [1.0] * 100
 
 
 def mean_of(ours, theirs, weights, ranks):
@@ -60,11 +61,11 @@ def mean_of(ours, theirs, weights, ranks):
     for values, weight in zip((ours, theirs), weights, strict=True):
         sizes = [v.numel() for v in values]
         mean = WeightedMean(RankShare(sizes, 1000, ranks, CPU), 0.1, CPU)
-        mean.form(lambda value, into: into.copy_(value), (mean.share.own(values),), weight)
+        mean.pack(lambda value, into: into.copy_(value), (mean.share.own(values),), weight)
         means.append(mean)
     for one, other in zip(means[0].messages, means[1].messages, strict=True):
         one += other
-    means[0].receive()
+    means[0].finish()
     return means[0]
 
 

@@ -19,15 +19,15 @@ def average(groups, weights, bucket_cap_mb):
     ]
     for mean, group, weight in zip(means, groups, weights, strict=True):
         flat = [t.reshape(-1) for t in group]
-        mean.form(lambda value, into: into.copy_(value), (flat,), weight)
+        mean.pack(lambda value, into: into.copy_(value), (flat,), weight)
     for messages in zip(*(mean.messages for mean in means), strict=True):
         total = sum(m.clone() for m in messages)
         for message in messages:
             message.copy_(total)
     results = [[torch.full(t.shape, 7.0) for t in group] for group in groups]
-    totals = [mean.receive() for mean in means]
+    totals = [mean.finish() for mean in means]
     for mean, result in zip(means, results, strict=True):
-        for into, value in zip(result, mean.take(), strict=True) if mean.total else ():
+        for into, value in zip(result, mean.unpack(), strict=True) if mean.total else ():
             into.copy_(value.view(into.shape))
     return results, totals
 
@@ -99,7 +99,7 @@ def test_no_bucket_size_changes_a_bit():
 def test_norm_and_bytes_are_those_of_what_is_sent():
     mean = WeightedMean(RankShare([2, 1]), 2**-17, CPU)
     values = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
-    mean.form(lambda value, into: into.copy_(value), (values,), 2.0)
+    mean.pack(lambda value, into: into.copy_(value), (values,), 2.0)
     assert mean.norm == 5.0
     assert [message.tolist() for message in mean.messages] == [[6.0, 0.0], [8.0], [2.0]]
     assert mean.num_bytes == 4 * (3 + 1)
