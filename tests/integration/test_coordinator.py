@@ -176,7 +176,9 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
     numbers = [(line["diloco/settings_version"], line["diloco/outer_lr"]) for line in ones]
     assert sorted(set(numbers)) == [(1, 0.7), (2, 0.35)] and numbers == sorted(numbers)
     second = [line["inner_steps"] for line in ones if line["diloco/settings_version"] == 2]
-    assert {b - a for a, b in zip(second[:-2], second[1:-1], strict=True)} == {20}  # 40 / 2
+    # The other group may have seen STOP a sync later: this one then has lines without a step.
+    second = second[: second.index(second[-1]) + 1]
+    assert {b - a for a, b in zip(second[:-1], second[1:], strict=True)} == {20}  # 40 / 2
 
 
 def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_back(run):
