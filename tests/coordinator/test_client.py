@@ -217,6 +217,7 @@ def test_a_database_that_stands_still_delays_no_heartbeat_past_the_limit(service
     assert max(gaps) < info_of(service).heartbeat_timeout_s
 
 
+@pytest.mark.alone
 def test_training_does_not_wait_for_new_settings(service, member_of):
     member = member_of()
     service.hangs = "/v1/settings/2"

@@ -105,6 +105,7 @@ def test_a_group_with_tls_takes_no_state_without_it(transports, certificates):
         receive(transports(certificates()), donor)
 
 
+@pytest.mark.alone
 def test_strangers_that_begin_no_handshake_keep_no_joiner_waiting(transports, certificates):
     donor, joiner = transports(certificates()), transports(certificates("b"))
     donor.send_checkpoint([1], 4, SENT, LIMIT)
@@ -221,6 +222,7 @@ def test_a_certificate_of_another_authority_is_refused_also_where_none_is_needed
         httpx.get(f"{coordinator.address}/", verify=stranger, trust_env=False, timeout=5)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_client_that_begins_no_handshake_is_closed_and_keeps_nobody_waiting(
     coordinator, certificates
