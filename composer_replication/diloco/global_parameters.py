@@ -94,10 +94,10 @@ class GlobalParameters:
         """Move the global parameters by the mean pseudo-gradient, and ``write_back``.
 
         Buffers take theirs at once: global minus the mean of (global minus local) is the mean, and
-        a buffer that is a constant stays what it is to the bit.
+        a buffer that is a constant stays bitwise identical.
 
         Args:
-            mean: Received, over the tensors in the order of ``theta``. It is used up.
+            mean: After ``finish``, over the tensors in the order of ``theta``. It is used up.
             rules: Which of them the outer optimizer does not move, and what of the local ones
                 stays.
         """
@@ -116,7 +116,10 @@ class GlobalParameters:
         self._write_back(rules, self._gather(mean) if self.is_shared else self.theta.values())
 
     def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
-        """The outer optimizer's own."""
+        """Give the mean to the outer optimizer as gradients, and let it step.
+
+        For outer optimizers and devices that ``_descend`` does not handle.
+        """
         for index, (parameter, delta) in enumerate(
             zip(self.theta.values(), mean.unpack(), strict=True)
         ):

@@ -33,7 +33,7 @@ class OuterLoop:
         state: The global state of all fragments.
         settings: The run's settings.
         arguments: What ``DiLoCo`` was built with.
-        hang_watch: Is told when this group waits for others.
+        hang_watch: Does not count the time in which this group waits for others.
 
     Attributes:
         fragments: The fragments in the order of their turns.

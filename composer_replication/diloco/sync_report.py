@@ -1,4 +1,4 @@
-"""The report of a committed sync."""
+"""What a committed sync did and cost, for logs and metrics."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ HangTimeout = Annotated[
 
 
 class Weights(StrEnum):
-    """Which weights ``export`` writes."""
+    """Which weights ``export`` writes: the global ones, or EMA's average of them."""
 
     GLOBAL = "global"
     EMA = "ema"
@@ -47,7 +47,7 @@ class Weights(StrEnum):
 
 @dataclass(kw_only=True)
 class CoordinatorOptions:
-    """The options of ``coordinator``."""
+    """The options of the ``coordinator`` command: where it listens, and for which groups."""
 
     config: Config
     overrides: Overrides = None
