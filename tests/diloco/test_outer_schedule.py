@@ -210,11 +210,32 @@ def test_a_schedule_that_changes_while_the_run_goes_on_is_adopted_at_one_outer_s
 
     one, other = simulate(replica, num_replicas=2)
     assert one == other
-    # Both know version 2 in the sync after step 7, outer step 5, and version 3 in outer step 10.
-    lrs = [one[n][0] for n in range(1, 13)]
-    assert lrs == [0.5, 0.5, 0.25, 0.25, 1, 0.5, 0.5, 0.125, 0.125, 0.125, 0.25, 0.25] or lrs == [
-        0.5, 0.5, 0.25, 0.25, 0.5, 0.5, 0.5, 0.125, 0.125, 0.25, 0.25, 0.25,
-    ]  # fmt: skip
+    # Both know version 2 in the sync of outer step 5, and version 3 in that of 10.
+    lrs = [0.5, 0.5, 0.25, 0.25, 1.0, 0.5, 0.5, 0.125, 0.125, 0.125, 0.25, 0.25]
+    assert [one[n][0] for n in range(1, 13)] == lrs
+
+
+def test_a_joiner_with_a_newer_schedule_follows_the_one_in_force_until_all_know_it():
+    first = DiLoCoSettings(sync_every=2, **BASE, outer_schedule=[[4, 0.25, 0.0]])
+    versions = {1: first, 2: replace(first, outer_lr=0.125, outer_schedule=[[1, 0.375, 0.5]])}
+
+    def replica(sim):
+        late = sim.replica_id == 1
+        own = versions[1 + late]
+        numbers = {"outer_lr": own.outer_lr, "outer_schedule": own.outer_schedule}
+        replica = Replica(sim, num_replicas=1, **numbers)
+        replica.diloco.offer_settings(versions if late else {1: first})
+        with replica.diloco:
+            for step in range(10 if late else 16):
+                replica.train(step, step + 1)
+                if step == 11:
+                    replica.diloco.offer_settings(versions)
+        return replica.trace
+
+    late = [Fault("late", replica_id=1, step=2)]
+    one, other = simulate(replica, num_replicas=2, faults=late)
+    assert [one[n][0] for n in range(1, 9)] == [0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.375]
+    assert len(other) >= 5 and all(values == one[n] for n, values in other.items() if n in one)
 
 
 @pytest.mark.parametrize(
