@@ -231,8 +231,9 @@ class GlobalState:
         for fragment in self._fragments:
             fragment.set_hyperparameters(*numbers)
         self.fingerprint["outer_optimizer"] = describe(optimizer)
-        if self.fingerprint.get("outer_schedule"):
-            self.fingerprint["outer_schedule"][0] = [0, *numbers]
+        rows = self.fingerprint.get("outer_schedule")
+        if rows:
+            self.fingerprint["outer_schedule"] = [[0, *numbers], *rows[1:]]
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
         with self._whole:
