@@ -243,8 +243,8 @@ def replica_id_of(options: ManagerOptions) -> str:
     if options.replica_id is None:
         raise ValueError(
             "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
-            "of each group, or callbacks.diloco.replica_id. A job that is to train alone needs "
-            "neither a name nor a lighthouse: set callbacks.diloco.num_replicas: 1"
+            "of each group, or callbacks.diloco.replica_id. To train alone, without a "
+            "network, name no lighthouse and set callbacks.diloco.num_replicas: 1"
         )
     return str(options.replica_id)
 
@@ -258,8 +258,8 @@ def lighthouse_of(options: ManagerOptions) -> str:
     if options.lighthouse_addr is None:
         raise ValueError(
             "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
-            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`. A job that is "
-            "to train alone needs none: set callbacks.diloco.num_replicas: 1"
+            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`. To train "
+            "alone, without a network, set callbacks.diloco.num_replicas: 1"
         )
     return options.lighthouse_addr
 
