@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torchft.work import _DummyWork
@@ -86,9 +85,6 @@ class SingleGroupManager:
 
     def should_commit(self) -> bool:
         """Vote with the other ranks of the group. Returns whether none of them has an error."""
-        if torch.accelerator.is_available():
-            # As in torchft: the outer step runs on another stream than what it reads.
-            torch.accelerator.synchronize()
         if not do_all_ranks_agree(self._error is None):
             return False
         self._step += 1

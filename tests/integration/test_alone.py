@@ -22,6 +22,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.callback.export import read_checkpoint
+from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import start_lighthouse
 
 pytestmark = pytest.mark.integration
@@ -94,10 +96,13 @@ def train(diloco: DiLoCoCallback, **arguments: Any) -> dict[str, Any]:
     return start.found | {"result": diloco.result}
 
 
-def go_on_with_others(group: Group, path: str, settings: dict[str, Any]) -> dict[str, Any]:
+def go_on_with_others(
+    group: Group, path: str, settings: dict[str, Any], coordinator_addr: str | None
+) -> dict[str, Any]:
     """Group 0 has the checkpoint; the other one has other weights and data, and no checkpoint."""
     diloco = DiLoCoCallback(
-        lighthouse_addr=group.lighthouse_addr,
+        coordinator_addr=coordinator_addr,
+        lighthouse_addr=None if coordinator_addr else group.lighthouse_addr,
         replica_id=group.replica_id,
         num_replicas=group.num_replicas,
         hostname="127.0.0.1",
@@ -117,8 +122,32 @@ def leaves(tree: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_its_checkpoint_is_the_first_group_of_two_and_the_other_one_heals_from_it(tmp_path, name):
+@pytest.fixture
+def coordinator_addr(request, tmp_path):
+    """The address of a coordinator for these settings; None without one."""
+    name, has_one = request.getfixturevalue("name"), request.param
+    if not has_one:
+        yield None
+        return
+    coordinator = Coordinator(
+        DiLoCoSettings(**SETTINGS[name]),
+        "alone.yaml",
+        num_replicas=2,
+        state_dir=tmp_path / "state",
+        bind="127.0.0.1:0",
+    )
+    yield coordinator.address
+    coordinator.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "coordinator_addr"),
+    [("vanilla", False), ("vanilla", True), ("streaming", False)],
+    indirect=["coordinator_addr"],
+)
+def test_its_checkpoint_is_the_first_group_of_two_and_the_other_one_heals_from_it(
+    tmp_path, name, coordinator_addr
+):
     saving = {"save_filename": "ba{batch}.pt", "save_interval": f"{SAVED_AT}ba"}
     alone = DiLoCoCallback(num_replicas=1, **SETTINGS[name])
     whole = train(alone, save_folder=str(tmp_path), **saving)
@@ -126,7 +155,12 @@ def test_its_checkpoint_is_the_first_group_of_two_and_the_other_one_heals_from_i
     state = read_checkpoint(path)["state"]
     saved = state["callbacks"]["DiLoCoCallback"]
 
-    first, second = run_groups(go_on_with_others, path=str(path), settings=SETTINGS[name])
+    first, second = run_groups(
+        go_on_with_others,
+        path=str(path),
+        settings=SETTINGS[name],
+        coordinator_addr=coordinator_addr,
+    )
 
     assert leaves(first["saved"]) == leaves(saved)
     for group in (first, second):
