@@ -157,6 +157,27 @@ class Muon(torch.optim.Optimizer):
                 "FSDP1 has flattened the parameters, use FSDP2 or another optimizer"
             )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned.
+
+        Args:
+            state_dict: Of an optimizer with the same groups.
+
+        Raises:
+            ValueError: Another optimizer has saved it, or Muon trained other parameters then.
+        """
+        kinds = [group["use_muon"] for group in self.param_groups]
+        super().load_state_dict(state_dict)  # of the groups it checks the sizes alone
+        for group, use_muon in zip(self.param_groups, kinds, strict=True):
+            key = "momentum_buffer" if use_muon else "exp_avg"
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            if group.get("use_muon") != use_muon or not all(key in state for state in states):
+                raise ValueError(
+                    "the saved state is of another optimizer than Muon, or Muon trained other "
+                    "parameters then: use the adamw_names and groups with which it was saved, or "
+                    "load the weights alone"
+                )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step. Parameters without a gradient stay as they are."""

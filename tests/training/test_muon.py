@@ -176,6 +176,27 @@ def test_it_goes_on_from_a_state_dict_to_the_bit():
         assert torch.equal(p, q)
 
 
+def other_optimizers(parameters):
+    matrix, *rest = parameters
+    groups = [{"params": matrix, "use_muon": True}, {"params": rest, "use_muon": False}]
+    one = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
+    return Muon(groups[::-1]), torch.optim.AdamW(one), torch.optim.SGD(one, momentum=0.9)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_the_state_of_other_groups_or_another_optimizer_is_an_error(which):
+    parameters = [nn.Parameter(torch.ones(2, 2)) for _ in range(4)]
+    saved = other_optimizers(parameters)[which]
+    take_steps([saved], parameters, 0, 1)
+    sizes = [len(group["params"]) for group in saved.param_groups]
+    groups = [
+        {"params": parameters[: sizes[0]], "use_muon": True},
+        {"params": parameters[sizes[0] :], "use_muon": False},
+    ]
+    with pytest.raises(ValueError, match="or Muon trained other parameters then: use the adamw_na"):
+        Muon(groups).load_state_dict(saved.state_dict())
+
+
 def test_a_closure_is_evaluated_with_gradients():
     model = TinyMLP(seed=4)
     optimizer = muon_by_shape(model.parameters())
