@@ -1,4 +1,4 @@
-"""llm-foundry trains an MPT in two replica groups from a YAML alone. Run: make test-llmfoundry
+"""llm-foundry trains an MPT in two replica groups, or one, from a YAML. Run: make test-llmfoundry
 
 Real: llm-foundry's own command in two processes on the CPU, MosaicML streaming, a torchft
 lighthouse, Gloo. The tokenizer and the text are made here, so that nothing is downloaded.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 
 def _has_llmfoundry():
@@ -108,9 +109,10 @@ def write_data(folder):
 class RunningGroups:
     """The replica groups, each a process group of its own; leaving kills what still runs."""
 
-    def __init__(self, folder, lighthouse):
+    def __init__(self, folder, lighthouse, overrides):
         self.folder = folder
         self.lighthouse = lighthouse
+        self.overrides = overrides
         self.processes = []
         self.deadline = time.monotonic() + DEADLINE_S
 
@@ -132,6 +134,7 @@ class RunningGroups:
             f"variables.group={group}",
             f"variables.data={self.folder / 'data'}",
             f"variables.run_dir={self.folder / 'run'}",
+            *self.overrides,
         )
         environ = offline_environ(
             TORCHFT_LIGHTHOUSE=self.lighthouse,
@@ -182,8 +185,14 @@ class RunningGroups:
         )
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory):
+MUON = [
+    "optimizer.name=muon",
+    "optimizer.param_groups=[{param_str_match: 'wte|wpe|lm_head', use_muon: false}]",
+]
+
+
+@pytest.fixture(scope="module", params=[[], MUON], ids=["adamw", "muon"])
+def groups(request, tmp_path_factory):
     """What both groups left behind after one run of ``mpt_tiny.yaml``."""
     from torchft.coordination import LighthouseServer
 
@@ -193,7 +202,7 @@ def groups(tmp_path_factory):
     lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000)
     address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
     try:
-        with RunningGroups(folder, address) as running:
+        with RunningGroups(folder, address, request.param) as running:
             running.start(0)
             # Two StreamingDatasets that start together on one machine can choose the same name for
             # their shared memory. llm-foundry says this when its loaders have theirs.
@@ -243,13 +252,42 @@ def test_checkpoints_carry_the_state_of_the_callback(groups):
         assert group.saved_callbacks["DiLoCoCallback"]
 
 
-def test_llmfoundry_lists_the_callback():
+def test_three_lines_train_one_group_without_a_lighthouse(tmp_path):
+    write_data(tmp_path / "data")
+    config = yaml.safe_load(YAML.read_text())
+    config["callbacks"] = {"diloco": {"num_replicas": 1}}
+    path = tmp_path / "alone.yaml"
+    path.write_text(yaml.safe_dump(config))
+    places = [f"variables.data={tmp_path / 'data'}", f"variables.run_dir={tmp_path / 'run'}"]
+    of_a_run = ("TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")
+    environ = offline_environ(TMPDIR=str(tmp_path))
+    ended = subprocess.run(
+        foundry_command("train", path, *places),
+        env={name: value for name, value in environ.items() if name not in of_a_run},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output[-4000:]
+    assert "outer step 1, fragment 0: 1 replica groups" in output  # the sync at the end
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "module"),
+    [
+        ("callbacks", "diloco", "composer_replication.callback.callback"),
+        ("optimizers", "muon", "composer_replication.training.muon"),
+    ],
+)
+def test_llmfoundry_lists_what_this_package_adds(registry, name, module):
     found = subprocess.run(
-        foundry_command("registry", "find", "callbacks", "diloco"),
+        foundry_command("registry", "find", registry, name),
         env=offline_environ(COLUMNS="200"),  # narrower, it breaks the module's name in two
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert found.returncode == 0, found.stderr
-    assert "composer_replication.callback.callback" in found.stdout
+    assert module in found.stdout
