@@ -92,6 +92,11 @@ COMPONENTS: dict[str, dict[str, Component]] = {
             "t_warmup alpha_i alpha_f t_max scale_warmup",
         ),
     },
+    "algorithms": {
+        "gradient_clipping": _component(
+            "composer.algorithms:GradientClipping", "clipping_type clipping_threshold"
+        ),
+    },
     "callbacks": {
         "diloco": _DILOCO,
         "lr_monitor": _component("composer.callbacks:LRMonitor"),
@@ -123,7 +128,7 @@ COMPONENTS: dict[str, dict[str, Component]] = {
 """Components by section and name.
 
 ``model``, the loaders, ``optimizer`` and ``scheduler`` name theirs in a field ``name``. In
-``callbacks`` and ``loggers`` every key is a name.
+``algorithms``, ``callbacks`` and ``loggers`` every key is a name.
 """
 
 NAMED_BY_FIELD = ("model", "train_loader", "eval_loader", "optimizer", "scheduler")

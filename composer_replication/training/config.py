@@ -28,6 +28,7 @@ REQUIRED = ("model", "train_loader", "optimizer", "max_duration", "global_train_
 
 TOP_LEVEL = (
     *REQUIRED,
+    "algorithms",
     "autoresume",
     "callbacks",
     "device",

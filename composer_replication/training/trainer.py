@@ -138,7 +138,6 @@ def build_trainer(
     reproducibility.seed_all(config.get("seed", 17))  # all groups start from the same weights
     model = build_named("model", config["model"])
     others = {k: v for k, v in (config.get("callbacks") or {}).items() if k != "diloco"}
-    loggers = config.get("loggers") or {}
     if config.get("autoresume"):
         # Composer demands a name, which it does not use. Without save_overwrite it would refuse to
         # write again the checkpoints that came after the one from which the group continues.
@@ -154,16 +153,19 @@ def build_trainer(
         eval_dataloader=_build_loader(config, "eval_loader", replica_id, num_replicas)
         if config.get("eval_loader")
         else None,
-        callbacks=[
-            diloco,
-            *(build("callbacks", name, section) for name, section in others.items()),
-        ],
-        loggers=[build("loggers", name, section) for name, section in loggers.items()],
+        algorithms=_build_all("algorithms", config.get("algorithms")),
+        callbacks=[diloco, *_build_all("callbacks", others)],
+        loggers=_build_all("loggers", config.get("loggers")),
         save_folder=_save_folder(config.get("save_folder"), run_dir, replica_id),
         progress_bar=config.get("progress_bar", sys.stderr.isatty()),
         auto_log_hparams=False,
         **{key: config[key] for key in TRAINER_ARGUMENTS if config.get(key) is not None},
     )
+
+
+def _build_all(section: str, contents: Mapping[str, Any] | None) -> list[Any]:
+    """Build the components of a section in which every key is a name."""
+    return [build(section, name, arguments) for name, arguments in (contents or {}).items()]
 
 
 def build_named(section: str, contents: Mapping[str, Any], **objects: Any) -> Any:
