@@ -10,11 +10,20 @@ from typing import Any
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
 from composer_replication.diloco.checks import check_integer, check_number
 
-WEIGHT_BY = ("uniform", "steps", "samples")
+WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
+
+MERGES = ("mean", "rda")
 
 SYNC_BUFFERS = ("none", "mean")
 
-FIXED = ("num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers", "wire_format")
+FIXED = (
+    "num_fragments",
+    "fragment_patterns",
+    "bucket_cap_mb",
+    "sync_buffers",
+    "wire_format",
+    "merge",
+)
 """Settings that a resume cannot change: they define the fragments and the messages. Other groups
 that resume have them from their checkpoints, and a message of another size would abort these groups
 inside gloo before the settings could be compared."""
@@ -48,9 +57,16 @@ class DiLoCoSettings:
         outer_momentum: Momentum of the outer SGD, in [0, 1).
         outer_nesterov: Whether that momentum is Nesterov's.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
-            (``steps``) or its samples (``samples``) since the fragment was last synchronised. With
-            ``uniform`` a joiner's first round counts fully, although the joiner has trained in only
-            a part of it. With ``steps`` it counts as much as the joiner has trained.
+            (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
+            last synchronised. With ``uniform`` a joiner's first round counts fully, although the
+            joiner has trained in only a part of it. With ``steps`` it counts as much as the joiner
+            has trained.
+        merge: How the groups' pseudo-gradients become one: their weighted mean (``mean``), or by
+            radial-directional averaging (``rda``, arXiv 2604.21428): for each tensor, the weighted
+            mean of the groups' norms times the direction of the weighted mean of their unit
+            directions. The more groups there are, the shorter is the mean of directions that are
+            nearly orthogonal; with ``rda`` the outer step keeps its size when groups come and go.
+            Embeddings, buffers and frozen layers are averaged plainly in any case.
         sync_buffers: How floating-point buffers are treated, such as BatchNorm's running
             statistics: each group keeps its own (``none``), or they are averaged with the
             parameters and are part of the global state (``mean``). Each group always keeps its own
@@ -76,6 +92,7 @@ class DiLoCoSettings:
     outer_momentum: float = 0.9
     outer_nesterov: bool = True
     weight_by: str = "uniform"
+    merge: str = MERGES[0]
     sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
     wire_format: str = WIRE_FORMATS[0]
@@ -96,6 +113,8 @@ class DiLoCoSettings:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
         if self.weight_by not in WEIGHT_BY:
             raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
+        if self.merge not in MERGES:
+            raise ValueError(f"merge={self.merge!r}: use {' or '.join(MERGES)}")
         if self.sync_buffers not in SYNC_BUFFERS:
             raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
@@ -136,7 +155,7 @@ class DiLoCoSettings:
         """Return the settings that must be equal in all groups, as plain containers.
 
         The outer optimizer is not among them: it may be the user's own, so ``DiLoCo`` describes it.
-        ``sync_every`` may differ if ``weight_by`` weights groups by their steps or samples.
+        ``sync_every`` may differ if ``weight_by`` weights groups by what they have trained.
         """
         agreed = asdict(self)
         for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
@@ -205,6 +224,7 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
+    saved = {"merge": MERGES[0], **saved}  # there was no choice when older ones were saved
     compare_fingerprints(
         {key: mine.get(key) for key in ("model", *FIXED)},
         {key: saved.get(key) for key in ("model", *FIXED)},
