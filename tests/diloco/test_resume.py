@@ -107,6 +107,8 @@ def assert_equal(ones, others):
         pytest.param({**STREAMING, "fragment_sync_delay": 3}, id="nearly always in flight"),
         pytest.param({"sync_every": 4, "wire_format": "int8"}, id="int8"),
         pytest.param({**STREAMING, "wire_format": "fp4"}, id="streaming in fp4"),
+        pytest.param({**STREAMING, "merge": "rda"}, id="streaming, merged radially"),
+        pytest.param({"sync_every": 4, "merge": "rda", "wire_format": "int8"}, id="radially, int8"),
     ],
 )
 def test_stopped_after_any_step_and_resumed_is_bitwise_uninterrupted(settings):
