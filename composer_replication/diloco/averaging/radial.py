@@ -23,7 +23,7 @@ WANTED, FOLLOWED = -1.0, -2.0
 CANCELLED = 2**-20
 """A mean of unit directions that is shorter is what rounding leaves of directions that cancel."""
 
-WIDTH = 2**14
+WIDTH = 2**16
 
 
 class MergeMismatchError(RuntimeError):
@@ -56,6 +56,7 @@ class Radial:
         merged: Which tensors are merged so, by index.
         share: Of the tensors, what this rank sends.
         shards: Of the tensors, where each rank of this group holds one.
+        device: Where the messages live.
         is_summed: Whether the network sums the values.
         gathers: Whether this rank gets the whole mean, or that of its share.
     """
@@ -65,17 +66,21 @@ class Radial:
         merged: Collection[int],
         share: RankShare,
         shards: Shards,
+        device: torch.device,
         *,
         is_summed: bool,
         gathers: bool,
     ) -> None:
         self._merged, self._share, self._shards = sorted(merged), share, shards
         self._is_summed = is_summed
+        self._device = device
         self._sends_parts = shards.are_held or share.num_ranks > 1
+        # An accelerator is asked for the norms of all tensors at once, since it is waited for.
+        self._waits_for_norms = self._sends_parts or device.type != "cpu"
         self._gets_parts = shards.are_held or (share.num_ranks > 1 and not gathers)
         self._firsts = [*accumulate(share.sizes, initial=0)]
         self._squares: list[Tensor] = []
-        self._norms: Sequence[Tensor] = ()
+        self._norms: list[float] = []
         self._wanted = self._followed = frozenset[int]()
         self._total, self._is_of_one = 0.0, True
         self._mean_norms: dict[int, float] = {}
@@ -88,7 +93,7 @@ class Radial:
         """Begin a sync in which this group wants some tensors averaged plainly."""
         self._wanted = frozenset(wanted)
         self._sent_as_direction = set(self._merged) - self._wanted - self._followed
-        self._squares, self._norms = [], ()
+        self._squares = []
 
     def measure(self, chunks: Sequence[Tensor], squares: Sequence[Tensor]) -> None:
         """Take the norm of the next tensor, and make it a direction if it is to be one.
@@ -98,41 +103,38 @@ class Radial:
             squares: The sum of squares of each before that.
         """
         index = len(self._squares)
-        self._squares.append(torch.stack(list(squares)).sum())
-        if not self._sends_parts:
-            self._point(index, self._squares[index].sqrt(), chunks)
+        square = squares[0] if len(squares) == 1 else torch.stack(list(squares)).sum()
+        self._squares.append(square)
+        if not self._waits_for_norms:
+            self._point(index, math.sqrt(square), chunks)
 
     def end(self, tensors: Sequence[Tensor]) -> None:
-        """Do the same where a norm is over the parts of all ranks. A collective of them."""
+        """Do the same where a norm is over the parts of all ranks, by a collective of them."""
         squares = torch.stack(self._squares)
         if self._sends_parts:
-            squares = self._shards.sum(self._share.sum(squares)).to(squares.device)
-        self._norms = squares.sqrt().unbind()
-        if self._sends_parts:
+            squares = self._shards.sum(self._share.sum(squares))
+        self._norms = squares.sqrt().tolist()
+        if self._waits_for_norms:
             for index, (norm, tensor) in enumerate(zip(self._norms, tensors, strict=True)):
                 self._point(index, norm, [tensor])
 
-    def _point(self, index: int, norm: Tensor, chunks: Sequence[Tensor]) -> None:
-        if not self._is_summed or index not in self._sent_as_direction:
-            return
-        factor = torch.where(norm > 0, 1 / norm, 1.0)
-        for chunk in reversed(chunks):  # the last one is still in cache
-            chunk.mul_(factor)
+    def _point(self, index: int, norm: float, chunks: Sequence[Tensor]) -> None:
+        if self._is_summed and norm > 0 and index in self._sent_as_direction:
+            for chunk in reversed(chunks):  # the last one is still in cache
+                chunk.mul_(1 / norm)
 
     def send(self, manager: DiLoCoManager, contribution: float) -> RadialWork:
         """Start the allreduce of the table of norms: a row for each group."""
         rank = manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        device = self._norms[0].device
-        table = torch.zeros(manager.num_participants(), 1 + len(self._merged), device=device)
-        norms = torch.stack([self._norms[index] for index in self._merged])
         # A group without a contribution may have norms that are not finite.
-        table[rank, 0], table[rank, 1:] = contribution, norms if contribution else 0.0
-        for column, index in enumerate(self._merged, 1):
-            if index in self._wanted:
-                table[rank, column] = WANTED
-            elif index in self._followed:
-                table[rank, column] = FOLLOWED
+        entries = [self._norms[index] if contribution else 0.0 for index in self._merged]
+        for place, index in enumerate(self._merged):
+            if index not in self._sent_as_direction:
+                entries[place] = WANTED if index in self._wanted else FOLLOWED
+        table = torch.zeros(manager.num_participants(), 1 + len(entries))
+        table[rank] = torch.tensor([contribution, *entries])
+        table = table.to(self._device)
         work = manager.allreduce(table, reduce_op=ReduceOp.SUM)  # pyright: ignore[reportArgumentType]
         return RadialWork(self, manager, work, table)
 
@@ -264,7 +266,7 @@ def _square(values: Tensor) -> Tensor:
     sums = torch.zeros(width)
     for part in reversed(values.split(width)):  # the first one is read again at once
         sums[: part.numel()].addcmul_(part, part)
-    while width > 64:
+    while width > 128:
         width //= 2
         sums = sums[:width].add_(sums[width:])
     return torch.tensor(math.fsum(sums.tolist()), dtype=torch.float64)

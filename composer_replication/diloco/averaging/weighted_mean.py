@@ -81,7 +81,12 @@ class WeightedMean:
         self._radial: Radial | None = None
         if merged_radially:
             self._radial = Radial(
-                merged_radially, share, self._shards, is_summed=self.IS_SUMMED, gathers=gathers
+                merged_radially,
+                share,
+                self._shards,
+                device,
+                is_summed=self.IS_SUMMED,
+                gathers=gathers,
             )
         self._bucket = elements_of(bucket_cap_mb)
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
