@@ -50,6 +50,14 @@ def _first_look() -> Iterator[Cell]:
         yield replace(TWO, lr=lr, outer_lr=outer_lr, outer_momentum=momentum)
 
 
+def _muon_look() -> Iterator[Cell]:
+    """The same with Muon inside."""
+    for lr in (4e-3, 8e-3):
+        yield replace(DATA_PARALLEL, inner="muon", lr=lr)
+    for lr, (outer_lr, momentum) in product((4e-3, 8e-3), ((0.7, 0.5), (0.9, 0.3))):
+        yield replace(TWO, inner="muon", lr=lr, outer_lr=outer_lr, outer_momentum=momentum)
+
+
 def _claims() -> Iterator[Cell]:
     """All arms, seed by seed, so that whatever has been run can be compared."""
     for seed in CLAIM_SEEDS:
@@ -57,7 +65,7 @@ def _claims() -> Iterator[Cell]:
             yield arm.cell.with_seed(seed)
 
 
-STAGES = {"first look": _first_look, "claims": _claims}
+STAGES = {"first look": _first_look, "muon look": _muon_look, "claims": _claims}
 
 
 def cells(stage: str | None = None) -> Iterator[Cell]:

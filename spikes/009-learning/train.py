@@ -16,6 +16,7 @@ from torch import nn
 from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
 from composer_replication.training.text_data import TextBytes
 
@@ -148,6 +149,8 @@ def _model(cell: Cell) -> ByteGPT:
 
 
 def _inner(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
+    if cell.inner == "muon":
+        return Muon(model.named_parameters(), lr=cell.lr, betas=(0.9, 0.95), weight_decay=0.0)
     return DecoupledAdamW(model.parameters(), lr=cell.lr, betas=(0.9, 0.95), weight_decay=1e-5)
 
 
