@@ -66,6 +66,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "outer_momentum": 0.75,
         "outer_nesterov": False,
         "weight_by": "steps",
+        "merge": "rda",
         "sync_buffers": "mean",
         "bucket_cap_mb": 1.5,
         "wire_format": "int8",
