@@ -24,6 +24,7 @@ CANCELLED = 2**-20
 """A mean of unit directions that is shorter is what rounding leaves of directions that cancel."""
 
 WIDTH = 2**16
+"""Partial sums of the elements of a tensor."""
 
 
 class MergeMismatchError(RuntimeError):
@@ -149,13 +150,11 @@ class Radial:
             Why the sync must not commit, if it must not.
         """
         rows = table.cpu().tolist()
-        weights, columns = (
-            [row[0] for row in rows],
-            list(zip(*(row[1:] for row in rows), strict=True)),
-        )
-        entries = dict(zip(self._merged, columns, strict=True))
+        weights = [row[0] for row in rows]
+        entries = {i: [row[place] for row in rows] for place, i in enumerate(self._merged, 1)}
         plain = {index for index, column in entries.items() if WANTED in column}
-        self._followed = frozenset(i for i in plain if entries[i][rank] != WANTED)
+        if self._is_summed:  # else who takes the mean needs every norm, and no warning
+            self._followed = frozenset(i for i in plain if entries[i][rank] != WANTED)
         contributes = [place for place, weight in enumerate(weights) if weight]
         odd = [
             index
