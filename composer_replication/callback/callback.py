@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer import Callback, Event, Logger, State
+from composer.core import DataSpec
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from composer_replication.callback.composer_job import (
     check_loads,
     check_parallelism,
+    data_spec_of,
     name_the_node,
     samples_in_batch,
+    tokens_in_batch,
 )
 from composer_replication.callback.evaluation import Evaluation
 from composer_replication.callback.fit import Fit
@@ -106,6 +109,8 @@ class DiLoCoCallback(Callback):
             package_log.setLevel(logging.INFO)  # llm-foundry sets a level for its own packages only
         self.result: dict[str, Any] = {}
         self._passed_manager = arguments.get("manager")
+        self._data_spec: DataSpec | None = None
+        """Counts the tokens of a batch, if they weight this group."""
         self._run: RunInfo | None = None
         """What the coordinator says about the run, if there is one."""
         self._fit: Fit | None = None
@@ -187,6 +192,10 @@ class DiLoCoCallback(Callback):
             self.diloco.expect_last_step()
         if self.settings.weight_by == "samples":
             self.diloco.count_samples(samples_in_batch(state))
+        elif self.settings.weight_by == "tokens":
+            if self._data_spec is None or self._data_spec.dataloader is not state.dataloader:
+                self._data_spec = data_spec_of(state)
+            self.diloco.count_tokens(tokens_in_batch(state, self._data_spec))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None or self._fit is None:

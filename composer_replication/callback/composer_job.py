@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Collection
@@ -211,3 +212,41 @@ def samples_in_batch(state: State) -> int:
     total = state.device.tensor_to_device(torch.tensor([own]))
     dist.all_reduce(total)
     return int(total.item())
+
+
+def data_spec_of(state: State) -> DataSpec:
+    """Return the DataSpec of the loader that a fit trains on.
+
+    Composer's state has the loader alone, and the function that counts its tokens is in the
+    DataSpec, which the Trainer keeps to itself. So it is looked up among all objects, once a fit.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for each in gc.get_objects():
+        if isinstance(each, DataSpec) and each.dataloader is state.dataloader:
+            return each
+    raise ValueError(
+        "weight_by='tokens', and the training loader has no DataSpec that could count its tokens: "
+        "pass DataSpec(loader, get_num_tokens_in_batch=...) as train_dataloader, or use "
+        "weight_by='samples'"
+    )
+
+
+def tokens_in_batch(state: State, data_spec: DataSpec) -> int:
+    """Return the number of tokens in the current batch, over all ranks of the group.
+
+    Raises:
+        ValueError: On all ranks, if the batch of one has none.
+    """
+    own = data_spec.get_num_tokens_in_batch(state.batch)
+    counts = state.device.tensor_to_device(torch.tensor([own, int(own == 0)]))
+    dist.all_reduce(counts)
+    total, num_without = counts.tolist()
+    if num_without:
+        raise ValueError(
+            f"weight_by='tokens', and {num_without} of the group's {dist.get_world_size()} ranks "
+            "have a batch of 0 tokens: give the loader's DataSpec a get_num_tokens_in_batch "
+            "(Composer's own counts input_ids), or use weight_by='samples'"
+        )
+    return total

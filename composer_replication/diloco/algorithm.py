@@ -40,7 +40,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     1. every group takes inner steps on phi_i                          (its own optimizer)
     2. delta_i = theta - phi_i, in fp32                                (``pseudo_gradient``)
-    3. delta = sum(c_i delta_i) / sum(c_i) over the quorum             (``WeightedMean``)
+    3. delta = sum(c_i delta_i) / sum(c_i) over the quorum             (``WeightedMean``;
+                                                                        ``merge: rda``: ``Radial``)
     4. on commit, theta = OuterOptimizer(theta, delta)                 (``GlobalParameters``)
     5. phi_i = alpha phi_i + (1 - alpha) theta                         (``write_back``)
 
@@ -189,7 +190,17 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Args:
             num_samples: Over all ranks of the group.
         """
-        self._samples += num_samples
+        if self.settings.weight_by == "samples":
+            self._samples += num_samples
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Add to the number of tokens that the next inner step trains on.
+
+        Args:
+            num_tokens: Over all ranks of the group.
+        """
+        if self.settings.weight_by == "tokens":
+            self._samples += num_tokens
 
     def expect_last_step(self) -> None:
         """Announce that the next inner step is the last one.

@@ -29,7 +29,8 @@ class Packed:
 
     Attributes:
         inner_steps: Inner steps since the fragment was last synchronised.
-        samples: Samples in these steps.
+        samples: What these steps were counted to have trained on: samples, or tokens with
+            ``weight_by: tokens``.
         position: The position in the sample stream.
         is_replacing: Whether the local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
@@ -111,7 +112,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
             global_parameters.shards,
             gathers=not global_parameters.is_shared,  # else theta, once it has moved
         )
-        self.mean = make_mean(self.layout, settings.wire_format, settings.error_feedback)
+        self.mean = make_mean(
+            self.layout,
+            settings.wire_format,
+            settings.error_feedback,
+            global_parameters.merged_radially,
+        )
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
@@ -146,7 +152,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.frozen = self.globals.freezing.own()
         local = self._packed.local or self.local()
         sources = self.globals.own_parts(), self.globals.share.own(local)
-        self.mean.pack(self._pseudo_gradient, sources, self._own_contribution())
+        contribution, plain = self._own_contribution(), self._averaged_plainly()
+        self.mean.pack(self._pseudo_gradient, sources, contribution, plain=plain)
         if not self.is_joining:
             self.unsent = None  # if this attempt fails, the next one computes a new one
 
@@ -216,13 +223,22 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self.is_joining or not packed.inner_steps:
             return 0.0
         weight_by = self._settings.weight_by
-        if weight_by == "samples" and not packed.samples:
+        if weight_by in ("samples", "tokens") and not packed.samples:
             raise ValueError(
-                "weight_by='samples' but no samples were counted: call count_samples(n) before "
-                "each optimizer step, or use weight_by='steps'"
+                f"weight_by={weight_by!r} but no {weight_by} were counted: call "
+                f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
             )
-        by = {"uniform": 1, "steps": packed.inner_steps, "samples": packed.samples}
-        return float(by[weight_by])
+        by = {"uniform": 1, "steps": packed.inner_steps}
+        return float(by.get(weight_by, packed.samples))
+
+    def _averaged_plainly(self) -> list[int]:
+        """Tensors of which this group wants the mean, under whatever ``merge``."""
+        if self.is_joining:
+            return []
+        is_alone = self._manager.num_participants() == 1  # the mean is its own, to the bit
+        if is_alone or self._packed.is_replacing:
+            return list(range(len(self._local)))
+        return [index for index, is_frozen in enumerate(self.frozen) if is_frozen]
 
     def _landing(self, local: Tensor, into: Tensor) -> Tensor:
         """Return the memory that local parameters on another device are copied to."""
@@ -249,7 +265,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     # ---- between syncs ---------------------------------------------------------------------------
 
     def count_inner_step(self, samples: int) -> None:
-        """Count a completed inner step of ``samples`` samples since the last sync."""
+        """Count a completed inner step of so many samples or tokens since the last sync."""
         self.inner_steps += 1
         self.samples += samples
 

@@ -36,6 +36,7 @@ class GlobalParameters:
         buffers: Buffers that are averaged with them; they simply become the mean.
         shards: Of the model, if the ranks of the group hold such.
         share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
+        merged_radially: Parameters of which the mean is ``Radial``'s, by name.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
@@ -51,6 +52,7 @@ class GlobalParameters:
         buffers: Buffers | None = None,
         shards: Shards | None = None,
         share: Callable[[list[int]], RankShare] = RankShare,
+        merged_radially: Collection[str] = (),
     ) -> None:
         self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
         self.shards = shards or Shards()
@@ -74,6 +76,7 @@ class GlobalParameters:
         self._momentum_norm: float | None = None
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
         self._buffers = frozenset(buffers or {})
+        self.merged_radially = [i for i, name in enumerate(self.local) if name in merged_radially]
         self.freezing = Freezing(parameters)
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -140,7 +143,7 @@ class GlobalParameters:
 
     def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
         """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
-        descent = ChunkedDescent(self.optimizer, self._momentum, mean.divisor)
+        descent = ChunkedDescent(self.optimizer, self._momentum)
         squares = [torch.zeros(())]
         for index, (theta, parameter, sums) in enumerate(
             zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
@@ -151,10 +154,10 @@ class GlobalParameters:
             chunk = CHUNK if is_cut else max(1, theta.numel())
             if index in plain or index in rules.held:
                 if index in plain:
-                    theta.view(-1).sub_(sums.div_(mean.divisor))
+                    theta.view(-1).sub_(sums.div_(mean.divisor_of(index, sums)))
                 moved = ((each, each[:0]) for each in chunks_of(theta.detach().view(-1), chunk))
             else:
-                moved = descent.steps(theta, index, sums, chunk)
+                moved = descent.steps(theta, index, sums, mean.divisor_of(index, sums), chunk)
             if local is None:
                 parts = ()
             else:

@@ -99,7 +99,7 @@ class OuterLoop:
     # ---- a sync -----------------------------------------------------------------------------
 
     def count_inner_step(self, samples: int) -> None:
-        """Count a completed inner step, of ``samples`` samples."""
+        """Count a completed inner step, of so many samples or tokens."""
         self.inner_steps += 1
         self.peer_table.is_over = False
         self.peer_table.is_training = not self.ends_with_next_step

@@ -34,21 +34,18 @@ class ChunkedDescent:
     Args:
         optimizer: See ``is_plain_sgd``. Its state is used and kept, so that it may be saved.
         momentum: Where the momentum of each tensor goes that has none yet, fp32, in its shape.
-        divisor: What the sums are divided by to be the mean.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, momentum: Sequence[Tensor], divisor: float
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, momentum: Sequence[Tensor]) -> None:
         (group,) = optimizer.param_groups
         self._lr, self._momentum = float(group["lr"]), float(group["momentum"])
         self._nesterov = group["nesterov"]
         self._state = optimizer.state
         self._memory = momentum
-        self._divisor = torch.tensor(divisor)
+        self._divisor = torch.tensor(1.0)
 
     def steps(
-        self, theta: nn.Parameter, index: int, sums: Tensor, chunk: int
+        self, theta: nn.Parameter, index: int, sums: Tensor, divisor: float, chunk: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Move one tensor, chunk by chunk; each is given when it has moved, with its momentum.
 
@@ -56,8 +53,10 @@ class ChunkedDescent:
             theta: Global parameters, fp32 and contiguous.
             index: Which of the fragment's.
             sums: Of pseudo-gradients, 1-D; used up.
+            divisor: What they are divided by to be the mean.
             chunk: How many elements at a time.
         """
+        self._divisor = torch.tensor(divisor)
         flat = theta.detach().view(-1)
         if not self._momentum:
             for part, total in zip(chunks_of(flat, chunk), chunks_of(sums, chunk), strict=True):

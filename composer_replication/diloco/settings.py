@@ -11,7 +11,9 @@ from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encod
 from composer_replication.diloco.checks import check_integer, check_number
 from composer_replication.diloco.outer_schedule import check_outer_schedule
 
-WEIGHT_BY = ("uniform", "steps", "samples")
+WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
+
+MERGES = ("mean", "rda")
 
 SYNC_BUFFERS = ("none", "mean")
 
@@ -23,7 +25,14 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 CHANGEABLE = ("outer_lr", "outer_momentum", "outer_schedule", "sync_every")
 """Settings that may change while groups are training."""
 
-FIXED = ("num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers", "wire_format")
+FIXED = (
+    "num_fragments",
+    "fragment_patterns",
+    "bucket_cap_mb",
+    "sync_buffers",
+    "wire_format",
+    "merge",
+)
 """Settings that a resume cannot change: they define the fragments and the messages. Other groups
 that resume have them from their checkpoints, and a message of another size would abort these groups
 inside gloo before the settings could be compared."""
@@ -65,9 +74,16 @@ class DiLoCoSettings:
             of a fragment is an outer step. Momentum 0 forgets the momentum so far. None: no
             schedule.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
-            (``steps``) or its samples (``samples``) since the fragment was last synchronised. With
-            ``uniform`` a joiner's first round counts fully, although the joiner has trained in only
-            a part of it. With ``steps`` it counts as much as the joiner has trained.
+            (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
+            last synchronised. With ``uniform`` a joiner's first round counts fully, although the
+            joiner has trained in only a part of it. With ``steps`` it counts as much as the joiner
+            has trained.
+        merge: How the groups' pseudo-gradients become one: their weighted mean (``mean``), or by
+            radial-directional averaging (``rda``, arXiv 2604.21428): for each tensor, the weighted
+            mean of the groups' norms times the direction of the weighted mean of their unit
+            directions. The more groups there are, the shorter is the mean of directions that are
+            nearly orthogonal; with ``rda`` the outer step keeps its size when groups come and go.
+            Embeddings, buffers and frozen layers are averaged plainly in any case.
         sync_buffers: How floating-point buffers are treated, such as BatchNorm's running
             statistics: each group keeps its own (``none``), or they are averaged with the
             parameters and are part of the global state (``mean``). Each group always keeps its own
@@ -94,6 +110,7 @@ class DiLoCoSettings:
     outer_nesterov: bool = True
     outer_schedule: Sequence[Sequence[float]] | None = None
     weight_by: str = "uniform"
+    merge: str = MERGES[0]
     sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
     wire_format: str = WIRE_FORMATS[0]
@@ -118,6 +135,8 @@ class DiLoCoSettings:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
         if self.weight_by not in WEIGHT_BY:
             raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
+        if self.merge not in MERGES:
+            raise ValueError(f"merge={self.merge!r}: use {' or '.join(MERGES)}")
         if self.sync_buffers not in SYNC_BUFFERS:
             raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
@@ -177,7 +196,7 @@ class DiLoCoSettings:
         The outer optimizer is not among them: it may be the user's own, so ``DiLoCo`` describes it.
         The schedule has a row 0, the numbers in force before its own first row, and says of each
         row whether its momentum is Nesterov's: it is all that a group needs to follow it.
-        ``sync_every`` may differ if ``weight_by`` weights groups by their steps or samples.
+        ``sync_every`` may differ if ``weight_by`` weights groups by what they have trained.
         """
         agreed = asdict(self)
         for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
@@ -249,6 +268,7 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
+    saved = {"merge": MERGES[0], **saved}  # there was no choice when older ones were saved
     compare_fingerprints(
         {key: mine.get(key) for key in ("model", *FIXED)},
         {key: saved.get(key) for key in ("model", *FIXED)},

@@ -69,6 +69,23 @@ class Shards:
         copies = self._copies[index] if self._copies else 1
         return square if copies == 1 else square / copies
 
+    @property
+    def are_held(self) -> bool:
+        """Whether the ranks hold shards: then ``sum``, ``norm`` and ``digest`` are collectives."""
+        return self._ranks is not None
+
+    def sum(self, squares: Tensor) -> Tensor:
+        """The sum over all ranks. With sharding, a collective.
+
+        Args:
+            squares: Of ``own_part`` of this rank's tensors.
+        """
+        if self._ranks is None:
+            return squares
+        total = squares.to(self._device, copy=True)
+        torch.distributed.all_reduce(total, group=self._ranks)
+        return total
+
     def norm(self, own: float) -> float:
         """The L2 norm over all shards. With sharding, a collective.
 
@@ -77,9 +94,7 @@ class Shards:
         """
         if self._ranks is None:
             return own
-        square = torch.tensor(own, dtype=torch.float64).square().to(self._device)
-        torch.distributed.all_reduce(square, group=self._ranks)
-        return math.sqrt(float(square))
+        return math.sqrt(float(self.sum(torch.tensor(own, dtype=torch.float64).square())))
 
     def digest(self, own: str) -> str:
         """The SHA-256 over the digests of all ranks' shards. With sharding, a collective.

@@ -17,6 +17,7 @@ import time
 import pytest
 import torch
 from composer import Callback
+from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from composer_jobs import (
@@ -66,6 +67,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "outer_nesterov": False,
         "outer_schedule": [[9, 0.25, 0.125]],
         "weight_by": "steps",
+        "merge": "rda",
         "sync_buffers": "mean",
         "bucket_cap_mb": 1.5,
         "wire_format": "int8",
@@ -210,6 +212,38 @@ def test_samples_are_counted_over_all_microbatches():
     diloco = {"weight_by": "samples"}
     fit_alone("4ba", diloco=diloco, device_train_microbatch_size=4, loggers=[logged])
     assert [value for _, value in logged.data["diloco/contribution"]] == [16, 16]
+
+
+def fit_counting_tokens(count):
+    """Two groups by their tokens: the contributions of each group's syncs."""
+
+    def replica(sim):
+        logged = InMemoryLogger()
+        callback = callback_of(sim, weight_by="tokens")
+        trainer = trainer_of(
+            callback, replica_id=sim.replica_id, max_duration="4ba", loggers=[logged]
+        )
+        spec = data(sim.replica_id)
+        if count is not None:
+            spec = DataSpec(spec, get_num_tokens_in_batch=lambda batch: count(sim, batch))
+        trainer.fit(train_dataloader=spec)
+        trainer.close()
+        return [value for _, value in logged.data["diloco/contribution"]]
+
+    return simulate(replica, num_replicas=2)
+
+
+def test_tokens_are_counted_by_the_loaders_own_function():
+    def count(sim, batch):
+        return {"total": 100 * (1 + sim.replica_id) + len(batch[0]), "loss_generating": 1}
+
+    assert fit_counting_tokens(count) == [[216, 216], [416, 416]]
+
+
+def test_a_batch_of_no_tokens_is_refused_with_the_fix():
+    # Composer's own count knows nothing of these batches.
+    with pytest.raises(SimulationError, match=r"1 ranks have a batch of 0 tokens: give the loader"):
+        fit_counting_tokens(None)
 
 
 # ---- what it tells --------------------------------------------------------------------------

@@ -233,17 +233,20 @@ def test_the_loss_goes_down_with_the_default_outer_optimizer():
     ("uniform", 10 - (2 + 6) / 2),
     ("steps", 10 - (2 * 2 + 6 * 6) / 8),
     ("samples", 10 - (30 * 2 + 6 * 6) / 36),
+    ("tokens", 10 - (60 * 2 + 600 * 6) / 660),
 ])  # fmt: skip
 def test_unequal_groups_are_weighted_as_asked(weight_by, theta):
-    # One group takes 2 steps of 15 samples, the other 6 steps of 1 sample, each step by -1.
+    # One group takes 2 steps of 15 samples of 2 tokens, the other 6 steps of 1 sample of 100
+    # tokens, each step by -1.
     def replica(sim):
-        steps, samples = ((2, 15), (6, 1))[sim.replica_id]
+        steps, samples, tokens = ((2, 15, 30), (6, 1, 100))[sim.replica_id]
         model = Constant()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         every = steps if weight_by != "uniform" else 6
         with DiLoCo(sim.manager, model, inner, plain_sgd(), every, weight_by=weight_by) as diloco:
             for _ in range(steps):
                 diloco.count_samples(samples)
+                diloco.count_tokens(tokens)
                 take_step(inner, -1.0)
             if every != steps:
                 diloco.final_sync()
@@ -252,10 +255,11 @@ def test_unequal_groups_are_weighted_as_asked(weight_by, theta):
     assert simulate(replica, num_replicas=2) == pytest.approx([theta, theta])
 
 
-def test_weighting_by_samples_that_nobody_counted_is_refused():
-    with pytest.raises(SimulationError, match="count_samples"):
+@pytest.mark.parametrize("counted", ["samples", "tokens"])
+def test_weighting_by_what_nobody_counted_is_refused(counted):
+    with pytest.raises(SimulationError, match=rf"no {counted} were counted: call count_{counted}"):
         simulate(
-            lambda sim: run_scripted(sim, -1.0, 2, sync_every=2, weight_by="samples"),
+            lambda sim: run_scripted(sim, -1.0, 2, sync_every=2, weight_by=counted),
             num_replicas=1,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -57,10 +57,20 @@ class QuantizedMean(WeightedMean):
         layout: The arguments of ``WeightedMean``.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
         error_feedback: Whether there is a residual.
+        merged_radially: See ``WeightedMean``.
     """
 
-    def __init__(self, layout: MeanLayout, *, wire_format: str, error_feedback: bool) -> None:
-        super().__init__(*layout)
+    IS_SUMMED = False
+
+    def __init__(
+        self,
+        layout: MeanLayout,
+        *,
+        wire_format: str,
+        error_feedback: bool,
+        merged_radially: Collection[int] = (),
+    ) -> None:
+        super().__init__(*layout, merged_radially)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._messages: FlatMemory | None = None
@@ -80,15 +90,19 @@ class QuantizedMean(WeightedMean):
         groups, rank = manager.num_participants(), manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         bucket_of = AllGatherBucket if groups <= 2 else ReduceScatterBucket
+        norms = None if self._radial is None else self._radial.send(manager, self.contribution)
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
+        size = min(self._bucket, several)
         buckets = [
-            bucket_of(values, groups, rank, self._format)
-            for values in self._own.split(min(self._bucket, several))
+            bucket_of(values, groups, rank, self._format) for values in self._own.split(size)
         ]
+        if self._radial is not None:
+            for index, bucket in enumerate(buckets):
+                bucket.weight_by(self._radial.weighting, index * size)
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
         keeps_error = self.residual is not None
         memory = self._message_memory(sum(bucket.memory_bytes for bucket in buckets))
-        self._exchange = Exchange(manager, buckets, self.contribution, keeps_error, memory)
+        self._exchange = Exchange(manager, buckets, self.contribution, keeps_error, memory, norms)
         return [self._exchange]
 
     def _message_memory(self, num_bytes: int) -> Tensor:
@@ -107,8 +121,7 @@ class QuantizedMean(WeightedMean):
             stop = start + bucket.values.numel()
             bucket.finish(residual[start:stop] if residual is not None else None)
             start = stop
-        if self.total and self._gathers:
-            self.share.gather(self.flat)
+        self._gather()
         return self.total
 
     def clear(self) -> None:
@@ -138,8 +151,18 @@ class QuantizedMean(WeightedMean):
             self.residual.zero_()
 
 
-def make_mean(layout: MeanLayout, wire_format: str, error_feedback: bool) -> WeightedMean:
+def make_mean(
+    layout: MeanLayout,
+    wire_format: str,
+    error_feedback: bool,
+    merged_radially: Collection[int] = (),
+) -> WeightedMean:
     """Return the mean for a wire format. For ``error_feedback`` see ``QuantizedMean``."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(*layout)
-    return QuantizedMean(layout, wire_format=wire_format, error_feedback=error_feedback)
+        return WeightedMean(*layout, merged_radially)
+    return QuantizedMean(
+        layout,
+        wire_format=wire_format,
+        error_feedback=error_feedback,
+        merged_radially=merged_radially,
+    )
