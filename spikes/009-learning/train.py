@@ -74,6 +74,7 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         outer_lr=cell.outer_lr,
         outer_momentum=cell.outer_momentum,
         wire_format=cell.wire_format,
+        merge=cell.merge,
     )
     with diloco:
         losses = _steps(cell, model, inner, rank=sim.replica_id, groups=cell.groups)
