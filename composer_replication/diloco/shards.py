@@ -75,11 +75,15 @@ class Shards:
         Args:
             own: The square root of the sum of ``own_part`` over this rank's tensors.
         """
+        return self.norms([own])[0]
+
+    def norms(self, own: Sequence[float]) -> Sequence[float]:
+        """Several of what ``norm`` gives, in one collective."""
         if self._ranks is None:
             return own
-        square = torch.tensor(own, dtype=torch.float64).square().to(self._device)
-        torch.distributed.all_reduce(square, group=self._ranks)
-        return math.sqrt(float(square))
+        squares = torch.tensor(own, dtype=torch.float64).square().to(self._device)
+        torch.distributed.all_reduce(squares, group=self._ranks)
+        return squares.sqrt().tolist()
 
     def digest(self, own: str) -> str:
         """The SHA-256 over the digests of all ranks' shards. With sharding, a collective.
