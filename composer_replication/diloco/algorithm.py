@@ -199,7 +199,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Args:
             loss: The mean over all ranks of the group, the same on each.
         """
-        self._outer.note_loss(loss)
+        self._outer.note_loss(float(loss))
 
     def expect_last_step(self) -> None:
         """Announce that the next inner step is the last one.

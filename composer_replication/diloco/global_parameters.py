@@ -269,7 +269,7 @@ class GlobalParameters:
             self._momentum_norm = self._compute_momentum_norm()
         *own, decay = self._step_norms._replace(momentum=self._momentum_norm)
         norms = self.share.norms(own) if self.is_shared else self.shards.norms(own)
-        return StepNorms(*norms, decay)
+        return StepNorms._make([*norms, decay])
 
     def _compute_momentum_norm(self) -> float:
         squares = []

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
-
-ROUNDS = 5
-"""Rounds over which losses are averaged before they are compared."""
-
-HISTORY = 10 * ROUNDS
-"""Rounds that the latest ones are compared with."""
-
-USUAL_CHANGES = 4.0
-"""By so many usual changes a loss that varies by chance alone rises about once in 30,000 rounds."""
-
-QUIET_ROUNDS = 20
-"""After a warning there is no other for so many rounds."""
 
 HEALTH = (
     "momentum_cosine",
@@ -101,12 +87,17 @@ def directions(vitals: Sequence[Vitals], mean_norm: float) -> dict[str, float | 
         a pseudo-gradient, so there is nothing to compare.
     """
     total = sum(group.contribution for group in vitals)
-    norms = [group.contribution / total * group.norm for group in vitals if group.norm > 0.0]
-    if len(norms) < 2:
+    squares = products = mean_of_norms = 0.0
+    for group in vitals:
+        norm = group.contribution / total * group.norm if group.norm > 0.0 else 0.0
+        squares, products = squares + norm**2, products + mean_of_norms * norm
+        mean_of_norms += norm
+    if not products > 0.0:
         return {"group_cosine": None, "mean_norm_ratio": None}
-    mean_of_norms, squares = sum(norms), sum(norm**2 for norm in norms)
-    cosine = (mean_norm**2 - squares) / (mean_of_norms**2 - squares)
-    return {"group_cosine": _cosine(cosine), "mean_norm_ratio": mean_norm / mean_of_norms}
+    return {
+        "group_cosine": _cosine((mean_norm**2 - squares) / (2 * products)),
+        "mean_norm_ratio": mean_norm / mean_of_norms,
+    }
 
 
 def losses(vitals: Sequence[Vitals]) -> dict[str, float | None]:
@@ -124,101 +115,6 @@ def losses(vitals: Sequence[Vitals]) -> dict[str, float | None]:
     return values
 
 
-def _cosine(value: float) -> float:
+def _cosine(value: float) -> float | None:
     """Norms are rounded, and a cosine from them may be out of range by that."""
-    return max(-1.0, min(1.0, value))
-
-
-class LossNotes:
-    """This group's training losses since the last sync."""
-
-    def __init__(self) -> None:
-        self._losses: list[float] = []
-
-    def note(self, loss: float) -> None:
-        """Add the loss of an inner step."""
-        self._losses.append(loss)
-
-    def clear(self) -> None:
-        """Begin anew, after a sync or when the inner steps have been thrown away."""
-        self._losses.clear()
-
-    def ends(self) -> tuple[float, float]:
-        """The means of the first and of the last quarter, at least of one step each."""
-        if not self._losses:
-            return math.nan, math.nan
-        count = max(1, len(self._losses) // 4)
-        return fmean(self._losses[:count]), fmean(self._losses[-count:])
-
-
-class LossWatch:
-    """Tells when the outer loop is unstable.
-
-    An outer step that is too long raises the loss, and the inner steps no longer make up for it. So
-    of the last ``ROUNDS`` rounds two things are asked, about the mean loss of all groups:
-
-    * The syncs raise it, and the inner steps between them lower it. Where the inner steps raise it
-      too, the data has become harder or the inner learning rate is too high.
-    * After the syncs it is higher than in the best ``ROUNDS`` rounds before, by ``USUAL_CHANGES``
-      times the median change of the loss before a sync from one round to the next.
-
-    Rounds with another number of groups are not compared.
-
-    Args:
-        syncs_in_round: Number of fragments.
-    """
-
-    def __init__(self, syncs_in_round: int) -> None:
-        self._syncs_in_round = syncs_in_round
-        self._before: float | None = None
-        self._syncs: list[Losses] = []
-        self._rounds: deque[Losses] = deque(maxlen=HISTORY)
-        self._num_groups = self._quiet = 0
-
-    def look(self, vitals: Sequence[Vitals]) -> str | None:
-        """Take the losses of a sync. Returns what is to be said about them, None in a good run."""
-        groups = sum(math.isfinite(group.loss_before) for group in vitals)
-        if groups != self._num_groups:
-            self._num_groups, self._before = groups, None
-            self._syncs.clear()
-            self._rounds.clear()
-        now = losses(vitals)
-        before, after, last = self._before, now["loss_after"], now["loss_before"]
-        self._before = last
-        if before is None or after is None or last is None:
-            return None
-        self._syncs.append((before, after, last))
-        if len(self._syncs) < self._syncs_in_round:
-            return None
-        self._rounds.append(_means(self._syncs))
-        self._syncs.clear()
-        self._quiet = max(0, self._quiet - 1)
-        words = None if self._quiet else self._judge(list(self._rounds))
-        if words:
-            self._quiet = QUIET_ROUNDS
-        return words
-
-    @staticmethod
-    def _judge(rounds: list[Losses]) -> str | None:
-        if len(rounds) < 2 * ROUNDS:
-            return None
-        windows = [_means(rounds[i : i + ROUNDS]) for i in range(len(rounds) - ROUNDS + 1)]
-        before, after, last = windows[-1]
-        lowest = min(earlier for _, earlier, _ in windows[:-ROUNDS])
-        usual = median(abs(one[2] - other[2]) for one, other in pairwise(rounds))
-        if after <= max(before, last) or after - lowest <= USUAL_CHANGES * usual:
-            return None
-        return (
-            f"in the last {ROUNDS} rounds the syncs raised the mean training loss of all groups "
-            f"from {before:.4g} to {after:.4g}; the inner steps brought it down to {last:.4g}, and "
-            f"after earlier syncs it was {lowest:.4g}"
-        )
-
-
-Losses = tuple[float, float, float]
-"""Before a sync, after it, and before the next one."""
-
-
-def _means(losses: Sequence[Losses]) -> Losses:
-    before, after, last = zip(*losses, strict=True)
-    return fmean(before), fmean(after), fmean(last)
+    return max(-1.0, min(1.0, value)) if math.isfinite(value) else None

@@ -13,8 +13,8 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch
 from composer_replication.diloco.inner_optimizer import clear_state
+from composer_replication.diloco.loss_watch import LossWatch
 from composer_replication.diloco.options import DiLoCoArguments
-from composer_replication.diloco.outer_health import LossWatch
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -178,23 +178,10 @@ class OuterLoop:
         self.reports.append(report)
         self.has_healed = False
         self._steps_lost = 0
-        self._warn_if_unstable(fragment)
+        outer = fragment.globals.optimizer.param_groups[0]
+        self._loss_watch.look(vitals, self.state.outer_step, outer)
         if moved:  # a group that missed this commit gets the settings by a heal
             self._adopt_agreed_settings()
-
-    def _warn_if_unstable(self, fragment: FragmentSync) -> None:
-        seen = self._loss_watch.look(self.peer_table.vitals)
-        if seen is None:
-            return
-        outer = fragment.globals.optimizer.param_groups[0]
-        log.warning(
-            "The outer loop is unstable at outer step %d: %s. The outer steps are too long: set "
-            "outer_lr to about half of %g, or lower outer_momentum (%s)",
-            self.state.outer_step,
-            seen,
-            outer["lr"],
-            outer.get("momentum", "none"),
-        )
 
     def _forget_losses(self) -> None:
         self.peer_table.losses.clear()

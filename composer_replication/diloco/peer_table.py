@@ -14,7 +14,8 @@ from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import LossNotes, Vitals
+from composer_replication.diloco.loss_watch import LossNotes
+from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import SettingsMismatch

@@ -27,16 +27,16 @@ READINGS = (
     Reading(
         "mean and momentum",
         ("momentum_cosine",),
-        "Cosine of the mean pseudo-gradient and the outer momentum: above 0 the outer steps keep "
-        "their direction, below 0 for many rounds they overshoot, and a lower outer_lr or "
-        "outer_momentum helps.",
+        "Cosine of the mean pseudo-gradient and the outer momentum: well above 0 the outer steps "
+        "keep their direction; about 0 or below for many rounds they overshoot, and a lower "
+        "outer_lr or outer_momentum helps.",
     ),
     Reading(
         "between groups",
         ("group_cosine",),
-        "Mean cosine of two groups' pseudo-gradients: near 1 the groups learn the same and could "
-        "sync less often, near 0 each learns something else, and below 0 for many rounds they undo "
-        "each other: compare their data, or lower the inner learning rate or sync_every.",
+        "Mean cosine of two groups' pseudo-gradients: it falls while the groups learn, to about 0 "
+        "if they share little; near 1 for many rounds they undo the same outer step that was too "
+        "long, or could sync less often; below 0 they undo each other: compare their data.",
     ),
     Reading(
         "mean / group norm",
@@ -48,15 +48,15 @@ READINGS = (
         "loss after, before",
         ("loss_after", "loss_before"),
         "Mean loss of the groups in the first steps after a sync and in the last before the next: "
-        "if it is higher after the syncs than before them, round after round, the outer steps are "
-        "too long, and a lower outer_lr helps.",
+        "if the syncs raise it, and the inner steps no longer make up for that, the outer steps "
+        "are too long, and a lower outer_lr helps.",
     ),
     Reading(
         "spread after, before",
         ("loss_spread_after", "loss_spread_before"),
-        "Largest minus smallest loss of a group at these times: it should be that of the batches; "
-        "a group that stays apart after the syncs has other data or a fault, and one that moves "
-        "apart before them another learning rate.",
+        "Largest minus smallest loss of a group at these times: a group that is apart after the "
+        "syncs has other data or a fault, and one that moves apart before them another learning "
+        "rate; how much chance makes of it, the first rounds show.",
     ),
 )
 

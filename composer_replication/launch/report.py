@@ -141,7 +141,8 @@ def _draw_directions(axes: Any, run: Run, lines: list[dict[str, Any]]) -> None:
         axes.plot(x, y, color=colour, linewidth=1.2, label=name)
     axes.axhline(0, color="0.45", linewidth=0.8)
     axes.set_ylabel("cosine of\npseudo-gradients")
-    axes.legend(frameon=False, loc="upper right", ncols=3, fontsize="small")
+    axes.set_ylim(-1.05, 1.05)
+    axes.legend(frameon=False, loc="lower right", ncols=3, fontsize="small")
 
 
 def _draw_costs(axes: Any, run: Run, points: Points) -> None:

@@ -22,7 +22,8 @@ from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_parameters import GlobalParameters
-from composer_replication.diloco.outer_health import HEALTH, QUIET_ROUNDS, LossWatch, Vitals
+from composer_replication.diloco.loss_watch import QUIET_ROUNDS, LossWatch
+from composer_replication.diloco.outer_health import HEALTH, Vitals
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 
 COSINES = ("momentum_cosine", "group_cosine", "mean_norm_ratio")
@@ -35,11 +36,11 @@ def move(model, inner, moves):
     inner.step()
 
 
-def train_by(pseudo_gradients, *, shapes=None, samples=(1, 1, 1), **settings):
+def train_by(pseudo_gradients, *, shapes=None, samples=(1, 1, 1), value=10.0, **settings):
     """The reports of all groups: in round r group i moves so that [r][i] is its pseudo-gradient."""
 
     def replica(sim):
-        model = Constant(**(shapes or {"a": (2,), "b": (1,)}))
+        model = Constant(value, **(shapes or {"a": (2,), "b": (1,)}))
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         with DiLoCo(sim.manager, model, inner, sync_every=1, **settings) as diloco:
             theta = [t.clone() for t in diloco.global_parameters().values()]
@@ -160,6 +161,13 @@ def test_what_cannot_be_told_is_left_out_of_the_metrics():
     }
 
 
+def test_a_group_that_hardly_moves_divides_by_no_zero():
+    deltas = [((3.0, 0.0), (4.0,)), ((1e-18, 0.0), (0.0,))]
+    (report,), _ = train_by([deltas], value=0.0)
+    assert -1.0 <= report.group_cosine <= 1.0
+    assert report.mean_norm_ratio == pytest.approx(1.0)
+
+
 def test_with_another_outer_optimizer_there_is_no_momentum_to_compare_with():
     adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
     deltas = drawn(2, rounds=2)
@@ -262,8 +270,9 @@ def test_with_a_delay_they_are_counted_from_the_outer_step_on():
 
 
 def test_groups_without_a_loss_are_left_out():
+    odd = itertools.cycle([math.nan, math.inf, -math.inf, 1e200])
     (reports, digest), *_ = train_with_losses(
-        12, sync_every=4, groups=3, says=lambda i, step: (math.nan, 1.0, 3.5)[i]
+        12, sync_every=4, groups=3, says=lambda i, step: (next(odd), 1.0, 3.5)[i]
     )
     assert losses_of(reports) == [(2.25, 2.25, 2.5, 2.5)] * 3
     (reports, other), *_ = train_with_losses(
@@ -314,26 +323,27 @@ def test_a_too_large_outer_lr_is_warned_of_with_the_fix_and_a_good_one_is_not(se
     assert "set outer_lr to about half of 4, or lower outer_momentum (0.9)" in said[0]
 
 
-def look(watch, *intervals, groups=2):
+def look(watch, caplog, *intervals, groups=2):
     """Show a watch the losses of intervals between two syncs: at the beginning, and at the end."""
-    said = []
-    for after, before in intervals:
-        said.append(watch.look([Vitals(1.0, 1.0, after + i, before + i) for i in range(groups)]))
-    return [text for text in said if text]
+    caplog.clear()
+    for step, (after, before) in enumerate(intervals, 1):
+        vitals = [Vitals(1.0, 1.0, after + i, before + i) for i in range(groups)]
+        watch.look(vitals, step, {"lr": 0.7, "momentum": 0.9})
+    return warnings_in(caplog)
 
 
-def test_only_a_rise_that_the_syncs_have_made_is_unstable():
+def test_only_a_rise_that_the_syncs_have_made_is_unstable(caplog):
     falling = [(5 - 0.1 * i + (-1) ** i * 0.05, 4.9 - 0.1 * i) for i in range(20)]
     harder = [(3.3 + 0.3 * i, 3.5 + 0.3 * i) for i in range(20)]  # within the intervals too
     overshooting = [(3.6 + 0.3 * i, 3.2 + 0.3 * i) for i in range(10)]
-    assert look(LossWatch(1), *falling, *harder) == []
-    assert look(LossWatch(1), *overshooting[:9]) == []  # too few rounds
-    (said,) = look(LossWatch(1), *falling, *overshooting)
-    assert said.startswith("in the last 5 rounds the syncs raised the mean training loss of all gr")
+    assert look(LossWatch(1), caplog, *falling, *harder) == []
+    assert look(LossWatch(1), caplog, *overshooting[:9]) == []  # too few rounds
+    (said,) = look(LossWatch(1), caplog, *falling, *overshooting)
+    assert "in the last 5 rounds the syncs raised the mean training loss of all groups from" in said
 
 
-def test_there_is_one_warning_in_twenty_rounds_and_none_across_a_change_of_groups():
+def test_there_is_one_warning_in_twenty_rounds_and_none_across_a_change_of_groups(caplog):
     rising = [(2.5 + i, 2.0 + i) for i in range(3 * QUIET_ROUNDS)]
     watch = LossWatch(1)
-    assert len(look(watch, *rising)) == 3
-    assert look(watch, *rising[:9], groups=3) == []
+    assert len(look(watch, caplog, *rising)) == 3
+    assert look(watch, caplog, *rising[:9], groups=3) == []
