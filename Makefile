@@ -16,16 +16,16 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
 
-# Two workers a core: most tests wait for other processes.
-WORKERS ?= $(shell expr 2 \* $$(nproc))
+# Three workers a core: most tests wait for other processes.
+WORKERS ?= $(shell expr 3 \* $$(nproc))
 PYTEST := $(BIN)/python -m pytest
-# Tests that measure time run when no other does.
+# Tests that measure time run apart from those that compute, two at a time.
 test: $(VENV)/.installed-dev
 test-torch-new: $(TORCH_NEW)/.installed
 test-torch-new: PYTEST := $(TORCH_NEW)/bin/python -m pytest -rs
 test test-torch-new:
 	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone'
-	$(PYTEST) -m alone
+	$(PYTEST) -n 2 --dist worksteal -m alone
 
 # What starts no group, and is quick; beside it, lint.
 check: $(VENV)/.installed-dev

@@ -25,6 +25,7 @@ PRELOAD = [
     "composer_replication.callback.callback",
     "composer_replication.replica.factory",
     "torch._dynamo",  # building the first optimizer imports it
+    "tests.forked_imports",  # the server's path begins at the folder in which pytest was started
 ]
 
 context = multiprocessing.get_context("forkserver")

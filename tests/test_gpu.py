@@ -185,6 +185,16 @@ def test_a_run_goes_on_with_a_sync_in_flight(message_device, wire_format):
     assert run(range(14, 24), saved)[0] == whole
 
 
+@pytest.mark.parametrize("message_device", ["cpu", DEVICE])
+@pytest.mark.parametrize("wire_format", ["float32", "int8"])
+def test_a_group_that_trains_alone_has_the_bits_of_a_simulated_one(message_device, wire_format):
+    settings = {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5, "sync_every": 6}
+    settings |= {"wire_format": wire_format, "message_device": message_device}
+    [simulated] = simulate(lambda sim: train(sim.manager, **settings), num_replicas=1)
+    alone = train(make_manager(num_replicas=1), **settings)
+    assert alone[0] == simulated[0] and len(set(alone[0])) == 4
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="NCCL is for CUDA devices")
 def test_one_group_over_nccl_is_its_inner_optimizer_alone():
     lighthouse = start_lighthouse()

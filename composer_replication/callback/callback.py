@@ -56,7 +56,8 @@ class DiLoCoCallback(Callback):
     Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
     ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, equal in all groups, and of
     :class:`ReplicaOptions`, which may differ; both document them. ``replica_id``,
-    ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` default to environment variables.
+    ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` default to environment variables. With
+    ``num_replicas=1`` and no lighthouse the job trains alone, without a network.
 
     Example:
         .. code-block:: yaml

@@ -29,6 +29,7 @@ from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.options import ManagerOptions, ReplicaOptions, lighthouse_of
 from composer_replication.replica.process_group import host_store
 from composer_replication.replica.ranks import broadcast
+from composer_replication.replica.single_group import SingleGroupManager
 
 log = logging.getLogger(__name__)
 
@@ -86,25 +87,25 @@ def check_loads(state: State) -> None:
             )
 
 
-def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager:
-    """Connect this rank to the other groups; every rank of the group calls it.
+def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager | SingleGroupManager:
+    """Connect this rank to the other groups, if there may be any; every rank of the group calls it.
 
     Raises:
         ValueError: No lighthouse is named, or the backend does not fit the model's device.
         ConnectionError: See ``make_manager``.
     """
+    rank, world_size = dist.get_global_rank(), dist.get_world_size()
+    own = pick(ManagerOptions, vars(options) | {"backend": _backend(options, state)})
+    if options.is_alone:
+        return make_manager(**vars(own), rank=rank, world_size=world_size)
     # Checked on every rank before the broadcast: if one rank alone raised, the others would wait.
     lighthouse_of(options)
-    store = host_store(options.hostname) if dist.get_global_rank() == 0 else None
+    store = host_store(options.hostname) if rank == 0 else None
     host, port = broadcast((store.host, store.port) if store else None)
-    own = pick(ManagerOptions, vars(options) | {"backend": _backend(options, state)})
     manager = make_manager(
-        **vars(own),
-        rank=dist.get_global_rank(),
-        world_size=dist.get_world_size(),
-        store_addr=host,
-        store_port=port,
+        **vars(own), rank=rank, world_size=world_size, store_addr=host, store_port=port
     )
+    assert isinstance(manager, ReplicaManager), "a lighthouse is named"
     manager.store = store
     return manager
 

@@ -48,12 +48,34 @@ class WaitLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartPolicy:
-    """How a cold start waits for the other replica groups.
+class RunSize:
+    """How many replica groups a run begins with.
 
     Args:
         num_replicas: How many groups a cold start waits for, this one included. A group that finds
             others in training joins them, whatever their number. None: 1.
+
+    Raises:
+        ValueError: A value is out of range; the message has the value and the fix.
+    """
+
+    num_replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_replicas is not None:
+            check_integer("num_replicas", self.num_replicas, at_least=1)
+
+    @property
+    def num_awaited(self) -> int:
+        """How many groups a cold start waits for, this one included."""
+        return self.num_replicas or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPolicy(RunSize):
+    """How a cold start waits for the other replica groups.
+
+    Args:
         start_timeout_s: How long a cold start waits for them, in seconds.
         on_start_timeout: What happens after that: ``error``, or ``start`` with those connected.
 
@@ -61,24 +83,17 @@ class StartPolicy:
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
-    num_replicas: int | None = None
     start_timeout_s: float = 600.0
     on_start_timeout: str = ON_START_TIMEOUT[0]
 
     def __post_init__(self) -> None:
-        if self.num_replicas is not None:
-            check_integer("num_replicas", self.num_replicas, at_least=1)
+        RunSize.__post_init__(self)
         check_seconds("start_timeout_s", self.start_timeout_s)
         if self.on_start_timeout not in ON_START_TIMEOUT:
             raise ValueError(
                 f"on_start_timeout={self.on_start_timeout!r}: use one of "
                 f"{', '.join(ON_START_TIMEOUT)}"
             )
-
-    @property
-    def num_awaited(self) -> int:
-        """How many groups a cold start waits for, this one included."""
-        return self.num_replicas or 1
 
 
 @dataclass(frozen=True, kw_only=True)

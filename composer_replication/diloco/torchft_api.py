@@ -111,7 +111,7 @@ def fault_of_last_sync(manager: Any) -> str | None:
     """Return which group made the last sync fail: ``this`` one, or ``another`` one.
 
     With a ``ReplicaManager`` the members report failures to each other, and the next quorum has the
-    answer. None if no group can be named: torchft's own Manager and the simulated one have no such
-    reports.
+    answer. None if no group can be named: torchft's own Manager, the simulated one and that of a
+    group that trains alone have no such reports.
     """
     return getattr(manager, "fault", None)

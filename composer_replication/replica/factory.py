@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 import torchft.manager
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft._torchft import ManagerServer
@@ -42,6 +43,7 @@ from composer_replication.replica.options import (
     replica_id_of,
 )
 from composer_replication.replica.process_group import host_store, make_process_group
+from composer_replication.replica.single_group import SingleGroupManager
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class ManagerArguments(ManagerOptions):
             raise ValueError(
                 f"store_addr={self.store_addr!r} and store_port={self.store_port!r}: give both"
             )
-        if self.world_size > 1 and self.store_addr is None:
+        if self.world_size > 1 and self.store_addr is None and not self.is_alone:
             raise ValueError(
                 f"world_size={self.world_size} needs store_addr and store_port: let rank 0 call "
                 "host_store() and send its address to the others"
@@ -85,10 +87,13 @@ class ManagerArguments(ManagerOptions):
 
 
 @takes(ManagerArguments)
-def make_manager(**arguments: Any) -> ReplicaManager:
+def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     """Make a torchft Manager that is ready for DiLoCo.
 
     A joiner fetches the global state in this call. The default ``backend`` is gloo.
+
+    With ``num_replicas=1`` and no lighthouse it makes a ``SingleGroupManager``, which needs no
+    network and no store. The group's ranks are then those of torch.distributed.
 
     Returns:
         The manager. Call ``shutdown()`` at the end.
@@ -101,6 +106,9 @@ def make_manager(**arguments: Any) -> ReplicaManager:
             fetched (``HealError``). The other groups have not noticed this one then.
     """
     own = ManagerArguments(**arguments).with_environment()
+    tame_torchft_logs()
+    if own.is_alone:
+        return _train_alone(own)
     replica_id, lighthouse_addr = replica_id_of(own), lighthouse_of(own)
     for name in _OVERRIDES:
         if name in os.environ:
@@ -108,7 +116,6 @@ def make_manager(**arguments: Any) -> ReplicaManager:
     process_group = make_process_group(
         own.backend or "gloo", own.timeout, own.hostname, own.tls_dir
     )
-    tame_torchft_logs()
     check_lighthouse(lighthouse_addr, own.connect_timeout)
     tokens = _tokens(own.token, lighthouse_addr)
     _check_ranks(own, replica_id, lighthouse_addr)
@@ -154,6 +161,22 @@ def make_manager(**arguments: Any) -> ReplicaManager:
             store=store,
         )
     return manager
+
+
+def _train_alone(own: ManagerArguments) -> SingleGroupManager:
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if own.world_size != num_ranks:
+        raise ValueError(
+            f"world_size={own.world_size}, and torch.distributed has {num_ranks} ranks: a group "
+            "that trains alone consists of these. Call init_process_group before make_manager, "
+            "and give it the same world_size"
+        )
+    unused = [name for name in ("hostname", "tls_dir", "token") if getattr(own, name) is not None]
+    log.info(
+        "Training alone, without a network: num_replicas is 1, and no lighthouse is named%s",
+        f". Not used: {', '.join(unused)}" if unused else "",
+    )
+    return SingleGroupManager()
 
 
 def _check_ranks(own: ManagerArguments, replica_id: str, lighthouse_addr: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
-from composer_replication.diloco.options import DiLoCoOptions, WaitLimit
+from composer_replication.diloco.options import DiLoCoOptions, RunSize, WaitLimit
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
@@ -22,14 +22,15 @@ _REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions(WaitLimit):
+class ManagerOptions(RunSize, WaitLimit):
     """How a replica group reaches the others.
 
     Args:
         replica_id: Name of this replica group, different in each (``check_replica_id``). None:
-            ``REPLICA_GROUP_ID``.
+            ``REPLICA_GROUP_ID``; a group that trains alone is ``0`` without it.
         lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
-            that of the coordinator.
+            that of the coordinator. Without either of them ``num_replicas`` has to be 1, and the
+            group trains alone, without a network.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the difference
@@ -63,6 +64,7 @@ class ManagerOptions(WaitLimit):
 
     def __post_init__(self) -> None:
         WaitLimit.__post_init__(self)
+        RunSize.__post_init__(self)
         if self.replica_id is not None:
             check_replica_id(self.replica_id)
         for name in ("timeout", "quorum_timeout", "connect_timeout"):
@@ -70,14 +72,26 @@ class ManagerOptions(WaitLimit):
         check_integer("min_replica_size", self.min_replica_size, at_least=1)
         check_integer("quorum_retries", self.quorum_retries, at_least=0)
         check_choice("backend", self.backend, (None, "gloo", "nccl"))
+        if self.num_replicas is not None and self.min_replica_size > self.num_replicas:
+            raise ValueError(
+                f"min_replica_size={self.min_replica_size} is above num_replicas="
+                f"{self.num_replicas}: no sync could ever commit. Use at most that"
+            )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this group trains without a network: it is the only one of its run."""
+        return self.num_replicas == 1 and self.lighthouse_addr is None
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Self:
         """Fill the options that are None from the environment; an argument beats a variable."""
         env = ReplicaEnv.from_env(environ)
         variables = {name: value for name, value in vars(env).items() if name in vars(self)}
-        return replace(
+        own = replace(
             self, **{name: v for name, v in variables.items() if getattr(self, name) is None}
         )
+        is_nameless = own.is_alone and own.replica_id is None
+        return replace(own, replica_id="0") if is_nameless else own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +135,11 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
         check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
         check_choice("eval_weights", self.eval_weights, ("global", "local"))
         check_choice("on_bad_state", self.on_bad_state, ("error", "fresh"))
-        if self.num_replicas is not None and self.min_replica_size > self.num_replicas:
-            raise ValueError(
-                f"min_replica_size={self.min_replica_size} is above num_replicas="
-                f"{self.num_replicas}: no sync could ever commit. Use at most that"
-            )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this group trains without a network: it is the only one of its run."""
+        return super().is_alone and self.coordinator_addr is None
 
 
 @dataclass(frozen=True)
@@ -229,7 +243,8 @@ def replica_id_of(options: ManagerOptions) -> str:
     if options.replica_id is None:
         raise ValueError(
             "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
-            "of each group, or callbacks.diloco.replica_id"
+            "of each group, or callbacks.diloco.replica_id. To train alone, without a "
+            "network, name no lighthouse and set callbacks.diloco.num_replicas: 1"
         )
     return str(options.replica_id)
 
@@ -243,7 +258,8 @@ def lighthouse_of(options: ManagerOptions) -> str:
     if options.lighthouse_addr is None:
         raise ValueError(
             "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
-            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`"
+            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`. To train "
+            "alone, without a network, set callbacks.diloco.num_replicas: 1"
         )
     return options.lighthouse_addr
 

@@ -19,6 +19,15 @@ def broadcast(value: Any) -> Any:
     return values[0]
 
 
+def do_all_ranks_agree(vote: bool) -> bool:
+    """Whether every rank of the group votes yes. With several ranks it is a collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return vote
+    votes = [vote] * dist.get_world_size()
+    dist.all_gather_object(votes, vote)
+    return all(votes)
+
+
 def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
     """Call a function on rank 0, and give every rank its result.
 

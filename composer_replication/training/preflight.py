@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from composer_replication.diloco.arguments import pick
 from composer_replication.replica.lighthouse import check_lighthouse
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.replica.tls import check_tls_dir
@@ -20,13 +21,16 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
         environ: Environment variables. None: those of this process.
 
     Raises:
-        ConfigError: Neither the config nor the environment names a lighthouse or a coordinator.
+        ConfigError: Neither the config nor the environment names a lighthouse or a coordinator,
+            and the group is not to train alone.
         ValueError: The coordinator has other settings, another model or another version, or an
             address or a certificate cannot be used.
         ConnectionError: The coordinator or the lighthouse does not answer.
     """
     environ = os.environ if environ is None else environ
     section = diloco_section(config)
+    if pick(ReplicaOptions, section).with_environment(environ).is_alone:
+        return
     env = ReplicaEnv.from_env(environ)
     address = section.get("lighthouse_addr") or env.lighthouse_addr
     tls_dir = section.get("tls_dir") or env.tls_dir
@@ -49,6 +53,7 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
     if not address:
         raise ConfigError(
             "no lighthouse is named: set COMPOSER_REPLICATION_COORDINATOR or TORCHFT_LIGHTHOUSE to "
-            "http://host:port, or start the groups with `composer-replication launch`"
+            "http://host:port, start the groups with `composer-replication launch`, or set "
+            "callbacks.diloco.num_replicas: 1 to train alone, without a network"
         )
     check_lighthouse(address, section.get("connect_timeout", ReplicaOptions.connect_timeout))

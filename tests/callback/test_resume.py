@@ -239,6 +239,7 @@ def test_dropout_goes_the_same_way_with_and_without_evaluations():
     assert without == with_evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eval_weights", ["global", "local"])
 def test_the_evaluated_loss_is_that_of_the_exported_weights(tmp_path, eval_weights):
     def replica(sim):

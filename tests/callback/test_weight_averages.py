@@ -446,6 +446,7 @@ def test_swa_to_the_end_leaves_the_average_of_global_weights(num_replicas, sync_
         assert callback.result["global_digest"] == groups[0][2].result["global_digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("diloco", [{"sync_every": 5}, STREAMING], ids=["vanilla", "streaming"])
 def test_training_goes_on_from_swa_s_average_also_after_a_resume(tmp_path, diloco):
     def job(sim, **more):

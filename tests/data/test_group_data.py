@@ -63,6 +63,7 @@ def fit(sim, folder, *, max_duration="2ep", stop=None, load=None, num_workers=0,
     return seen, callback.result["global_digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_groups_read_every_sample_of_each_epoch_once_between_them(tmp_path, num_workers):
     results = simulate(lambda sim: fit(sim, tmp_path, num_workers=num_workers), num_replicas=2)
@@ -72,6 +73,7 @@ def test_groups_read_every_sample_of_each_epoch_once_between_them(tmp_path, num_
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 5, 7, 9])
 def test_a_resume_reads_on_and_ends_on_the_same_bits(tmp_path, stop):
     """In mid-epoch, after the last batch of an epoch, and in the second epoch."""

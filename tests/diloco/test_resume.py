@@ -65,6 +65,10 @@ class Replica:
         return self.diloco.global_digest(), local, self.diloco.inner_steps, reports
 
 
+def slow(settings, **named):
+    return pytest.param(settings, marks=pytest.mark.slow, **named)
+
+
 def run_whole(settings, num_replicas=2):
     """Train without a stop: how each replica ends, and what each would have saved after a step."""
 
@@ -101,12 +105,13 @@ def assert_equal(ones, others):
     "settings",
     [
         pytest.param({"sync_every": 4}, id="vanilla"),
-        pytest.param({"sync_every": 4, "weight_by": "steps"}, id="weighted"),
-        pytest.param({"sync_every": 6, "num_fragments": 3}, id="fragments"),
         pytest.param(STREAMING, id="streaming"),
-        pytest.param({**STREAMING, "fragment_sync_delay": 3}, id="nearly always in flight"),
         pytest.param({"sync_every": 4, "wire_format": "int8"}, id="int8"),
-        pytest.param({**STREAMING, "wire_format": "fp4"}, id="streaming in fp4"),
+        # What the others show already, in other settings.
+        slow({"sync_every": 4, "weight_by": "steps"}, id="weighted"),
+        slow({"sync_every": 6, "num_fragments": 3}, id="fragments"),
+        slow({**STREAMING, "fragment_sync_delay": 3}, id="nearly always in flight"),
+        slow({**STREAMING, "wire_format": "fp4"}, id="streaming in fp4"),
     ],
 )
 def test_stopped_after_any_step_and_resumed_is_bitwise_uninterrupted(settings):

@@ -10,10 +10,13 @@ from typing import Any, assert_type
 from composer_replication import DiLoCo, DiLoCoCallback
 from composer_replication.replica import make_manager
 from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.single_group import SingleGroupManager
 
 
 def typed(manager: ReplicaManager, model: Any, optimizer: Any) -> None:
-    assert_type(make_manager(replica_id=0, lighthouse_addr="http://head:29510"), ReplicaManager)
+    made = make_manager(replica_id=0, lighthouse_addr="http://head:29510")
+    assert_type(made, ReplicaManager | SingleGroupManager)
+    DiLoCo(made, model, optimizer)
     make_manager(replica=0)  # pyright: ignore[reportCallIssue]
     DiLoCo(manager, model, optimizer, None, 100, num_fragments=2, start_refusal=None)
     DiLoCo(manager, model, optimizer, sync_evry=100)  # pyright: ignore[reportCallIssue]

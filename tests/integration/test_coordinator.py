@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from integration.groups import free_port
+from pace import paced
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +32,7 @@ TOKEN = "a-secret"
 
 
 def command(*arguments: object, **environ: str) -> subprocess.Popen[str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSER_")}
+    own = {name: v for name, v in paced(0.02).items() if not name.startswith("COMPOSER_")}
     return subprocess.Popen(
         [sys.executable, "-m", "composer_replication", *map(str, arguments)],
         env=own | {"OMP_NUM_THREADS": "1", "COMPOSER_REPLICATION_TOKEN": TOKEN} | environ,

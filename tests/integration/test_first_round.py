@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from pace import paced
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -21,7 +22,7 @@ model: {name: byte_gpt, d_model: 64, n_heads: 2, n_layers: 1, max_seq_len: 64}
 train_loader: {name: text, path: null, max_seq_len: 64}
 optimizer: {name: adamw, lr: 1.0e-3}
 callbacks:
-  diloco: {sync_every: 250, digest_every: 1}
+  diloco: {sync_every: 30, digest_every: 1}
 """
 
 
@@ -55,6 +56,7 @@ def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=paced(0.05),
     )
     if when == "training":  # all have taken part in the cold start, and nobody has committed
         wait_until(lambda: all(phase_of(run_dir, i) == "training" for i in range(3)), launcher)

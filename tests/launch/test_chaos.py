@@ -11,6 +11,7 @@ import sys
 from itertools import islice
 
 import pytest
+from pace import paced
 
 from composer_replication.launch.chaos import run_chaos
 from composer_replication.launch.chaos_history import History
@@ -154,7 +155,7 @@ model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 1, max_seq_len: 32}
 train_loader: {name: text, path: null, max_seq_len: 32}
 optimizer: {name: adamw, lr: 1.0e-3}
 callbacks:
-  diloco: {sync_every: 50}
+  diloco: {sync_every: 10}
 """
 
 
@@ -179,6 +180,7 @@ def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
         capture_output=True,
         text=True,
         timeout=600,
+        env=paced(0.03),
     )
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     told = json.loads((tmp_path / "run" / "chaos.json").read_text())

@@ -1,4 +1,4 @@
-"""llm-foundry trains an MPT in two replica groups from a YAML alone. Run: make test-llmfoundry
+"""llm-foundry trains an MPT in two replica groups, or one, from a YAML. Run: make test-llmfoundry
 
 Real: llm-foundry's own command in two processes on the CPU, MosaicML streaming, a torchft
 lighthouse, Gloo. The tokenizer and the text are made here, so that nothing is downloaded.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 
 def _has_llmfoundry():
@@ -241,6 +242,28 @@ def test_groups_end_with_the_same_global_parameters(groups):
 def test_checkpoints_carry_the_state_of_the_callback(groups):
     for group in groups:
         assert group.saved_callbacks["DiLoCoCallback"]
+
+
+def test_three_lines_train_one_group_without_a_lighthouse(tmp_path):
+    write_data(tmp_path / "data")
+    config = yaml.safe_load(YAML.read_text())
+    config["callbacks"] = {"diloco": {"num_replicas": 1}}
+    path = tmp_path / "alone.yaml"
+    path.write_text(yaml.safe_dump(config))
+    places = [f"variables.data={tmp_path / 'data'}", f"variables.run_dir={tmp_path / 'run'}"]
+    of_a_run = ("TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")
+    environ = offline_environ(TMPDIR=str(tmp_path))
+    ended = subprocess.run(
+        foundry_command("train", path, *places),
+        env={name: value for name, value in environ.items() if name not in of_a_run},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output[-4000:]
+    assert "outer step 1, fragment 0: 1 replica groups" in output  # the sync at the end
 
 
 def test_llmfoundry_lists_the_callback():

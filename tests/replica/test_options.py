@@ -116,6 +116,23 @@ def test_what_was_not_given_comes_from_the_environment_and_an_argument_beats_it(
     )
 
 
+@pytest.mark.parametrize(
+    ("environ", "is_alone"),
+    [
+        ({}, False),
+        ({"NUM_REPLICA_GROUPS": "1"}, True),
+        ({"NUM_REPLICA_GROUPS": "2"}, False),
+        ({"NUM_REPLICA_GROUPS": "1", "TORCHFT_LIGHTHOUSE": "http://head:29510"}, False),
+        ({"NUM_REPLICA_GROUPS": "1", "COMPOSER_REPLICATION_COORDINATOR": "http://head:1"}, False),
+    ],
+)
+def test_one_group_that_knows_of_no_other_is_alone_and_needs_no_name(environ, is_alone):
+    options = ReplicaOptions().with_environment(environ)
+    assert (options.is_alone, options.replica_id) == (is_alone, "0" if is_alone else None)
+    named = ReplicaOptions(replica_id="berlin").with_environment(environ)
+    assert (named.is_alone, named.replica_id) == (is_alone, "berlin")
+
+
 def test_the_environment_is_checked_like_an_argument():
     with pytest.raises(ValueError, match="min_replica_size=3 is above num_replicas=2: no sync"):
         ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})

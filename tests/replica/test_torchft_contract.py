@@ -24,6 +24,7 @@ from torchft.process_group import ProcessGroupGloo
 
 from composer_replication.diloco.torchft_api import PRIVATE_NAMES, DiLoCoManager
 from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.single_group import SingleGroupManager
 from composer_replication.simulation.simulation import SimulatedManager, simulate
 
 PACKAGE = Path(__file__).parents[2] / "composer_replication"
@@ -91,8 +92,8 @@ def test_constructors_take_what_we_pass():
     assert passed - ours <= set(parameters_of(Manager.__init__)) and len(passed - ours) >= 15
 
 
-@pytest.mark.parametrize("double", [Manager, ReplicaManager, SimulatedManager])
-def test_real_and_simulated_manager_have_what_diloco_needs(double):
+@pytest.mark.parametrize("double", [Manager, ReplicaManager, SimulatedManager, SingleGroupManager])
+def test_every_manager_has_what_diloco_needs(double):
     for name, method in vars(DiLoCoManager).items():
         if name.startswith("_") or not callable(method):
             continue

@@ -15,3 +15,15 @@ def test_the_lighthouse_is_the_configs_before_the_environments():
         check_reachable({"callbacks": {"diloco": None}}, environ)
     with pytest.raises(ConfigError, match="no lighthouse is named: set COMPOSER_REPLICATION_COORD"):
         check_reachable({}, {})
+
+
+@pytest.mark.parametrize(
+    ("section", "environ"), [({"num_replicas": 1}, {}), ({}, {"NUM_REPLICA_GROUPS": "1"})]
+)
+def test_a_group_that_trains_alone_needs_none(section, environ):
+    config = {"callbacks": {"diloco": section}}
+    check_reachable(config, environ)
+    with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
+        check_reachable(config, environ | {"TORCHFT_LIGHTHOUSE": "http://environment"})
+    with pytest.raises(ConfigError, match="callbacks.diloco.num_replicas: 1 to train alone"):
+        check_reachable({"callbacks": {"diloco": {"num_replicas": 2}}}, {})

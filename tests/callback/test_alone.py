@@ -1,0 +1,222 @@
+"""One Composer job without other groups: an outer optimizer around it, and no network.
+
+Run: pytest tests/callback/test_alone.py. Real: everything. Several ranks, and the step from one
+group to two, are in tests/integration/test_alone.py.
+"""
+
+import json
+import re
+import threading
+
+import psutil
+import pytest
+import torch
+from common import TinyMLP
+from composer import Callback
+from composer.loggers import InMemoryLogger
+from composer_jobs import STREAMING, Each, data, trainer_of
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.training.config import load_config
+from composer_replication.training.trainer import train
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def alone(**diloco):
+    return DiLoCoCallback(num_replicas=1, **{"sync_every": 2} | diloco)
+
+
+def fit(*others, diloco=None, **arguments):
+    """Train one group alone; its callback and trainer, closed."""
+    callback = alone(**diloco or {})
+    trainer = trainer_of(callback, *others, **arguments)
+    trainer.fit()
+    trainer.close()
+    return callback, trainer
+
+
+# ---- the way in -----------------------------------------------------------------------------
+
+CONFIG = """
+max_duration: 110ba
+device: cpu
+global_train_batch_size: 2
+model: {name: byte_gpt, d_model: 16, n_heads: 2, n_layers: 1, max_seq_len: 16}
+train_loader: {name: text, max_seq_len: 16, path: TEXT}
+optimizer: {name: decoupled_adamw, lr: 1.0e-3}
+callbacks:
+  diloco:
+    num_replicas: 1
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text("to be or not to be, that is the question\n" * 20)
+    path = tmp_path / "alone.yaml"
+    path.write_text(CONFIG.replace("TEXT", str(text)))
+    return path
+
+
+def test_three_lines_of_yaml_train_and_autoresume_goes_on(config, tmp_path):
+    result = train(load_config(config))
+    assert result["replica_id"] == "0"
+    assert (result["inner_steps"], result["outer_steps"]) == (110, 2)  # the last one at the end
+    saving = ["autoresume=true", f"save_folder={tmp_path}/saved", "save_interval=50ba"]
+    train(load_config(config, [*saving, "max_duration=50ba"]))
+    assert train(load_config(config, saving)) == result
+
+
+@pytest.mark.parametrize("diloco", [{}, {"num_replicas": 2, "replica_id": 0}])
+def test_without_them_the_error_names_this_way(diloco):
+    trainer = trainer_of(DiLoCoCallback(**diloco), max_duration="1ba")
+    with pytest.raises(ValueError, match=re.escape("set callbacks.diloco.num_replicas: 1")):
+        trainer.fit()
+    trainer.close()
+
+
+def test_it_opens_no_socket_starts_no_process_and_only_its_two_watches():
+    process, seen = psutil.Process(), []
+
+    def look(state):
+        threads = set(threading.enumerate())
+        seen.append((process.net_connections("all"), process.children(recursive=True), threads))
+
+    look(None)
+    callback, _ = fit(Each(look), max_duration="4ba")
+    look(None)
+    [(sockets, children, threads), *training, _] = seen
+    assert callback.result["outer_steps"] == 2 and len(training) == 4
+    for opened, started, running in training:
+        assert (opened, started) == (sockets, children)
+        assert {thread.name for thread in running - threads} == {"hang_watch", "fit watch"}
+    assert seen[-1][:2] == (sockets, children)
+
+
+# ---- what it computes -----------------------------------------------------------------------
+
+
+class Trace(Callback):
+    """The weights after every batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def batch_end(self, state, logger):
+        self.seen.append([p.detach().clone() for p in state.model.parameters()])
+
+
+def test_with_plain_averaging_it_is_plain_composer():
+    plain, under_diloco = Trace(), Trace()
+    trainer = trainer_of(plain, max_duration="9ba")
+    trainer.fit()
+    trainer.close()
+    diloco = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    callback, _ = fit(under_diloco, diloco=diloco, max_duration="9ba")
+    assert callback.result["outer_steps"] == 5
+    assert len(plain.seen) == len(under_diloco.seen) == 9
+    torch.testing.assert_close(under_diloco.seen, plain.seen, rtol=0, atol=1e-6)
+
+
+def test_the_outer_optimizer_moves_from_the_weights_at_the_start_of_the_round():
+    """Lookahead by hand: theta - lr (theta - phi) after each round of plain training."""
+    plain = Trace()
+    trainer = trainer_of(plain, max_duration="2ba")
+    trainer.fit()
+    trainer.close()
+    diloco = {"outer_lr": 0.5, "outer_momentum": 0.0}
+    _, trainer = fit(diloco=diloco, max_duration="2ba")
+    initial = TinyMLP(seed=0).parameters()
+    expected = [(p + q) / 2 for p, q in zip(initial, plain.seen[-1], strict=True)]
+    torch.testing.assert_close([*trainer.state.model.parameters()], expected, rtol=0, atol=1e-6)
+
+
+# ---- what a job does beside training ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
+@pytest.mark.parametrize("stop", [6, 7])
+def test_a_job_that_is_saved_and_resumed_ends_as_if_uninterrupted(tmp_path, stop, diloco):
+    whole, _ = fit(
+        diloco=diloco,
+        max_duration="12ba",
+        save_folder=str(tmp_path),
+        save_filename="ba{batch}.pt",
+        save_interval=f"{stop}ba",
+    )
+    trace, path = Trace(), str(tmp_path / f"ba{stop}.pt")
+    resumed, _ = fit(trace, diloco=diloco, max_duration="12ba", load_path=path)
+    assert len(trace.seen) == 12 - stop
+    assert resumed.result == whole.result
+
+
+def test_two_fits_are_one_long_one_and_momentum_is_kept():
+    whole, _ = fit(max_duration="8ba")
+    callback = alone()
+    trainer = trainer_of(callback, max_duration="4ba")
+    trainer.fit()
+    assert callback._fit.manager is None
+    trainer.fit(duration="4ba")
+    trainer.close()
+    assert callback.result == whole.result
+
+
+def test_the_run_folder_the_metrics_and_stop_are_as_with_others(tmp_path):
+    logged = InMemoryLogger()
+
+    def stop(state):
+        if state.timestamp.batch == 3:
+            (tmp_path / "STOP").touch()
+
+    diloco = {"run_dir": str(tmp_path), "digest_every": 1}
+    callback, trainer = fit(Each(stop), diloco=diloco, max_duration="20ba", loggers=[logged])
+    folder = tmp_path / "replica_0"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines] == [2, 4]
+    assert {line["diloco/num_participants"] for line in lines} == {1}
+    assert lines[-1]["diloco/global_digest"] == callback.result["global_digest"]
+    assert trainer.state.timestamp.batch == 4
+    assert [value for _, value in logged.data["diloco/outer_step"]] == [1, 2]
+    assert json.loads((folder / "result.json").read_text())["outer_steps"] == 2
+
+
+def test_after_an_exception_the_next_fit_goes_on():
+    callback, failures = alone(), iter([True])
+
+    def fail(state):
+        if state.timestamp.batch == 3 and next(failures, False):
+            raise RuntimeError("in training")
+
+    trainer = trainer_of(callback, Each(fail), max_duration="8ba")
+    with pytest.raises(RuntimeError, match="in training"):
+        trainer.fit()
+    trainer.fit()
+    trainer.close()
+    assert callback.result["inner_steps"] == trainer.state.timestamp.batch == 8
+
+
+def test_a_run_folder_with_outer_steps_and_no_checkpoint_is_an_error(tmp_path):
+    diloco = {"run_dir": str(tmp_path)}
+    fit(diloco=diloco, max_duration="4ba")
+    with pytest.raises(ValueError, match="this run has made 2 outer steps, and this group starts"):
+        fit(diloco=diloco, max_duration="4ba")
+
+
+def test_a_replica_data_loader_gives_it_every_sample_of_an_epoch():
+    seen = []
+    look = Each(lambda state: seen.extend(map(tuple, state.batch[0].tolist())))
+    callback, dataset = alone(), data().dataset
+    loader = ReplicaDataLoader(dataset, 8, dataset_id="tiny", unit_size=8)
+    trainer = trainer_of(callback, look)
+    trainer.fit(train_dataloader=loader, duration="1ep")
+    trainer.close()
+    assert sorted(seen) == sorted(tuple(x.tolist()) for x, _ in dataset)

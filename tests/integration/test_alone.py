@@ -1,0 +1,174 @@
+"""A group that trains alone: its ranks, and its checkpoint in a run of two groups.
+
+Run: pytest tests/integration/test_alone.py. Real: processes, gloo, FSDP2, Composer's checkpoints,
+the lighthouse and heals.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer import Callback
+from composer_jobs import STREAMING, trainer_of
+from integration import groups
+from integration.replicas import Group, run_groups
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.callback.export import read_checkpoint
+from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.lighthouse import start_lighthouse
+
+pytestmark = pytest.mark.integration
+
+RANKS = 2
+
+
+# ---- its ranks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_its_ranks_are_of_one_mind_and_bitwise_those_of_a_lighthouse(tmp_path, is_sharded):
+    script = Path(__file__).with_name("alone_group.py")
+    lighthouse = start_lighthouse(bind="127.0.0.1:0")
+    arguments = (tmp_path, int(is_sharded), lighthouse.address())
+    group = groups.Ranks(0, RANKS, script, *arguments, folder=tmp_path, environ={})
+    try:
+        began = time.monotonic()
+        group.wait(began + groups.DEADLINE_S)
+    finally:
+        group.kill()
+        lighthouse.shutdown()
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    alone = [rank["alone"] for rank in ranks]
+    assert alone[0]["result"] == alone[1]["result"]
+    assert alone[0]["result"]["outer_steps"] == 4
+    assert [rank["retries"] for rank in alone] == [[0, 0, 0, 0]] * RANKS
+    if not is_sharded:
+        assert alone[0]["batches"] == alone[1]["batches"]
+    for rank in ranks:
+        failed = rank["with a fault"]
+        assert failed.pop("retries") == [0, 1, 0, 0]  # on the other rank too
+        assert failed == {key: rank["alone"][key] for key in failed}
+        assert rank["lighthouse"] | {"result": None} == rank["alone"] | {"result": None}
+        assert rank["lighthouse"]["result"] == rank["alone"]["result"]
+    # One that raises ends the other, which would wait for its vote.
+    assert ranks[1]["error"] == "on this rank alone"
+    assert ranks[0]["error"]
+
+
+# ---- its checkpoint in a larger run -----------------------------------------------------------
+
+SETTINGS = {
+    "vanilla": {"sync_every": 4},
+    "streaming": STREAMING | {"wire_format": "int8"},  # saved with a fragment in flight
+}
+SAVED_AT = 7
+
+
+class Start(Callback):
+    """What a group would save when it has joined, and how many groups were there."""
+
+    def __init__(self, diloco: DiLoCoCallback) -> None:
+        self._diloco = diloco
+        self.found: dict[str, Any] = {}
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        diloco = self._diloco.diloco
+        assert diloco is not None
+        theta = {name: tensor.clone() for name, tensor in diloco.global_parameters().items()}
+        saved = copy.deepcopy(self._diloco.state_dict())
+        self.found = {"global": theta, "outer_step": diloco.outer_step, "saved": saved}
+
+
+def train(diloco: DiLoCoCallback, **arguments: Any) -> dict[str, Any]:
+    start = Start(diloco)
+    trainer = trainer_of(diloco, start, max_duration="16ba", **arguments)
+    trainer.fit()
+    trainer.close()
+    return start.found | {"result": diloco.result}
+
+
+def go_on_with_others(
+    group: Group, path: str, settings: dict[str, Any], coordinator_addr: str | None
+) -> dict[str, Any]:
+    """Group 0 has the checkpoint; the other one has other weights and data, and no checkpoint."""
+    diloco = DiLoCoCallback(
+        coordinator_addr=coordinator_addr,
+        lighthouse_addr=None if coordinator_addr else group.lighthouse_addr,
+        replica_id=group.replica_id,
+        num_replicas=group.num_replicas,
+        hostname="127.0.0.1",
+        digest_every=1,
+        **settings,
+    )
+    load_path = path if group.replica_id == 0 else None
+    return train(diloco, replica_id=group.replica_id, load_path=load_path)
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """The values by their place in a tree, of tensors their bytes."""
+    named = ((keystr(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0])
+    return {
+        name: leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in named
+    }
+
+
+@pytest.fixture
+def coordinator_addr(request, tmp_path):
+    """The address of a coordinator for these settings; None without one."""
+    name, has_one = request.getfixturevalue("name"), request.param
+    if not has_one:
+        yield None
+        return
+    coordinator = Coordinator(
+        DiLoCoSettings(**SETTINGS[name]),
+        "alone.yaml",
+        num_replicas=2,
+        state_dir=tmp_path / "state",
+        bind="127.0.0.1:0",
+    )
+    yield coordinator.address
+    coordinator.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "coordinator_addr"),
+    [("vanilla", False), ("vanilla", True), ("streaming", False)],
+    indirect=["coordinator_addr"],
+)
+def test_its_checkpoint_is_the_first_group_of_two_and_the_other_one_heals_from_it(
+    tmp_path, name, coordinator_addr
+):
+    saving = {"save_filename": "ba{batch}.pt", "save_interval": f"{SAVED_AT}ba"}
+    alone = DiLoCoCallback(num_replicas=1, **SETTINGS[name])
+    whole = train(alone, save_folder=str(tmp_path), **saving)
+    path = tmp_path / f"ba{SAVED_AT}.pt"
+    state = read_checkpoint(path)["state"]
+    saved = state["callbacks"]["DiLoCoCallback"]
+
+    first, second = run_groups(
+        go_on_with_others,
+        path=str(path),
+        settings=SETTINGS[name],
+        coordinator_addr=coordinator_addr,
+    )
+
+    assert leaves(first["saved"]) == leaves(saved)
+    for group in (first, second):
+        assert leaves(group["global"]) == leaves(dict(state["model"]))
+        assert leaves(group["saved"]["momentum"]) == leaves(saved["momentum"])
+        assert group["outer_step"] == json.loads(saved["progress"])["outer_step"] == 1
+    assert any(tensor.any() for tensor in saved["momentum"].values())
+    assert ("residual" in saved) == bool(saved["in_flight"]) == (name == "streaming")
+    assert first["result"]["global_digest"] == second["result"]["global_digest"]
+    assert first["result"]["outer_steps"] == whole["result"]["outer_steps"]
+    assert first["result"]["global_digest"] != whole["result"]["global_digest"]

@@ -1,0 +1,187 @@
+"""A replica group that trains alone. Run: pytest tests/replica/test_single_group.py
+
+Real: everything; in the tests marked ``integration`` also the lighthouse, Manager and gloo that the
+group is compared with. Its ranks are in tests/integration/test_alone.py.
+"""
+
+import logging
+import re
+import threading
+
+import psutil
+import pytest
+import torch
+from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.retries import SyncError
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.replica.single_group import SingleGroupManager
+
+STREAMING = {
+    "sync_every": 8,
+    "num_fragments": 2,
+    "fragment_sync_delay": 2,
+    "fragment_update_alpha": 0.5,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ---- who gets it ----------------------------------------------------------------------------
+
+
+def test_one_replica_and_no_lighthouse_is_all_it_takes_and_nothing_is_opened(monkeypatch):
+    process = psutil.Process()
+
+    def opened():
+        return {*process.net_connections("all"), *process.children(), *threading.enumerate()}
+
+    before = opened()
+    assert isinstance(make_manager(num_replicas=1), SingleGroupManager)
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "1")
+    assert isinstance(make_manager(), SingleGroupManager)
+    assert opened() <= before
+
+
+@pytest.mark.parametrize("num_replicas", [None, 2])
+def test_otherwise_a_lighthouse_has_to_be_named_and_the_error_has_this_way_too(num_replicas):
+    with pytest.raises(ValueError, match="no lighthouse is named: set TORCHFT_LIGHT") as error:
+        make_manager(replica_id=0, num_replicas=num_replicas)
+    assert "callbacks.diloco.num_replicas: 1" in str(error.value)
+    with pytest.raises(ValueError, match="has no name: set REPLICA_GROUP_ID=0") as error:
+        make_manager(num_replicas=num_replicas)
+    assert "callbacks.diloco.num_replicas: 1" in str(error.value)
+
+
+def test_with_a_lighthouse_one_replica_is_a_group_that_others_may_join(monkeypatch):
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://no-such-host.invalid:29510")
+    with pytest.raises(ValueError, match="this replica group has no name"):
+        make_manager(num_replicas=1)
+    with pytest.raises(ConnectionError):
+        make_manager(num_replicas=1, replica_id=0, connect_timeout=0.1)
+
+
+def test_more_groups_than_there_are_cannot_be_waited_for():
+    with pytest.raises(ValueError, match="min_replica_size=2 is above num_replicas=1: no sync"):
+        make_manager(num_replicas=1, min_replica_size=2)
+
+
+def test_ranks_that_could_not_vote_together_are_refused():
+    message = "world_size=2, and torch.distributed has 1 ranks: a group that trains alone consists"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_manager(num_replicas=1, rank=0, world_size=2)
+
+
+def test_what_only_a_network_needs_is_named_as_unused(caplog, tmp_path):
+    caplog.set_level(logging.INFO, logger="composer_replication")
+    make_manager(num_replicas=1, hostname="127.0.0.1", tls_dir=str(tmp_path), token="secret")
+    assert caplog.messages == [
+        "Training alone, without a network: num_replicas is 1, and no lighthouse is named. "
+        "Not used: hostname, tls_dir, token"
+    ]
+
+
+# ---- how it trains --------------------------------------------------------------------------
+
+
+def train(manager, steps=24, **settings):
+    """DiLoCo's state, and the local parameters after each inner step."""
+    model, seen = TinyMLP(), []
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with DiLoCo(manager, model, inner, **settings) as diloco:
+        for step in range(steps):
+            inner.zero_grad()
+            mse(model, *batch(0, step)).backward()
+            inner.step()
+            seen.append([p.detach().clone() for p in model.parameters()])
+        state = diloco.state_dict() | {"manager": manager.state_dict()}
+    manager.shutdown()
+    return state, seen
+
+
+def named_leaves(tree):
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+
+
+def is_same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
+@pytest.mark.parametrize("settings", [{"sync_every": 5}, STREAMING], ids=["vanilla", "streaming"])
+def test_it_is_bitwise_the_one_group_of_a_lighthouse(settings, wire_format):
+    lighthouse = start_lighthouse(bind="127.0.0.1:0")
+    settings = settings | {"wire_format": wire_format, "digest_every": 1}
+    try:
+        expected = train(
+            make_manager(replica_id=0, lighthouse_addr=lighthouse.address(), hostname="127.0.0.1"),
+            **settings,
+        )
+    finally:
+        lighthouse.shutdown()
+    found = train(make_manager(num_replicas=1), **settings)
+    leaves, others = named_leaves(found), named_leaves(expected)
+    assert leaves.keys() == others.keys()
+    assert [name for name in leaves if not is_same(leaves[name], others[name])] == []
+    assert found[0]["outer_step"] > 3
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_with_plain_averaging_it_is_training_without_diloco(num_fragments):
+    plain = TinyMLP()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    _, seen = train(
+        make_manager(num_replicas=1),
+        sync_every=4,
+        num_fragments=num_fragments,
+        outer_lr=1.0,
+        outer_momentum=0.0,
+    )
+    for step, local in enumerate(seen):
+        optimizer.zero_grad()
+        mse(plain, *batch(0, step)).backward()
+        optimizer.step()
+        torch.testing.assert_close(local, [*plain.parameters()], rtol=0, atol=1e-6)
+
+
+class Failing(SingleGroupManager):
+    """Some of its syncs fail, by their number from 0; the first one is that of the start."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self._numbers, self._count = numbers, 0
+
+    def should_commit(self):
+        if self._count in self._numbers:
+            self.report_error(RuntimeError("a fault"))
+        self._count += 1
+        return super().should_commit()
+
+
+def run_scripted(manager, **settings):
+    model = Constant()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with DiLoCo(manager, model, inner, plain_sgd(0.5), sync_every=2, **settings) as diloco:
+        for _ in range(6):
+            take_step(inner, 1.0)
+        reports = diloco.pop_finished_syncs()
+        return model.weight.item(), [(report.outer_step, report.retries) for report in reports]
+
+
+def test_a_sync_that_fails_is_tried_again_and_loses_nothing():
+    assert run_scripted(SingleGroupManager()) == (13.0, [(1, 0), (2, 0), (3, 0)])
+    assert run_scripted(Failing({2, 3})) == (13.0, [(1, 0), (2, 2), (3, 0)])
+
+
+def test_one_that_fails_again_and_again_is_an_error_that_says_why():
+    message = "outer step 1 did not commit in 2 attempts, .* RuntimeError: a fault"
+    with pytest.raises(SyncError, match=message):
+        run_scripted(Failing(range(2, 9)), max_sync_retries=1)
