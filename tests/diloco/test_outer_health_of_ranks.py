@@ -25,15 +25,15 @@ pytestmark = pytest.mark.integration
 
 RANKS = GROUPS = 2
 CASES = {
-    "vanilla": {"sync_every": 2},
+    "vanilla": {"sync_every": 4},
     "streaming": {
-        "sync_every": 4,
+        "sync_every": 8,
         "num_fragments": 2,
         "fragment_sync_delay": 1,
         "fragment_update_alpha": 0.5,
     },
-    "int8": {"sync_every": 2, "wire_format": "int8"},  # its blocks lie otherwise in shares
-    "another optimizer": {"sync_every": 2, "outer_optimizer": torch.optim.Adam},
+    "int8": {"sync_every": 4, "wire_format": "int8"},  # its blocks lie otherwise in shares
+    "another optimizer": {"sync_every": 4, "outer_optimizer": torch.optim.Adam},
 }
 
 
@@ -50,7 +50,7 @@ def train(settings, groups_of_ranks=None, meshes=None):
                 fully_shard(layer, mesh=meshes[sim.replica_id])
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         with DiLoCo(sim.manager, model, inner, ranks=ranks, **settings) as diloco:
-            for step in range(8):
+            for step in range(16):
                 inner.zero_grad()
                 loss = mse(model, *batch(sim.replica_id, step))
                 loss.backward()
