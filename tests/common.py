@@ -5,6 +5,8 @@ from torch import nn
 
 from composer_replication import DiLoCo
 from composer_replication.simulation.simulation import SimulatedReplica
+from composer_replication.training.muon import Muon
+from composer_replication.training.muon_groups import is_matrix
 
 
 class Constant(nn.Module):
@@ -46,6 +48,16 @@ def run_scripted(
             diloco.final_sync()
             trace.append((round(model.weight.item(), 5), round(theta.item(), 5)))
     return trace
+
+
+def muon_by_shape(parameters, **arguments):
+    """Muon for every matrix, AdamW for the rest; no names are needed."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if is_matrix(p) == use_muon], "use_muon": use_muon}
+        for use_muon in (True, False)
+    ]
+    return Muon(groups, **arguments)
 
 
 class TinyMLP(nn.Module):

@@ -8,13 +8,14 @@ import os
 
 import pytest
 import torch
-from common import TinyMLP, batch, mse, plain_sgd, take_step
+from common import TinyMLP, batch, mse, muon_by_shape, plain_sgd, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.replica.factory import backend_for, make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import Fault
+from composer_replication.training.muon import orthogonalize
 
 DEVICE = os.environ.get("COMPOSER_REPLICATION_TEST_DEVICE", "cuda")
 device_module = torch.get_device_module(DEVICE)
@@ -57,6 +58,27 @@ def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(
     one, other = simulate(lambda sim: train(sim.manager, **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 12
     assert one[1] == (backup_device == "cpu")
+
+
+def test_muon_is_that_of_the_cpu_but_for_its_bfloat16():
+    matrix = torch.randn(24, 72, generator=torch.Generator().manual_seed(0))
+    update = orthogonalize(matrix.to(DEVICE)).cpu()
+    assert (update - orthogonalize(matrix)).norm() < 0.02 * update.norm()
+    assert torch.equal(update, update.bfloat16().float())
+    singular = torch.linalg.svdvals(update)
+    assert 0.65 < singular.min() and singular.max() < 1.25
+    here, there = TinyMLP(), TinyMLP().to(DEVICE)
+    inner, other = (muon_by_shape(model.parameters(), lr=1e-3) for model in (here, there))
+    take_steps(there, other, range(5))
+    for step in range(5):
+        inner.zero_grad()
+        mse(here, *batch(0, step)).backward()
+        inner.step()
+    for p, q, begin in zip(
+        here.parameters(), there.parameters(), TinyMLP().parameters(), strict=True
+    ):
+        assert q.device.type == torch.device(DEVICE).type
+        assert (p - q.cpu()).norm() < 0.1 * (p - begin).norm()
 
 
 def test_messages_in_host_memory_take_none_of_the_device():

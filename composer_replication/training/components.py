@@ -22,10 +22,12 @@ class Component:
     Attributes:
         path: Import path, ``module:name``.
         keys: Arguments that a config may set.
+        by_name: Of an optimizer, whether it is given ``named_parameters()`` of the model.
     """
 
     path: str
     keys: tuple[str, ...] = ()
+    by_name: bool = False
 
     def load(self) -> Any:
         """Import the constructor and return it."""
@@ -33,8 +35,8 @@ class Component:
         return getattr(import_module(module), name)
 
 
-def _component(path: str, keys: str = "") -> Component:
-    return Component(path, tuple(keys.split()))
+def _component(path: str, keys: str = "", *, by_name: bool = False) -> Component:
+    return Component(path, tuple(keys.split()), by_name)
 
 
 _TEXT = _component(
@@ -70,6 +72,11 @@ COMPONENTS: dict[str, dict[str, Component]] = {
         "adamw": _component("torch.optim:AdamW", "lr betas eps weight_decay amsgrad foreach fused"),
         "sgd": _component(
             "torch.optim:SGD", "lr momentum dampening weight_decay nesterov foreach fused"
+        ),
+        "muon": _component(
+            "composer_replication.training.muon:Muon",
+            "lr momentum nesterov weight_decay betas eps adamw_names",
+            by_name=True,
         ),
     },
     "scheduler": {

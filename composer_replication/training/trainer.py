@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer import Trainer
+from composer import ComposerModel, Trainer
 from composer.utils import dist, reproducibility
+from torch.optim import Optimizer
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.callback.checkpoint_files import usable_checkpoint
@@ -145,7 +146,7 @@ def build_trainer(
         config = defaults | {key: value for key, value in config.items() if value is not None}
     return Trainer(
         model=model,
-        optimizers=build_named("optimizer", config["optimizer"], params=model.parameters()),
+        optimizers=_build_optimizer(config["optimizer"], model),
         schedulers=build_named("scheduler", config["scheduler"])
         if config.get("scheduler")
         else None,
@@ -196,6 +197,13 @@ def build(section: str, name: str, contents: Mapping[str, Any] | None, **objects
         return component.load()(**contents, **objects)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{section}: {name}: {error}") from error
+
+
+def _build_optimizer(section: Mapping[str, Any], model: ComposerModel) -> Optimizer:
+    # Not the names for all: torch would save them in every checkpoint.
+    by_name = COMPONENTS["optimizer"][section["name"]].by_name
+    params = model.named_parameters() if by_name else model.parameters()
+    return build_named("optimizer", section, params=params)
 
 
 def _build_loader(

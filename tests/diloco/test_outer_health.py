@@ -139,7 +139,7 @@ def test_norms_alone_give_the_cosines_of_all_pseudo_gradients(settings, toleranc
 def test_a_group_that_contributes_nothing_is_in_none_of_them():
     pseudo_gradients = drawn(3, rounds=3)
     for deltas in pseudo_gradients:
-        deltas[1] = (torch.full((1000,), math.nan), deltas[1][1])
+        deltas[1] = (torch.full((1000,), math.inf), deltas[1][1])
     reports, sick, _ = train_by(
         pseudo_gradients, shapes={"a": (1000,), "b": (7,)}, max_sync_retries=9
     )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import TinyMLP, batch
+from common import TinyMLP, batch, muon_by_shape
 from composer import Callback, Trainer
 from composer.algorithms import EMA
 from composer.models import ComposerModel
@@ -25,6 +25,7 @@ from composer_replication import DiLoCoCallback
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "muon": lambda parameters: muon_by_shape(parameters, lr=1e-2),
     # Without momentum it has no state, and torch steps it at every save.
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
 }

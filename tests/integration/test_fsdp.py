@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import TinyMLP, batch, mse
+from common import TinyMLP, batch, mse, muon_by_shape
 from integration.replicas import Group, run_groups
 from torch.distributed.fsdp import fully_shard
 
@@ -121,6 +121,43 @@ def test_sharded_groups_are_equal_also_one_that_healed_from_two_donors(tmp_path:
     joiner = [outer_step for outer_step, _ in processes[-1]]
     assert joiner[0] > 3 and len(joiner) >= 3
     assert len(held) > 4
+
+
+def train_with_muon(model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = muon_by_shape(model.parameters(), lr=1e-2)
+    for step in range(5):
+        optimizer.zero_grad()
+        mse(model, *batch(0, step)).backward()
+        optimizer.step()
+    return optimizer
+
+
+def shard_and_train_with_muon(process: Group, folder: str) -> list[list[float]]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/muon", rank=process.replica_id, world_size=RANKS
+    )
+    model = TinyMLP(width=15)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = train_with_muon(model)
+    for p in model.parameters():
+        for tensor in optimizer.state[p].values():
+            assert tensor.ndim == 0 or tensor.placements == p.placements
+    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[operator]
+    dist.destroy_process_group()
+    return [p.flatten().tolist() for p in whole]
+
+
+def test_muon_trains_whole_matrices_of_which_each_rank_has_a_shard(tmp_path: Path):
+    model = TinyMLP(width=15)
+    train_with_muon(model)
+    one, other = run_groups(shard_and_train_with_muon, RANKS, folder=str(tmp_path))
+    assert one == other
+    for found, expected in zip(one, model.parameters(), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(found), expected.detach().flatten(), rtol=0, atol=1e-6
+        )
 
 
 ALL_SICK, ONE_SICK = 7, 3

@@ -151,7 +151,8 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
                 for optimizer in ("adamw", "sgd")
             ]
             + [case("in_flight", "adamw", None, dtype="bfloat16"), case("int8", "adamw", None)]
-            + [case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba")],
+            + [case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba")]
+            + [case("in_flight", "muon", None), case("vanilla", "muon", None, dtype="bfloat16")],
             id="monolithic",
         ),
         pytest.param(
@@ -163,7 +164,8 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
             ]
             + [case("in_flight", "adamw", "full"), case("int8", "adamw", "sharded")]
             + [case("int8", "adamw", None)]
-            + [case("in_flight", "adamw", fsdp, ema="2ba") for fsdp in (None, "full", "sharded")],
+            + [case("in_flight", "adamw", fsdp, ema="2ba") for fsdp in (None, "full", "sharded")]
+            + [case("in_flight", "muon", fsdp) for fsdp in (None, "full", "sharded")],
             id="sharded",
         ),
     ],

@@ -109,9 +109,10 @@ def write_data(folder):
 class RunningGroups:
     """The replica groups, each a process group of its own; leaving kills what still runs."""
 
-    def __init__(self, folder, lighthouse):
+    def __init__(self, folder, lighthouse, overrides):
         self.folder = folder
         self.lighthouse = lighthouse
+        self.overrides = overrides
         self.processes = []
         self.deadline = time.monotonic() + DEADLINE_S
 
@@ -133,6 +134,7 @@ class RunningGroups:
             f"variables.group={group}",
             f"variables.data={self.folder / 'data'}",
             f"variables.run_dir={self.folder / 'run'}",
+            *self.overrides,
         )
         environ = offline_environ(
             TORCHFT_LIGHTHOUSE=self.lighthouse,
@@ -183,8 +185,14 @@ class RunningGroups:
         )
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory):
+MUON = [
+    "optimizer.name=muon",
+    "optimizer.param_groups=[{param_str_match: 'wte|wpe|lm_head', use_muon: false}]",
+]
+
+
+@pytest.fixture(scope="module", params=[[], MUON], ids=["adamw", "muon"])
+def groups(request, tmp_path_factory):
     """What both groups left behind after one run of ``mpt_tiny.yaml``."""
     from torchft.coordination import LighthouseServer
 
@@ -194,7 +202,7 @@ def groups(tmp_path_factory):
     lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000)
     address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
     try:
-        with RunningGroups(folder, address) as running:
+        with RunningGroups(folder, address, request.param) as running:
             running.start(0)
             # Two StreamingDatasets that start together on one machine can choose the same name for
             # their shared memory. llm-foundry says this when its loaders have theirs.
@@ -266,13 +274,20 @@ def test_three_lines_train_one_group_without_a_lighthouse(tmp_path):
     assert "outer step 1, fragment 0: 1 replica groups" in output  # the sync at the end
 
 
-def test_llmfoundry_lists_the_callback():
+@pytest.mark.parametrize(
+    ("registry", "name", "module"),
+    [
+        ("callbacks", "diloco", "composer_replication.callback.callback"),
+        ("optimizers", "muon", "composer_replication.training.muon"),
+    ],
+)
+def test_llmfoundry_lists_what_this_package_adds(registry, name, module):
     found = subprocess.run(
-        foundry_command("registry", "find", "callbacks", "diloco"),
+        foundry_command("registry", "find", registry, name),
         env=offline_environ(COLUMNS="200"),  # narrower, it breaks the module's name in two
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert found.returncode == 0, found.stderr
-    assert "composer_replication.callback.callback" in found.stdout
+    assert module in found.stdout

@@ -1,0 +1,241 @@
+"""Muon for the matrices of hidden layers and AdamW for all other parameters, in one optimizer.
+
+It needs torch alone: a Composer script and llm-foundry can use it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
+
+from composer_replication.training.muon_groups import ADAMW_NAMES, is_matrix, split_groups
+
+A, B, C = 3.4445, -4.7750, 2.0315
+"""The published coefficients of the iteration x -> A x + B x^3 + C x^5 on the singular values.
+
+Five iterations bring those above 0.2 % of the Frobenius norm into 0.68 to 1.21.
+"""
+ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+
+RMS_OF_ADAMW = 0.2
+"""Typical root mean square of AdamW's updates, in units of the learning rate (arXiv 2502.16982)."""
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Set all singular values of a matrix to about 1, by a Newton-Schulz iteration.
+
+    The iteration runs in bfloat16 on accelerators, where it is known to be precise enough, and in
+    fp32 on CPUs, where bfloat16 is slow.
+
+    Args:
+        matrix: Shape (rows, columns).
+
+    Returns:
+        A new matrix of the same shape and dtype.
+    """
+    x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    x = x / x.norm().clamp(min=SMALLEST_NORM)  # the iteration needs singular values of at most 1
+    if x.device.type != "cpu":
+        x = x.bfloat16()
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.mT if is_tall else x  # x @ x.mT is the smaller of the two products
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return (x.mT if is_tall else x).to(matrix.dtype)
+
+
+def muon_update(momentum: Tensor) -> Tensor:
+    """Return what Muon subtracts from a parameter, in units of the learning rate.
+
+    Args:
+        momentum: Of a matrix, or of a convolution of shape (out, in, height, width), whose matrix
+            is (out, in * height * width). A DTensor is gathered, which is a collective of all ranks
+            that share it; each computes the whole update and keeps its shard.
+    """
+    if isinstance(momentum, DTensor):
+        mesh = momentum.device_mesh
+        whole = [Replicate()] * mesh.ndim
+        update = muon_update(momentum.full_tensor())
+        update = DTensor.from_local(update, mesh, whole, run_check=False)
+        return update.redistribute(placements=momentum.placements)
+    matrix = momentum.flatten(1)
+    return orthogonalize(matrix).mul_(RMS_OF_ADAMW * sqrt(max(matrix.shape))).reshape_as(momentum)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of hidden layers, AdamW for all other parameters.
+
+    Muon (https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the
+    nearest orthogonal matrix, so that all directions move by the same length. Embeddings, output
+    layers, norms and biases are trained by AdamW. Both are parameter groups of this one optimizer,
+    since Composer takes only one, and a scheduler scales the learning rates of both.
+
+    The update of a matrix is scaled by ``0.2 * sqrt(max(rows, columns))``, so that it is about as
+    large as AdamW's (arXiv 2502.16982). ``lr`` and ``weight_decay`` are therefore those of AdamW,
+    for both kinds of groups. As inner optimizer of DiLoCo: arXiv 2505.23725.
+
+    Pass ``model.named_parameters()``: Muon gets the parameters with 2 or 4 dimensions whose names
+    ``adamw_names`` does not find. Groups (dicts with ``params``) may have values of their own for
+    all other arguments, and may say ``use_muon``, true or false, which then decides. llm-foundry
+    passes no names, so there the ``param_groups`` of the YAML say it::
+
+        optimizer:
+          name: muon
+          lr: 1.0e-3
+          param_groups:
+          - {param_str_match: "wte|wpe|lm_head", use_muon: false}
+
+    Under FSDP2 each matrix is gathered at every step. FSDP1 has no matrices and is rejected.
+
+    Args:
+        params: ``model.named_parameters()``, or groups.
+        lr: Learning rate.
+        momentum: Muon's: the share of the old momentum that is kept.
+        nesterov: Whether Muon's update looks one step ahead.
+        weight_decay: Decoupled, as in ``torch.optim.AdamW``: a step multiplies by
+            ``1 - lr * weight_decay``.
+        betas: AdamW's.
+        eps: AdamW's.
+        adamw_names: Regular expression that finds the names of embeddings and output layers.
+
+    Raises:
+        ValueError: A value is impossible, no parameter is left for Muon, or there are neither names
+            nor a ``use_muon``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        adamw_names: str = ADAMW_NAMES,
+    ) -> None:
+        super().__init__(
+            split_groups(params, adamw_names),
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "weight_decay": weight_decay,
+                "betas": betas,
+                "eps": eps,
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Args:
+            param_group: With ``use_muon``.
+
+        Raises:
+            ValueError: ``use_muon`` is missing, a value is impossible, or Muon would get a
+                parameter that is no matrix.
+        """
+        if "use_muon" not in param_group:
+            raise ValueError("a group of parameters lacks use_muon: set it to True or False")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_values(group)
+        others = [tuple(p.shape) for p in group["params"] if not is_matrix(p)]
+        if group["use_muon"] and others:
+            raise ValueError(
+                "Muon trains matrices and convolutions with 4 dimensions, and a group with "
+                f"use_muon has a parameter of shape {others[0]}: set use_muon=False for it. If "
+                "FSDP1 has flattened the parameters, use FSDP2 or another optimizer"
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned.
+
+        Args:
+            state_dict: Of an optimizer with the same groups.
+
+        Raises:
+            ValueError: Another optimizer has saved it, or Muon trained other parameters then.
+        """
+        kinds = [group["use_muon"] for group in self.param_groups]
+        super().load_state_dict(state_dict)  # of the groups it checks the sizes alone
+        for group, use_muon in zip(self.param_groups, kinds, strict=True):
+            key = "momentum_buffer" if use_muon else "exp_avg"
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            if group.get("use_muon") != use_muon or not all(key in state for state in states):
+                raise ValueError(
+                    "the saved state is of another optimizer than Muon, or Muon trained other "
+                    "parameters then: use the adamw_names and groups with which it was saved, or "
+                    "load the weights alone"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step. Parameters without a gradient stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if group["use_muon"]:
+                self._step_muon(group, trained)
+            elif trained:
+                self._step_adamw(group, trained)
+        return loss
+
+    def _step_muon(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+        for p in trained:
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            momentum = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            if group["nesterov"]:
+                momentum = p.grad.lerp(momentum, group["momentum"])  # type: ignore[union-attr]
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(muon_update(momentum), alpha=-group["lr"])
+
+    def _step_adamw(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+        for p in trained:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.zeros_like(p)
+        states = [self.state[p] for p in trained]
+        adamw(
+            trained,
+            [p.grad for p in trained],  # type: ignore[misc]
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _check_values(group: Mapping[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "eps"):
+        if group[name] < 0:
+            raise ValueError(f"{name}={group[name]} is negative: use 0 or more")
+    shares = {"momentum": group["momentum"]} | dict(
+        zip(("betas[0]", "betas[1]"), group["betas"], strict=True)
+    )
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"{name}={share} is out of range: use at least 0 and less than 1")

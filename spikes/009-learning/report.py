@@ -1,0 +1,156 @@
+"""Writes the tables and pictures of ``docs/learning.md`` from ``results.jsonl``.
+
+    python spikes/009-learning/report.py
+
+What stands between the markers in the document is replaced; the rest is prose, and stays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cells import CLAIM_SEEDS, TUNING_SEEDS, Cell
+from paired import Difference, compare
+from plan import ARMS, Arm
+from study import read
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "learning.md"
+BEGIN, END = "<!-- {name}: written by spikes/009-learning/report.py -->", "<!-- end of {name} -->"
+
+
+class Results:
+    """The trainings that have been made, by cell."""
+
+    def __init__(self, lines: Mapping[str, Mapping[str, Any]]) -> None:
+        self._lines = lines
+
+    def bits(self, cell: Cell, seeds: Iterable[int] = CLAIM_SEEDS) -> dict[int, float]:
+        """Held-out bits per byte by seed."""
+        found = {seed: self._lines.get(cell.with_seed(seed).key) for seed in seeds}
+        return {seed: line["bits"] for seed, line in found.items() if line is not None}
+
+    def curve(self, cell: Cell) -> list[float]:
+        """The training loss in bits per byte along the run, as a mean over the seeds."""
+        lines = [self._lines.get(cell.with_seed(seed).key) for seed in CLAIM_SEEDS]
+        curves = [line["loss"] for line in lines if line is not None]
+        return [statistics.fmean(values) / 0.693147 for values in zip(*curves, strict=True)]
+
+    def above(self, arm: Arm) -> Difference | None:
+        """How far an arm lies above what it is compared with."""
+        return compare(self.bits(arm.cell), self.bits(arm.base))
+
+
+def claims(results: Results) -> str:
+    """The table of the arms."""
+    rows = [
+        "| arm | inner lr | outer lr, momentum | seeds | median, bits per byte | against "
+        "| difference, 90 % interval |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm in ARMS:
+        bits, above = results.bits(arm.cell), results.above(arm)
+        if not bits:
+            continue
+        outer = f"{arm.cell.outer_lr:g}, {arm.cell.outer_momentum:g}" if arm.cell.groups else "-"
+        rows.append(
+            f"| {arm.name} | {arm.cell.lr:g} | {outer} | {len(bits)} | "
+            f"{statistics.median(bits.values()):.3f} | {arm.against} | {above or '-'} |"
+        )
+    return "\n".join(rows)
+
+
+def tuning(results: Results) -> str:
+    """The table of all settings that were tried on the tuning seeds."""
+    rows = [
+        "| groups | H | steps | inner | inner lr | outer lr | momentum | seeds | bits per byte |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    tried: dict[Cell, dict[int, float]] = {}
+    for line in read().values():
+        cell = Cell(**line["cell"])
+        if cell.seed in TUNING_SEEDS:
+            tried.setdefault(replace(cell, seed=0), {})[cell.seed] = line["bits"]
+    for cell, bits in sorted(tried.items(), key=lambda each: _order(each[0])):
+        outer = (cell.sync_every, cell.outer_lr, cell.outer_momentum)
+        h, lr, momentum = outer if cell.groups else ("-", "-", "-")
+        rows.append(
+            f"| {cell.groups or 'data parallel'} | {h} | {cell.steps} | {cell.inner} | {cell.lr:g} "
+            f"| {lr} | {momentum} | {len(bits)} | {statistics.fmean(bits.values()):.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def _order(cell: Cell) -> tuple[Any, ...]:
+    return (cell.steps, cell.groups, cell.sync_every, cell.inner, cell.lr, cell.outer_lr)
+
+
+def put(name: str, text: str) -> None:
+    """Replace what stands between the markers of this name in the document."""
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    document = DOCUMENT.read_text()
+    head, _, rest = document.partition(begin)
+    if not rest or end not in rest:
+        raise ValueError(f"{DOCUMENT} has no place for {name}: write {begin} and {end} into it")
+    DOCUMENT.write_text(f"{head}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Draw loss against tokens, and loss above data parallel against the number of groups."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, groups) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for arm in ARMS:
+        curve = results.curve(arm.cell)
+        if not arm.is_drawn or not curve:
+            continue
+        tokens = arm.cell.steps * arm.cell.batch * 128 / 1e6
+        xs = [(index + 1) / len(curve) * tokens for index in range(len(curve))]
+        curves.plot(xs, curve, label=arm.name, linewidth=1.2)
+    curves.set(xlabel="million bytes trained on", ylabel="training loss, bits per byte")
+    curves.set_ylim(top=4)
+    curves.legend(fontsize=8)
+    for h in (30, 100):
+        shown = [
+            (arm.cell.groups, above)
+            for arm in ARMS
+            if _is_vanilla(arm.cell) and arm.cell.sync_every == h and (above := results.above(arm))
+        ]
+        if shown:
+            groups.errorbar(
+                [k for k, _ in shown],
+                [above.mean for _, above in shown],
+                yerr=[(above.high - above.low) / 2 for _, above in shown],
+                marker="o",
+                capsize=3,
+                label=f"H = {h}",
+            )
+    groups.axhline(0, color="0.6", linewidth=0.8)
+    groups.set_xscale("log", base=2)
+    groups.set(xlabel="replica groups", ylabel="loss above data parallel, %")
+    groups.legend(fontsize=8)
+    figure.savefig(folder / "learning.png", dpi=110)
+
+
+def _is_vanilla(cell: Cell) -> bool:
+    plain = Cell()
+    others = ("num_fragments", "wire_format", "inner", "merge")
+    return cell.groups > 0 and all(getattr(cell, o) == getattr(plain, o) for o in others)
+
+
+def main() -> None:
+    results = Results(read())
+    put("arms", claims(results))
+    put("tuning", tuning(results))
+    draw(results, DOCUMENT.parent)
+    print(claims(results))
+
+
+if __name__ == "__main__":
+    main()

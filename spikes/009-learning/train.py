@@ -1,0 +1,166 @@
+"""Trains one cell of the study, on the code that a run uses, and evaluates the global weights."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from cells import Cell
+from composer.optim import DecoupledAdamW
+from torch import nn
+from torchft.data import DistributedSampler
+
+from composer_replication import DiLoCo, simulate
+from composer_replication.training import Muon
+from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
+from composer_replication.training.text_data import TextBytes
+
+MODEL = {"d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
+WARMUP = 50
+FINAL_LR = 0.1  # of the peak
+
+
+@lru_cache
+def text(split: str) -> TextBytes:
+    """The source of Python's standard library, of which some files are held out."""
+    return TextBytes(max_seq_len=MODEL["max_seq_len"], split=split)  # pyright: ignore[reportArgumentType]
+
+
+def train(cell: Cell) -> dict[str, Any]:
+    """Train a cell to its end.
+
+    Args:
+        cell: The training.
+
+    Returns:
+        ``text``, the name of what it was trained and evaluated on; ``bits``, held-out bits per byte
+        of the global weights at the end; ``loss``, the training loss of group 0 in nats, as a mean
+        over each 60th of the run; and ``seconds``.
+    """
+    began = time.monotonic()
+    if cell.groups:
+        results = simulate(lambda sim: _group(cell, sim), num_replicas=cell.groups, timeout_s=None)
+        digests = {digest for _, _, digest in results}
+        assert len(digests) == 1, f"the groups ended on different weights: {digests}"
+        model, losses, _ = results[0]
+    else:
+        model = _model(cell)
+        losses = _steps(cell, model, _inner(cell, model), rank=0, groups=1)
+    return {
+        "text": text("train").name,
+        "bits": round(_evaluate(model), 5),
+        "loss": [round(value, 4) for value in losses],
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
+    model = _model(cell)
+    inner = _inner(cell, model)
+    diloco = DiLoCo(
+        sim.manager,
+        model,
+        inner,
+        num_replicas=cell.groups,
+        sync_every=cell.sync_every,
+        num_fragments=cell.num_fragments,
+        fragment_sync_delay=cell.delay,
+        fragment_update_alpha=cell.alpha,
+        outer_lr=cell.outer_lr,
+        outer_momentum=cell.outer_momentum,
+        wire_format=cell.wire_format,
+    )
+    with diloco:
+        losses = _steps(cell, model, inner, rank=sim.replica_id, groups=cell.groups)
+        diloco.final_sync()
+        return model, losses, diloco.global_digest()
+
+
+def _steps(
+    cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: int, groups: int
+) -> list[float]:
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _decay(step, cell.steps))
+    batches = _batches(cell, rank, groups)
+    every = max(1, cell.steps // 60)
+    losses, total = [], 0.0
+    for step in range(1, cell.steps + 1):
+        batch = next(batches)
+        inner.zero_grad()
+        loss = model.loss(model(batch), batch)  # pyright: ignore[reportCallIssue]
+        loss.backward()
+        if cell.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), cell.clip)
+        inner.step()
+        schedule.step()
+        total += loss.item()
+        if step % every == 0:
+            losses.append(total / every)
+            total = 0.0
+    return losses
+
+
+def _decay(step: int, steps: int) -> float:
+    """Composer's cosine with warm-up."""
+    if step < WARMUP:
+        return step / WARMUP
+    progress = (step - WARMUP) / (steps - WARMUP)
+    return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _batches(cell: Cell, rank: int, groups: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This group's batches. Those of all groups together are data parallel's, in the same order."""
+    data = text("train")
+    sampler = DistributedSampler(
+        data,
+        replica_rank=rank,
+        num_replica_groups=groups,
+        group_rank=0,
+        num_replicas=1,
+        shuffle=True,
+        seed=cell.seed,
+        drop_last=True,
+    )
+    size = cell.batch // groups
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        for start in range(0, len(order) - size + 1, size):
+            samples = [data[index] for index in order[start : start + size]]
+            yield {
+                name: torch.stack([sample[name] for sample in samples])
+                for name in ("input_ids", "labels")
+            }
+        epoch += 1
+
+
+_building = threading.Lock()  # initial weights come from torch's generator, which threads share
+
+
+def _model(cell: Cell) -> ByteGPT:
+    with _building:
+        torch.manual_seed(cell.seed)
+        return ByteGPT(**MODEL)
+
+
+def _inner(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
+    if cell.inner == "muon":
+        return Muon(model.named_parameters(), lr=cell.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return DecoupledAdamW(model.parameters(), lr=cell.lr, betas=(0.9, 0.95), weight_decay=1e-5)
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module) -> float:
+    metric, data = BitsPerByte(), text("eval")
+    for start in range(0, len(data), 64):
+        samples = [data[i] for i in range(start, min(start + 64, len(data)))]
+        batch = torch.stack([sample["input_ids"] for sample in samples])
+        metric.update(
+            model({"input_ids": batch}), torch.stack([sample["labels"] for sample in samples])
+        )
+    return metric.compute().item()
