@@ -142,7 +142,7 @@ class GlobalParameters:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        return StepNorms.of_sums(_root(stepped), _root(still), 1.0)
+        return StepNorms.of_parts(_root(stepped), _root(still))
 
     def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
         """All of each tensor, in the memory of a mean that is used up."""
@@ -165,7 +165,8 @@ class GlobalParameters:
             is_cut = local is None or local.is_contiguous()
             chunk = CHUNK if is_cut else max(1, theta.numel())
             if index in plain or index in rules.held:
-                still.append(self.shards.own_part(torch.dot(sums, sums), index))
+                square = torch.dot(sums, sums) / mean.divisor**2
+                still.append(self.shards.own_part(square, index))
                 if index in plain:
                     theta.view(-1).sub_(sums.div_(mean.divisor))
                 chunks = chunks_of(theta.detach().view(-1), chunk)
@@ -178,11 +179,11 @@ class GlobalParameters:
                 parts = chunks_of(local.view(-1), chunk) if is_cut else (local,)
             for part, (global_part, momentum, square) in itertools.zip_longest(parts, moved):
                 squares.append(self.shards.own_part(torch.dot(momentum, momentum), index))
-                stepped.append(self.shards.own_part(square, index))
+                stepped.append(self.shards.own_part(square / mean.divisor**2, index))
                 if part is not None:
                     _mix(part, global_part.view(part.shape), rules.alpha_of(index))
         self._momentum_norm = _root(squares)
-        return StepNorms.of_sums(_root(stepped), _root(still), mean.divisor)
+        return StepNorms.of_parts(_root(stepped), _root(still))
 
     @property
     def _sizes(self) -> list[int]:

@@ -53,9 +53,9 @@ class StepNorms(NamedTuple):
     decay: float = 0.0
 
     @classmethod
-    def of_sums(cls, stepped: float, still: float, divisor: float) -> StepNorms:
-        """From ``divisor`` times the norms of what the outer optimizer moved, and of the rest."""
-        return cls(math.hypot(stepped, still) / divisor, stepped / divisor)
+    def of_parts(cls, stepped: float, still: float) -> StepNorms:
+        """From the norms of the mean over what the outer optimizer moved, and over the rest."""
+        return cls(math.hypot(stepped, still), stepped)
 
     @property
     def momentum_cosine(self) -> float | None:
