@@ -62,7 +62,7 @@ def pack(
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
-    momentum = momentum_of(fragments)
+    momentum = momentum_of(fragments, always=bool(state["settings"].get("outer_schedule")))
     progress = {key: state[key] for key in _PLAIN} | {
         "format": FORMAT,
         "replaces_global": state["replaces_global"],
@@ -92,7 +92,8 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
         return layout.save(name, shard)
 
     trained = [name for name, t in layout.live.items() if t.requires_grad]
-    with_momentum = trained if settings.outer_momentum else []
+    has_momentum = settings.outer_momentum or settings.outer_schedule
+    with_momentum = trained if has_momentum else []
     with_residual = list(layout.live) if settings.keeps_residual else []
     saved = {
         "progress": "",
@@ -177,13 +178,18 @@ def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
     return progress
 
 
-def momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the momentum of every trained parameter; zeros before the first outer step."""
+def momentum_of(fragments: list[dict[str, Any]], *, always: bool = False) -> dict[str, Tensor]:
+    """Return the momentum of every trained parameter; zeros before the first outer step.
+
+    Args:
+        fragments: Their outer states.
+        always: Whether also where the momentum is 0 at the moment, as in a row of a schedule.
+    """
     momentum = {}
     for fragment in fragments:
         names, optimizer = list(fragment["theta"]), fragment["optimizer"]
         for group in optimizer["param_groups"]:
-            for index in group["params"] if group["momentum"] else ():
+            for index in group["params"] if always or group["momentum"] else ():
                 name = names[index]
                 buffer = optimizer["state"].get(index, {}).get("momentum_buffer")
                 momentum[name] = (

@@ -29,6 +29,8 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+OuterStep = Annotated[int, Field(ge=1, lt=2**53)]
+
 Number = Annotated[float | None, AfterValidator(_finite)]
 """A number. NaN and infinity become null, since JSON has no such numbers."""
 
@@ -120,4 +122,5 @@ class SettingsChanges(StrictBody):
 
     outer_lr: float | None = None
     outer_momentum: float | None = None
+    outer_schedule: list[tuple[OuterStep, float, float]] | None = None
     sync_every: int | None = None

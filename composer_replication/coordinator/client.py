@@ -18,7 +18,7 @@ from composer_replication.coordinator.client_http import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
-from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.diloco.settings import AUTO, CHANGEABLE, DiLoCoSettings, SettingsMismatch
 from composer_replication.replica.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
@@ -66,16 +66,27 @@ class RunInfo:
     def check_settings(self, named: Mapping[str, Any], address: str) -> None:
         """Compare the settings that a config names with the coordinator's.
 
+        What it leaves open is no difference: ``auto``, and None where a value is chosen for it.
+
         Raises:
-            SettingsMismatch: One differs; the message lists both values of each.
+            SettingsMismatch: One differs, and not because it has changed while the run went on; the
+                message lists both values of each.
         """
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = dataclasses.asdict(self.settings) | options
-        differing = [
-            f"  {name}: {value!r} here, {run[name]!r} there"
+        chosen = (*options, "fragment_update_alpha")
+        found = {
+            name: f"  {name}: {value!r} here, {run[name]!r} there"
             for name, value in named.items()
-            if name in run and value != run[name] and not (name in options and value is None)
-        ]
+            if name in run and value not in (run[name], AUTO)
+            if not (name in chosen and value is None)
+        }
+        differing = []
+        for name, line in found.items():
+            if name in CHANGEABLE and self.settings_version > 1:
+                log.warning("The run has changed since its start, and this group follows:%s", line)
+            else:
+                differing.append(line)
         if differing:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.outer_table import resolve
+from composer_replication.diloco.settings import CHANGEABLE, DiLoCoSettings
 
-CHANGEABLE = ("outer_lr", "outer_momentum", "sync_every")
-"""Settings that may change while groups are training."""
+log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (
@@ -38,6 +39,8 @@ class RunSettings:
         all_start: Whether all replica groups start together with this service, so that every
             setting may have changed. Otherwise groups may be training, and only ``CHANGEABLE``
             settings may have changed.
+        num_replicas: How many replica groups the run begins with. What is ``auto`` is chosen by it
+            when the state folder is served for the first time, and kept from then on.
 
     Attributes:
         newest_version: Number of the newest version. Reading it does not use the database.
@@ -53,6 +56,7 @@ class RunSettings:
         settings: DiLoCoSettings,
         source: str,
         all_start: bool = False,
+        num_replicas: int | None = None,
     ) -> None:
         self._database = database
         self._journal = journal
@@ -64,6 +68,10 @@ class RunSettings:
             (newest,) = cursor.execute("SELECT max(version) FROM settings").fetchone()
         self.newest_version: int = newest or 0
         served = None if row is None else json.loads(row[0])
+        settings, auto = resolve(settings, num_replicas, served)
+        if auto:
+            log.info("%s", auto)
+            source = f"{source}; {auto}"
         if served == json.loads(json.dumps(asdict(settings))):
             return
         if served is not None and not all_start:
@@ -119,7 +127,8 @@ class RunSettings:
             The number of the new version; that of the newest one if nothing changes.
 
         Raises:
-            RejectedError: A setting cannot change during training, or a value is out of range.
+            RejectedError: A setting cannot change during training, or a value is out of range, or
+                ``outer_schedule`` has its own values for it.
         """
         fixed = sorted(changes.keys() - set(CHANGEABLE))
         if fixed:
@@ -132,6 +141,14 @@ class RunSettings:
             changed = DiLoCoSettings(**asdict(settings) | dict(changes))
         except (TypeError, ValueError) as error:
             raise RejectedError(str(error)) from error
+        scheduled = sorted(changes.keys() & {"outer_lr", "outer_momentum"})
+        if scheduled and changed.outer_schedule and "outer_schedule" not in changes:
+            first = changed.outer_schedule[0][0]
+            raise RejectedError(
+                f"{', '.join(scheduled)}: this run has an outer_schedule, which sets it from outer "
+                f"step {first} on. Change outer_schedule, or end it with outer_schedule=[] beside "
+                "the new value"
+            )
         if changed == settings:
             return version
         text = ", ".join(f"{name} {getattr(settings, name)} -> {v}" for name, v in changes.items())

@@ -94,7 +94,9 @@ class Coordinator:
             opened.callback(os.close, open_lock(own.state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(own.state_dir / STATE)))
             journal = Journal(database)
-            run_settings = RunSettings(database, journal, own.settings, own.source, own.all_start)
+            run_settings = RunSettings(
+                database, journal, own.settings, own.source, own.all_start, own.num_replicas
+            )
             versions = Versions(__version__, version("torchft-nightly"))
             registry = Registry(database, journal, versions, own.heartbeat_timeout_s)
             self._http = opened.enter_context(closing(HttpService(own.bind, own.tls)))

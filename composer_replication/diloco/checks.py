@@ -16,7 +16,15 @@ def check_integer(name: str, value: object, *, at_least: int) -> None:
         raise ValueError(f"{name}={value!r}: use an integer of at least {at_least}")
 
 
-def check_number(name: str, value: object, low: float, high: float, *, below: bool = False) -> None:
+def check_number(
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    below: bool = False,
+    alternative: str | None = None,
+) -> None:
     """Reject a value that is not a finite number, or out of bounds.
 
     Args:
@@ -25,6 +33,7 @@ def check_number(name: str, value: object, low: float, high: float, *, below: bo
         low: The smallest value allowed.
         high: The largest value allowed.
         below: Whether ``high`` itself is not allowed.
+        alternative: What may be there instead of a number, for the message.
 
     Raises:
         ValueError: The value is not a finite number within the bounds.
@@ -32,7 +41,8 @@ def check_number(name: str, value: object, low: float, high: float, *, below: bo
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (below and value == high):  # pyright: ignore
         bounds = f"{low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name}={value!r}: use a number {bounds}{', exclusive' if below else ''}")
+        bounds += (", exclusive" if below else "") + (f", or {alternative}" if alternative else "")
+        raise ValueError(f"{name}={value!r}: use a number {bounds}")
 
 
 def check_seconds(name: str, value: object) -> None:

@@ -17,7 +17,6 @@ from composer_replication.diloco.freezing import Freezing, StepRules
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, local_tensor
 
 
@@ -242,24 +241,32 @@ class GlobalParameters:
         """Where the momentum of each tensor is kept: in one buffer, as the tensors are."""
         return self._views(torch.empty_like(self.flat, pin_memory=False))
 
-    def set_hyperparameters(self, settings: DiLoCoSettings) -> None:
-        """Go on with other numbers, and the same momentum buffers.
+    def set_hyperparameters(self, lr: float, momentum: float, nesterov: bool) -> None:
+        """Go on with other numbers than the optimizer was built with; see ``follow``.
 
         Raises:
             ValueError: The outer optimizer has no such numbers.
         """
-        changed = {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
+        changed = {"lr": lr, "momentum": momentum}
         unknown = sorted(changed.keys() - self.optimizer.defaults.keys())
         if unknown:
             raise ValueError(
                 f"{type(self.optimizer).__name__} has no {', '.join(unknown)}: only an outer SGD "
                 "changes its settings in mid-run"
             )
-        # Without momentum torch refuses Nesterov's, and needs no reminder of it when it is back.
-        changed["nesterov"] = settings.outer_nesterov and settings.outer_momentum > 0
-        self.optimizer.defaults.update(changed)
+        self.optimizer.defaults.update(changed, nesterov=nesterov)
+        self.follow(lr, momentum, nesterov)
+
+    def follow(self, lr: float, momentum: float, nesterov: bool) -> None:
+        """Take the next outer steps with these numbers, as a row of the schedule says.
+
+        The momentum buffers stay. Momentum 0 forgets them: no outer step would change them, and
+        when momentum comes back they would be as old as that. A checkpoint does not have them.
+        """
         for group in self.optimizer.param_groups:
-            group.update(changed)
+            group.update(lr=lr, momentum=momentum, nesterov=nesterov)
+        if not momentum:
+            self.optimizer.state.clear()
 
     def step_norms(self) -> StepNorms:
         """The norms of the last outer step; the momentum's is 0 before the first one.

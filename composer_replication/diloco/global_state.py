@@ -6,14 +6,15 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_replication.diloco.global_parameters import GlobalParameters
-from composer_replication.diloco.outer_optimizer import describe
+from composer_replication.diloco.outer_optimizer import describe, number_in
+from composer_replication.diloco.outer_schedule import row_at
 from composer_replication.diloco.outer_state import cut, gather, load_outer_state, outer_state
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.settings import (
@@ -24,7 +25,7 @@ from composer_replication.diloco.settings import (
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = ("outer_optimizer", "sync_every")
+CHANGEABLE = ("outer_optimizer", "outer_schedule", "sync_every")
 """Keys of the fingerprint that may change during a run."""
 
 
@@ -37,10 +38,17 @@ class GlobalState:
     Args:
         fragments: The global parameters of each fragment.
         fingerprint: The settings and the model, as plain containers.
+        auto: Which outer settings are ``auto`` here: what the run has is taken for them.
     """
 
-    def __init__(self, fragments: Sequence[GlobalParameters], fingerprint: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        fragments: Sequence[GlobalParameters],
+        fingerprint: dict[str, Any],
+        auto: Collection[str] = (),
+    ) -> None:
         self._fragments = fragments
+        self._auto = auto
         self._whole = threading.RLock()
         self._is_in_outer_step = False
         self.fingerprint = fingerprint
@@ -127,12 +135,20 @@ class GlobalState:
         return state | {"fragments": [gather(fragment, own) for fragment, own in pairs]}
 
     def begin_outer_step(self) -> None:
-        """Lock the state for an outer step.
+        """Lock the state for an outer step, which takes the numbers of its row of the schedule.
 
         Without the lock a joiner could be sent parameters of which only a part has moved.
         """
         self._whole.acquire()
         self._is_in_outer_step = True
+        rows = self.fingerprint.get("outer_schedule")
+        if not rows:
+            return
+        first, *numbers = row_at(rows, self.outer_step + 1)
+        for fragment in self._fragments:
+            fragment.follow(*numbers)
+        if first == self.outer_step + 1:
+            log.info("From outer step %d on: outer_lr %g, outer_momentum %g", first, *numbers[:2])
 
     def end_outer_step(self, synced_samples: Iterable[SyncedSamples]) -> None:
         """Count the outer step, record the samples of its groups, and unlock the state."""
@@ -148,6 +164,7 @@ class GlobalState:
             SettingsMismatch: That group has other settings, or another model.
         """
         theirs = dict(state_dict["settings"])
+        self._take_for_auto(theirs)
         if self.settings_version and state_dict["settings_version"]:
             # Both groups have the settings from the coordinator, and the donor's are in force.
             changed = {key: theirs.get(key) for key in CHANGEABLE if key in theirs}
@@ -165,11 +182,14 @@ class GlobalState:
         Raises:
             SettingsMismatch: A setting has changed that the saved state does not allow to change.
         """
-        changes = adopt_changes(self.fingerprint, state_dict["settings"])
+        saved = state_dict["settings"]
+        self._take_for_auto(saved)
+        changes = adopt_changes(self.fingerprint, saved)
         for change in changes:
             log.warning("Resuming with changed settings: %s", change)
-        has_other_outer = self.fingerprint["outer_optimizer"] != state_dict["settings"].get(
-            "outer_optimizer"
+        has_other_outer = any(
+            self.fingerprint.get(key) != saved.get(key)
+            for key in ("outer_optimizer", "outer_schedule")
         )
         pairs = zip(self._fragments, state_dict["fragments"], strict=True)
         own = [cut(fragment, saved) for fragment, saved in pairs]
@@ -180,12 +200,40 @@ class GlobalState:
     def adopt(self, version: int, settings: DiLoCoSettings) -> None:
         """Adopt another version of the settings."""
         for fragment in self._fragments:
-            fragment.set_hyperparameters(settings)
+            fragment.set_hyperparameters(*settings.outer_numbers)
         self.fingerprint["outer_optimizer"] = describe(self._fragments[0].optimizer)
+        self.fingerprint["outer_schedule"] = settings.fingerprint()["outer_schedule"]
         if "sync_every" in self.fingerprint:
             self.fingerprint["sync_every"] = settings.sync_every
         self.settings_version = version
         log.info("Settings version %d from outer step %d on", version, self.outer_step + 1)
+
+    def _take_for_auto(self, theirs: Mapping[str, Any]) -> None:
+        """Take the numbers of the run for what is ``auto``: the run has chosen them, at its start.
+
+        Args:
+            theirs: The fingerprint of a group in training, or of a checkpoint.
+        """
+        optimizer, described = self._fragments[0].optimizer, theirs["outer_optimizer"]
+        if not self._auto or described.partition("(")[0] != type(optimizer).__name__:
+            return  # nothing to take; of another kind is found out by those who compare
+        mine = optimizer.defaults
+        lr, momentum = mine["lr"], mine["momentum"]
+        if "outer_lr" in self._auto:
+            lr = number_in(described, "lr")
+        if "outer_momentum" in self._auto:
+            momentum = number_in(described, "momentum")
+        numbers = lr, momentum, mine["nesterov"] and momentum > 0
+        if (lr, momentum) == (mine["lr"], mine["momentum"]):
+            return
+        names = ", ".join(self._auto)
+        log.info("%s auto: as this run began, outer_lr %g, outer_momentum %g", names, lr, momentum)
+        for fragment in self._fragments:
+            fragment.set_hyperparameters(*numbers)
+        self.fingerprint["outer_optimizer"] = describe(optimizer)
+        rows = self.fingerprint.get("outer_schedule")
+        if rows:
+            self.fingerprint["outer_schedule"] = [[0, *numbers], *rows[1:]]
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
         with self._whole:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.settings import OUTER_LR, OUTER_MOMENTUM
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 """Takes a fragment's global parameters, returns the optimizer that moves them."""
 
 
 def nesterov_sgd(
-    lr: float = DiLoCoSettings.outer_lr,
-    momentum: float = DiLoCoSettings.outer_momentum,
-    nesterov: bool = DiLoCoSettings.outer_nesterov,
+    lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM, nesterov: bool = True
 ) -> OuterOptimizer:
     """The outer optimizer of DiLoCo (arXiv 2311.08105, section 3.1): SGD with Nesterov momentum.
 
@@ -72,3 +71,10 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     """Name and settings of an optimizer, equal for equal ones: part of the fingerprint."""
     settings = ", ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()))
     return f"{type(optimizer).__name__}({settings})"
+
+
+def number_in(description: str, name: str) -> float:
+    """Return a number that ``describe`` has written, for example ``lr``."""
+    found = re.search(rf"\b{name}=([^,)]+)", description)
+    assert found is not None, "asked only of optimizers that have it"
+    return float(found[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Collection
 from functools import partial
@@ -17,20 +18,24 @@ from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
+from composer_replication.diloco.outer_table import resolve
 from composer_replication.diloco.parameter_checks import check_trained_by
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, count_shards, local_tensor
 
+log = logging.getLogger(__name__)
+
 
 def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSettings:
-    """Return the run's settings.
+    """Return the run's settings, with numbers where they are ``auto``.
 
     Args:
         arguments: All arguments of ``DiLoCo``.
         given: The names of those that were given, and not left to their defaults.
 
     Raises:
-        ValueError: A setting is out of range, or of an outer SGD that is not used.
+        ValueError: A setting is out of range, or of an outer SGD that is not used, or it is
+            ``auto`` and the number of groups is not known.
     """
     model, changed = arguments.model_fragments, {}
     if not isinstance(model, nn.Module) and model:
@@ -42,6 +47,9 @@ def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSet
             f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
             "these are of the SGD that DiLoCo makes without one"
         )
+    settings, auto = resolve(settings, arguments.num_replicas)
+    if auto:
+        log.info("%s", auto)
     if settings.discards_overlapped_steps:
         delay = settings.fragment_sync_delay
         warnings.warn(
@@ -65,9 +73,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
             optimizer ascends, or the manager cannot send the wire format.
     """
     check_can_quantize(arguments.manager, settings.wire_format)
-    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(
-        settings.outer_lr, settings.outer_momentum, settings.outer_nesterov
-    )
+    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(*settings.outer_numbers)
     check_sign(outer_optimizer)
     split = split_all(arguments.model_fragments, settings, arguments.also_synced)
     fragments = [parameters for parameters, _ in split]

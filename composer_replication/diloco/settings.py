@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
 from composer_replication.diloco.checks import check_integer, check_number
+from composer_replication.diloco.outer_schedule import check_outer_schedule
 
 WEIGHT_BY = ("uniform", "steps", "samples")
 
 SYNC_BUFFERS = ("none", "mean")
+
+AUTO = "auto"
+"""In place of a number: chosen from a table when the run begins, see ``outer_table``."""
+
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+
+CHANGEABLE = ("outer_lr", "outer_momentum", "outer_schedule", "sync_every")
+"""Settings that may change while groups are training."""
 
 FIXED = ("num_fragments", "fragment_patterns", "bucket_cap_mb", "sync_buffers", "wire_format")
 """Settings that a resume cannot change: they define the fragments and the messages. Other groups
@@ -43,10 +52,18 @@ class DiLoCoSettings:
         fragment_sync_delay: Inner steps between computing a fragment's pseudo-gradient and applying
             the outer step (tau in 2501.18512). With 0 the sync waits for the allreduce at once.
         fragment_update_alpha: The share of the local parameters that a sync keeps:
-            ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1].
-        outer_lr: Learning rate of the outer SGD.
-        outer_momentum: Momentum of the outer SGD, in [0, 1).
+            ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1]. None:
+            0.5 with a delay, 0 without. With a delay, 0 throws away the inner steps taken
+            meanwhile.
+        outer_lr: Learning rate of the outer SGD. ``auto``: from a table, by the number of replica
+            groups and ``sync_every``, once, when the run begins (``outer_table``).
+        outer_momentum: Momentum of the outer SGD, in [0, 1). ``auto``: as for ``outer_lr``.
         outer_nesterov: Whether that momentum is Nesterov's.
+        outer_schedule: Rows ``[outer_step, outer_lr, outer_momentum]``, outer steps ascending from
+            1. The outer step of that number and all after it, up to the next row, take the row's
+            numbers; those before the first row take ``outer_lr`` and ``outer_momentum``. Each sync
+            of a fragment is an outer step. Momentum 0 forgets the momentum so far. None: no
+            schedule.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
             (``steps``) or its samples (``samples``) since the fragment was last synchronised. With
             ``uniform`` a joiner's first round counts fully, although the joiner has trained in only
@@ -71,10 +88,11 @@ class DiLoCoSettings:
     num_fragments: int = 1
     fragment_patterns: Sequence[str | Sequence[str]] | None = None
     fragment_sync_delay: int = 0
-    fragment_update_alpha: float = 0.0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    fragment_update_alpha: float = cast(float, None)  # a number once __post_init__ has run
+    outer_lr: float | Literal["auto"] = OUTER_LR
+    outer_momentum: float | Literal["auto"] = OUTER_MOMENTUM
     outer_nesterov: bool = True
+    outer_schedule: Sequence[Sequence[float]] | None = None
     weight_by: str = "uniform"
     sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
@@ -87,9 +105,13 @@ class DiLoCoSettings:
             check_integer(name, getattr(self, name), at_least=1)
         for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
-        check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
-        check_number("outer_lr", self.outer_lr, 0.0, math.inf)
-        check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
+        self._choose_alpha()
+        if self.outer_lr != AUTO:
+            check_number("outer_lr", self.outer_lr, 0.0, math.inf, alternative=AUTO)
+        if self.outer_momentum != AUTO:
+            momentum = self.outer_momentum
+            check_number("outer_momentum", momentum, 0.0, 1.0, below=True, alternative=AUTO)
+        object.__setattr__(self, "outer_schedule", check_outer_schedule(self.outer_schedule))
         check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
         for name in ("outer_nesterov", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
@@ -101,6 +123,14 @@ class DiLoCoSettings:
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
         check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
+
+    def _choose_alpha(self) -> None:
+        alpha = self.fragment_update_alpha
+        if alpha is None:
+            alpha = 0.5 if self.fragment_sync_delay else 0.0
+        check_number("fragment_update_alpha", alpha, 0.0, 1.0)
+        # Always a float: 0 and 0.0 have different digests.
+        object.__setattr__(self, "fragment_update_alpha", float(alpha))
 
     def _check_patterns(self) -> None:
         patterns = self.fragment_patterns
@@ -132,15 +162,29 @@ class DiLoCoSettings:
         """Whether rounding errors are kept for the next sync (error feedback)."""
         return self.error_feedback and self.wire_format != WIRE_FORMATS[0]
 
+    @property
+    def outer_numbers(self) -> tuple[Any, Any, bool]:
+        """What the outer SGD is built with: learning rate, momentum, whether that is Nesterov's.
+
+        Without momentum torch refuses Nesterov's, and plain SGD is the same.
+        """
+        momentum = self.outer_momentum
+        return self.outer_lr, momentum, self.outer_nesterov and momentum != 0
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that must be equal in all groups, as plain containers.
 
         The outer optimizer is not among them: it may be the user's own, so ``DiLoCo`` describes it.
+        The schedule has a row 0, the numbers in force before its own first row, and says of each
+        row whether its momentum is Nesterov's: it is all that a group needs to follow it.
         ``sync_every`` may differ if ``weight_by`` weights groups by their steps or samples.
         """
         agreed = asdict(self)
         for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
             del agreed[name]
+        if self.outer_schedule:
+            rows = ([*row, self.outer_nesterov and row[2] > 0] for row in self.outer_schedule)
+            agreed["outer_schedule"] = [[0, *self.outer_numbers], *rows]
         if self.fragment_patterns is not None:
             agreed["fragment_patterns"] = [
                 [entry] if isinstance(entry, str) else list(entry)

@@ -24,6 +24,7 @@ from composer_replication.callback.run_folder import (
 from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
+from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.coordinator_command import settings_of, tls_dir_of
 from composer_replication.launch.display import Display
 from composer_replication.launch.errors import FAILED, INTERRUPTED
@@ -106,17 +107,19 @@ def launch_groups(
     check_launch(config, replicas, nproc)
     tls = TlsFiles.of_folder(tls_dir_of(config))
     run_dir = make_run_folder(config, config_path)
-    config = config | {"run_dir": str(run_dir)}
+    config, auto = with_numbers(config | {"run_dir": str(run_dir)}, run_dir, replicas)
     save_config(config, run_dir / CONFIG)
     command = command or partial(train_command, run_dir, nproc)
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
+    if auto:
+        console.print(auto, markup=False, soft_wrap=True)
     began = time.monotonic()
     tokens_of_env = ReplicaEnv.from_env().tokens
     tokens = tokens_of_env or (secrets.token_hex(16),)
     coordinator = make_coordinator(
         settings_of(config),
-        str(config_path),
+        f"{config_path}; {auto}" if auto else str(config_path),
         num_replicas=replicas,
         min_replicas=pick(ReplicaOptions, diloco_section(config)).min_replica_size,
         state_dir=run_dir,

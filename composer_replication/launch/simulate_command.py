@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.callback.run_folder import CONFIG, make_run_folder
+from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.display import Display
 from composer_replication.launch.launcher import finish
 from composer_replication.training.config import save_config
@@ -28,6 +29,9 @@ def simulate_groups(config: dict[str, Any], config_path: Path, replicas: int) ->
     """
     run_dir = make_run_folder(config, config_path)
     config["run_dir"] = str(run_dir)
+    config, auto = with_numbers(config, run_dir, replicas)
+    if auto:
+        print(auto)
     save_config(config, run_dir / CONFIG)
     began = time.monotonic()
     # Imported here: it takes seconds, and a run folder that is in use should be an error before.

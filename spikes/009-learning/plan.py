@@ -44,18 +44,18 @@ ARMS = (
 
 def _first_look() -> Iterator[Cell]:
     """Where the best settings lie: one tuning seed, wide steps."""
-    for lr in (4e-3, 5.6e-3, 2.8e-3, 8e-3):
-        yield replace(DATA_PARALLEL, lr=lr)
-    for lr, (outer_lr, momentum) in product((4e-3, 5.6e-3), ((0.7, 0.5), (0.9, 0.3), (0.5, 0.7))):
+    for lr, (outer_lr, momentum) in product((5.6e-3, 4e-3), ((0.7, 0.5), (0.9, 0.3), (0.5, 0.7))):
         yield replace(TWO, lr=lr, outer_lr=outer_lr, outer_momentum=momentum)
+    for lr in (4e-3, 5.6e-3, 8e-3, 2.8e-3):
+        yield replace(DATA_PARALLEL, lr=lr)
 
 
 def _muon_look() -> Iterator[Cell]:
     """The same with Muon inside."""
-    for lr in (4e-3, 8e-3):
+    for lr in (8e-3, 4e-3):
+        for outer_lr, momentum in ((0.7, 0.5), (0.9, 0.3)):
+            yield replace(TWO, inner="muon", lr=lr, outer_lr=outer_lr, outer_momentum=momentum)
         yield replace(DATA_PARALLEL, inner="muon", lr=lr)
-    for lr, (outer_lr, momentum) in product((4e-3, 8e-3), ((0.7, 0.5), (0.9, 0.3))):
-        yield replace(TWO, inner="muon", lr=lr, outer_lr=outer_lr, outer_momentum=momentum)
 
 
 def _claims() -> Iterator[Cell]:

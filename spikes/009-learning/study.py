@@ -56,7 +56,7 @@ def _train(task: tuple[Cell, float, set[str]]) -> tuple[str, dict | None]:
     cell, until, texts = task
     if time.monotonic() > until:
         return cell.key, None
-    os.nice(5)
+    os.nice(10)
     from train import text, train  # imports torch, in the worker only
 
     if texts - {text("train").name}:

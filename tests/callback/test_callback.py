@@ -66,6 +66,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "outer_lr": 0.5,
         "outer_momentum": 0.75,
         "outer_nesterov": False,
+        "outer_schedule": [[9, 0.25, 0.125]],
         "weight_by": "steps",
         "sync_buffers": "mean",
         "bucket_cap_mb": 1.5,

@@ -35,6 +35,7 @@ from torchmetrics import MeanSquaredError
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.callback.export import export, read_checkpoint
 from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco.outer_table import nearest_row
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
 
@@ -306,8 +307,14 @@ def ours_in(path):
     return {keystr(path): leaf for path, leaf in leaves}
 
 
+# Where a run is stopped its momentum is 0 or has just come back.
+SCHEDULED = STREAMING | {"outer_schedule": [[1, 0.5, 0.0], [3, 0.7, 0.9]]}
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
+@pytest.mark.parametrize(
+    "diloco", [{"sync_every": 4}, STREAMING, SCHEDULED], ids=["vanilla", "streaming", "scheduled"]
+)
 def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(
     tmp_path, diloco, num_replicas
 ):
@@ -329,6 +336,27 @@ def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(
                     is_tensor = isinstance(value, torch.Tensor)
                     same = torch.equal if is_tensor else operator.eq
                     assert same(value, resumed[key]), (start, batch, key)
+
+
+def test_auto_in_a_resumed_group_is_what_the_run_began_with_whatever_num_replicas_says(tmp_path):
+    auto = {"outer_lr": "auto", "outer_momentum": "auto"}
+    train_and_save(tmp_path, diloco=auto, num_replicas=2)
+
+    def replica(sim, logged, **diloco):
+        path = str(tmp_path / "0" / "ba3.pt")
+        more = {"num_replicas": 8, "start_timeout_s": 0.1, "on_start_timeout": "start"}
+        fit(sim, diloco=auto | more | diloco, load_path=path, max_duration="9ba", loggers=logged)
+
+    def numbers(**diloco):
+        logged = InMemoryLogger()
+        simulate(lambda sim: replica(sim, logged, **diloco), num_replicas=1)
+        keys = "diloco/outer_lr", "diloco/outer_momentum"
+        return set(zip(*([n for _, n in logged.data[key]] for key in keys), strict=True))
+
+    run, eight = nearest_row(2, 4)[2:], nearest_row(8, 4)[2:]
+    assert run != eight
+    assert numbers() == {run}
+    assert numbers(outer_lr=0.25) == {(0.25, run[1])}
 
 
 def test_a_checkpoint_that_has_the_manager_s_step_still_loads(tmp_path):

@@ -31,6 +31,7 @@ from composer_replication.coordinator.run_settings import RejectedError, RunSett
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.outer_health import HEALTH
+from composer_replication.diloco.outer_table import TABLE
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.outer_readings import READINGS
 
@@ -137,12 +138,33 @@ def test_a_change_is_a_new_version_which_groups_hear_of_and_can_ask_for(client):
         ({"outer_momentum": 1.0}, "outer_momentum=1.0: use a number between 0 and 1, exclusive"),
         ({}, "name the settings to change"),
         ({"outer_lr": None}, "name the settings to change, each with a value"),
+        ({"outer_lr": "auto"}, "outer_lr: Input should be a valid number"),
+        ({"outer_schedule": [[9, 0.7, 0.9], [9, 0.4, 0.9]]}, "outer_step=9 does not come after 9"),
+        ({"outer_schedule": [[2**60, 0.7, 0.9]]}, "outer_schedule.0.0: Input should be less than"),
     ],
 )
 def test_a_change_that_cannot_be_is_refused_with_the_fix(client, changes, message):
     answer = client.patch("/v1/settings", json=changes)
     assert answer.status_code == 422 and message in answer.json()["detail"]
     assert client.get("/v1/info").json()["settings_version"] == 1
+
+
+def test_a_schedule_has_the_last_word_until_it_is_changed_or_ended(client):
+    def change(**values):
+        return client.patch("/v1/settings", json=values)
+
+    assert change(outer_schedule=[[9, 0.5, 0], [20, 0.25, 0.5]]).json() == {"settings_version": 2}
+    assert change(outer_schedule=[[9, 0.5, 0.0], [20, 0.25, 0.5]]).json() == {"settings_version": 2}
+    refused = change(outer_lr=0.4)
+    assert refused.status_code == 422 and refused.json()["detail"] == (
+        "outer_lr: this run has an outer_schedule, which sets it from outer step 9 on. Change "
+        "outer_schedule, or end it with outer_schedule=[] beside the new value"
+    )
+    assert change(sync_every=40).json() == {"settings_version": 3}
+    assert change(outer_lr=0.4, outer_schedule=[]).json() == {"settings_version": 4}
+    told = client.get("/v1/info").json()["settings"]
+    assert (told["outer_lr"], told["outer_schedule"], told["sync_every"]) == (0.4, None, 40)
+    assert client.get("/v1/settings/2").json()["outer_schedule"] == [[9, 0.5, 0.0], [20, 0.25, 0.5]]
 
 
 def test_what_cannot_change_in_mid_run_is_no_field(client):
@@ -196,6 +218,43 @@ def test_a_config_that_has_changed_is_a_new_version_where_groups_can_adopt_it(tm
         make(tmp_path, clock, settings=other)
     client, database = make(tmp_path, clock, settings=other, all_start=True)
     assert client.get("/v1/info").json()["settings"]["weight_by"] == "steps"
+    database.close()
+
+
+@pytest.mark.parametrize("sync_every", [30, 100])
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_auto_is_chosen_once_for_the_run_and_kept(tmp_path, clock, groups, sync_every):
+    def serve(replicas, **changes):
+        auto = {"sync_every": sync_every, "outer_lr": "auto", "outer_momentum": "auto"} | changes
+        settings = dataclasses.replace(SETTINGS, **auto)
+        client, database = make(tmp_path, clock, settings=settings, num_replicas=replicas)
+        told = client.get("/v1/info").json()
+        numbers = told["settings"]["outer_lr"], told["settings"]["outer_momentum"]
+        return client, database, numbers, told
+
+    (row,) = (row for row in TABLE if row[:2] == (groups, sync_every))
+    client, database, numbers, told = serve(groups)
+    assert numbers == row[2:]
+    assert told["settings_source"] == (
+        f"tiny.yaml; outer_lr auto = {row.outer_lr:g}, outer_momentum auto = "
+        f"{row.outer_momentum:g} (num_replicas={groups}, sync_every={sync_every})"
+    )
+    # What groups are told when they ask for the version.
+    assert client.get("/v1/settings/1").json()["outer_lr"] == row.outer_lr
+    database.close()
+    _, database, numbers, told = serve(2 if groups == 8 else 8)
+    assert (numbers, told["settings_version"]) == (row[2:], 1)
+    database.close()
+    # Nor does another round length; a change while the run goes on stays, and a number counts.
+    client, database, numbers, told = serve(groups, sync_every=50)
+    assert (numbers, told["settings_version"]) == (row[2:], 2)
+    client.patch("/v1/settings", json={"outer_lr": 0.125})
+    database.close()
+    _, database, numbers, told = serve(groups, sync_every=50)
+    assert (numbers, told["settings_version"]) == ((0.125, row.outer_momentum), 3)
+    database.close()
+    _, database, numbers, told = serve(groups, sync_every=50, outer_lr=0.375)
+    assert (numbers, told["settings_version"]) == ((0.375, row.outer_momentum), 4)
     database.close()
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -283,3 +284,14 @@ def test_a_config_that_names_the_same_or_nothing_is_accepted(service):
     info = info_of(service)
     info.check_settings({"num_replicas": 2, "min_replica_size": 1}, service.address)
     info.check_settings({"num_replicas": None, "timeout": 5.0}, service.address)
+    open_here = {"outer_lr": "auto", "outer_momentum": "auto", "fragment_update_alpha": None}
+    info.check_settings(open_here, service.address)
+
+
+def test_a_config_that_names_what_the_run_began_with_follows_its_changes(service, caplog):
+    changed = replace(info_of(service).settings, outer_lr=0.4)
+    info = replace(info_of(service), settings=changed, settings_version=2)
+    info.check_settings({"outer_lr": 0.7}, service.address)
+    assert "this group follows:  outer_lr: 0.7 here, 0.4 there" in caplog.text
+    with pytest.raises(SettingsMismatch, match="num_fragments: 2 here, 1 there"):
+        info.check_settings({"outer_lr": 0.7, "num_fragments": 2}, service.address)

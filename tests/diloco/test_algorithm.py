@@ -4,6 +4,7 @@
 """
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -78,11 +79,22 @@ def test_delay_and_alpha_keep_the_share_of_the_steps_that_research_measured(
 
 def test_a_delay_with_alpha_0_throws_the_overlapped_steps_away_and_says_so():
     def replica(sim):
-        return run_scripted(sim, -1.0, 8, sync_every=4, fragment_sync_delay=2)
+        settings = {"fragment_sync_delay": 2, "fragment_update_alpha": 0}
+        return run_scripted(sim, -1.0, 8, sync_every=4, **settings)
 
     with pytest.warns(UserWarning, match="fragment_update_alpha=0 throws away the 2 inner steps"):
         (trace,) = simulate(replica, num_replicas=1)
     assert trace[-1] == (6.0, 6.0)
+
+
+def test_alpha_that_is_not_named_is_one_half_with_a_delay():
+    def replica(sim, **alpha):
+        return run_scripted(sim, -1.0, 8, sync_every=4, fragment_sync_delay=2, **alpha)
+
+    named = simulate(lambda sim: replica(sim, fragment_update_alpha=0.5), num_replicas=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert simulate(replica, num_replicas=1) == named
 
 
 def test_fragments_take_turns_from_the_first_one_after_a_cold_start():

@@ -196,7 +196,8 @@ def test_leaving_out_overlapped_steps_is_refused():
         model = Samples()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         with pytest.warns(UserWarning, match="throws away"):
-            diloco = DiLoCo(sim.manager, model, inner, sync_every=4, fragment_sync_delay=1)
+            settings = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.0}
+            diloco = DiLoCo(sim.manager, model, inner, sync_every=4, **settings)
         with pytest.raises(ValueError, match=r"use fragment_update_alpha=0\.5"):
             diloco.read_from(1)
 

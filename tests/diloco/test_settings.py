@@ -20,8 +20,10 @@ from composer_replication.diloco.settings import SettingsMismatch, compare_finge
     ({"fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5: use a number between 0 and 1"),
     ({"outer_lr": -0.7}, "outer_lr=-0.7: use a number 0 or more"),
     ({"outer_lr": float("nan")}, "outer_lr=nan: use a number 0 or more"),
-    ({"outer_lr": "0.7"}, "outer_lr='0.7': use a number 0 or more"),
-    ({"outer_momentum": 1.0}, "outer_momentum=1.0: use a number between 0 and 1, exclusive"),
+    ({"outer_lr": "0.7"}, "outer_lr='0.7': use a number 0 or more, or auto"),
+    ({"outer_momentum": 1.0},
+     "outer_momentum=1.0: use a number between 0 and 1, exclusive, or auto"),
+    ({"outer_momentum": "Auto"}, "outer_momentum='Auto': use a number"),
     ({"outer_nesterov": "yes"}, "outer_nesterov='yes': use true or false"),
     ({"weight_by": "tokens"}, "weight_by='tokens': use one of uniform, steps, samples"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: use a number"),
@@ -42,6 +44,24 @@ def test_the_defaults_are_those_of_the_papers():
     assert (settings.outer_lr, settings.outer_momentum, settings.outer_nesterov) == (0.7, 0.9, True)
     assert settings.fragment_count == 1
     assert not settings.discards_overlapped_steps
+
+
+@pytest.mark.parametrize(
+    ("given", "alpha", "discards"),
+    [
+        ({}, 0.0, False),
+        ({"fragment_sync_delay": 2}, 0.5, False),
+        ({"fragment_sync_delay": 2, "fragment_update_alpha": None}, 0.5, False),
+        ({"fragment_update_alpha": None}, 0.0, False),
+        ({"fragment_sync_delay": 2, "fragment_update_alpha": 0}, 0.0, True),
+        ({"fragment_update_alpha": 0.25}, 0.25, False),
+    ],
+)
+def test_alpha_follows_the_delay_unless_it_is_named(given, alpha, discards):
+    settings = DiLoCoSettings(**given)
+    assert settings.discards_overlapped_steps == discards
+    for value in (settings.fragment_update_alpha, settings.fingerprint()["fragment_update_alpha"]):
+        assert value == alpha and isinstance(value, float)
 
 
 def test_the_fingerprint_leaves_out_what_may_differ():

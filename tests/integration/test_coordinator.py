@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
 import pytest
 from integration.groups import free_port
 from pace import paced
+
+from composer_replication.diloco.outer_table import nearest_row
 
 pytestmark = pytest.mark.integration
 
@@ -45,10 +48,10 @@ def command(*arguments: object, **environ: str) -> subprocess.Popen[str]:
 class Run:
     """A coordinator and its groups."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, diloco: str = "{sync_every: 20, num_fragments: 2}") -> None:
         self.folder = folder
         self.config = folder / "tiny.yaml"
-        self.config.write_text(CONFIG)
+        self.config.write_text(re.sub("{sync_every.*(?=})", diloco, CONFIG))
         # A third group has a share of the data, and is not waited for.
         own = "{digest_every: 1, start_timeout_s: 8, on_start_timeout: start}}"
         (folder / "groups.yaml").write_text(re.sub("{sync_every.*}}", own, CONFIG))
@@ -57,10 +60,10 @@ class Run:
         self.processes: list[subprocess.Popen[str]] = []
         self.coordinator = self.start_coordinator()
 
-    def start_coordinator(self) -> subprocess.Popen[str]:
+    def start_coordinator(self, replicas: int = 3) -> subprocess.Popen[str]:
         bind = f"127.0.0.1:{self.port}"
-        options = ["--bind", bind, "--state-dir", self.folder / "state", "--replicas", "3"]
-        process = command("coordinator", self.config, *options)
+        options = ["--bind", bind, "--state-dir", self.folder / "state"]
+        process = command("coordinator", self.config, *options, "--replicas", replicas)
         self.processes.append(process)
         deadline = time.monotonic() + 240
         while True:
@@ -93,21 +96,31 @@ class Run:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-    def wait_for_syncs(self, count: int) -> None:
-        before = [len(self.metrics(i)) for i in range(2)]
+    def wait_for_syncs(self, count: int, groups: Iterable[int] = range(2)) -> None:
+        before = {i: len(self.metrics(i)) for i in groups}
         deadline = time.monotonic() + 240
-        while any(len(self.metrics(i)) < before[i] + count for i in range(2)):
+        while any(len(self.metrics(i)) < before[i] + count for i in groups):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = Run(tmp_path)
-    yield run
-    for process in run.processes:
+def start(tmp_path):
+    runs = []
+
+    def start(*settings):
+        runs.append(Run(tmp_path, *settings))
+        return runs[-1]
+
+    yield start
+    for process in runs[-1].processes:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def run(start):
+    return start()
 
 
 MISFITS = {
@@ -204,6 +217,40 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
     assert [line["diloco/global_digest"] for line in ones] == [
         line["diloco/global_digest"] for line in others
     ]
+
+
+def test_auto_and_a_schedule_are_the_same_in_all_groups_whoever_comes_and_goes(start):
+    schedule = "[[6, 0.5, 0.0], [9, 0.25, 0.5]]"
+    settings = "sync_every: 30, outer_lr: auto, outer_momentum: auto, num_fragments: 2"
+    run = start(f"{{{settings}, outer_schedule: {schedule}}}")
+    chosen, other = nearest_row(3, 30)[2:], nearest_row(8, 30)[2:]
+    assert chosen != other
+    groups = [run.start(i) for i in range(2)]
+    run.wait_for_syncs(2)
+    # The coordinator comes back for eight groups, a third one joins, and the first one dies.
+    run.coordinator.send_signal(signal.SIGKILL)
+    run.coordinator.wait()
+    run.coordinator = run.start_coordinator(replicas=8)
+    groups.append(run.start(2, "callbacks.diloco.outer_lr=auto"))
+    run.wait_for_syncs(2, [0, 1, 2])
+    groups[0].send_signal(signal.SIGKILL)
+    run.wait_for_syncs(8, [1, 2])
+    refused = run.ask("PATCH", "/v1/settings", json={"outer_lr": 0.1})
+    assert refused.status_code == 422 and "has an outer_schedule" in refused.json()["detail"]
+    told = run.ask("GET", "/v1/info").json()
+    (run.folder / "run" / "STOP").touch()
+    assert [group.wait(240) for group in groups] == [-signal.SIGKILL, 0, 0]
+    assert told["settings_version"] == 1
+    assert (told["settings"]["outer_lr"], told["settings"]["outer_momentum"]) == chosen
+    assert "(num_replicas=3, sync_every=30)" in told["settings_source"]
+
+    digests = {}
+    for line in (line for i in range(3) for line in run.metrics(i)):
+        n = line["diloco/outer_step"]
+        expected = chosen if n < 6 else (0.5, 0.0) if n < 9 else (0.25, 0.5)
+        assert (line["diloco/outer_lr"], line["diloco/outer_momentum"]) == expected, line
+        digests.setdefault(n, set()).add(line["diloco/global_digest"])
+    assert max(digests) > 9 and all(len(found) == 1 for found in digests.values())
 
 
 @pytest.mark.alone

@@ -1,0 +1,273 @@
+"""A schedule of the outer settings. Run: pytest tests/diloco/test_outer_schedule.py
+
+Real torchft schedule, simulated network; the reference is in plain Python.
+"""
+
+import io
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from common import Constant, take_step
+
+from composer_replication import DiLoCo, simulate
+from composer_replication.diloco.outer_schedule import MAX_ROWS, row_at
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.simulation.simulation import Fault, SimulationError
+
+BASE = {"outer_lr": 0.5, "outer_momentum": 0.75}
+ROWS = [[3, 0.25, 0.5], [5, 1, 0], [7, 0.5, 0.75]]
+"""The momentum goes down, to nothing, and comes back."""
+
+
+def move(replica_id, step):
+    """What an inner step of a replica adds; in eighths, which fp32 adds without an error."""
+    return ((5 * step + 3 * replica_id) % 7 - 2) / 8
+
+
+class Replica:
+    """Trains scalars, one in each fragment, a round of two inner steps for each."""
+
+    def __init__(self, sim, num_fragments=1, **settings):
+        self.sim = sim
+        self.model = torch.nn.Sequential(*(Constant() for _ in range(num_fragments)))
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        settings = {
+            "num_replicas": sim.num_replicas,
+            "num_fragments": num_fragments,
+            "sync_every": 2 * num_fragments,
+            "outer_schedule": ROWS,
+            "digest_every": 1,
+        } | settings
+        self.diloco = DiLoCo(sim.manager, self.model, self.inner, **BASE | settings)
+        self.trace = {}
+
+    def train(self, first, last):
+        for step in range(first, last):
+            take_step(self.inner, move(self.sim.replica_id, step))
+            values = [theta.item() for theta in self.diloco.global_parameters().values()]
+            for report in self.diloco.pop_finished_syncs():
+                numbers = report.outer_lr, report.outer_momentum
+                self.trace[report.outer_step] = (*numbers, values, report.global_digest)
+
+    def save(self):
+        file = io.BytesIO()
+        torch.save([self.diloco.state_dict(), self.model.state_dict()], file)
+        return file.getvalue()
+
+    def load(self, saved):
+        state, model = torch.load(io.BytesIO(saved), weights_only=True)
+        self.model.load_state_dict(model)
+        self.diloco.load_state_dict(state)
+
+
+def run(sim, steps=20, **settings):
+    replica = Replica(sim, **settings)
+    with replica.diloco:
+        replica.train(0, steps)
+    return replica.trace
+
+
+def reference(num_outer_steps, num_fragments, num_replicas):
+    """Streaming DiLoCo of constant moves with SGD, in plain Python."""
+    theta, local = [10.0] * num_fragments, [[10.0] * num_fragments for _ in range(num_replicas)]
+    momentum, trace = [None] * num_fragments, {}
+    for outer_step in range(1, num_outer_steps + 1):
+        for step in (2 * outer_step - 2, 2 * outer_step - 1):
+            for replica_id, own in enumerate(local):
+                own[:] = [value + move(replica_id, step) for value in own]
+        lr, beta = BASE["outer_lr"], BASE["outer_momentum"]
+        for first, row_lr, row_beta in ROWS:
+            if first <= outer_step:
+                lr, beta = row_lr, row_beta
+        turn = (outer_step - 1) % num_fragments
+        delta = sum(theta[turn] - own[turn] for own in local) / num_replicas
+        if beta:
+            old = momentum[turn]
+            momentum[turn] = delta if old is None else beta * old + delta
+            theta[turn] -= lr * (delta + beta * momentum[turn])
+        else:
+            momentum = [None] * num_fragments
+            theta[turn] -= lr * delta
+        for own in local:
+            own[turn] = theta[turn]
+        trace[outer_step] = (lr, beta, list(theta))
+    return trace
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_each_outer_step_is_taken_with_its_row(num_fragments, caplog):
+    caplog.set_level(logging.INFO, "composer_replication")
+    traces = simulate(lambda sim: run(sim, num_fragments=num_fragments), num_replicas=2)
+    expected = reference(10, num_fragments, num_replicas=2)
+    for trace in traces:
+        assert {n: values[:2] for n, values in trace.items()} == {
+            n: values[:2] for n, values in expected.items()
+        }
+        for outer_step, (_, _, values, _) in trace.items():
+            assert values == pytest.approx(expected[outer_step][2], abs=1e-5)
+    assert caplog.text.count("From outer step 5 on: outer_lr 1, outer_momentum 0") == 2
+
+
+def test_without_a_row_that_applies_a_schedule_changes_no_bit():
+    plain = simulate(lambda sim: run(sim, outer_schedule=None), num_replicas=2)
+    later = simulate(lambda sim: run(sim, outer_schedule=[[99, 0.1, 0.1]]), num_replicas=2)
+    assert plain == later
+
+
+@pytest.mark.parametrize("at", range(3, 17))
+def test_a_resume_goes_on_in_the_row_in_which_it_stopped(at):
+    def whole(sim):
+        replica, saved = Replica(sim), {}
+        with replica.diloco:
+            for step in range(20):
+                replica.train(step, step + 1)
+                saved[step + 1] = replica.save()
+        return replica.trace, saved
+
+    found = simulate(whole, num_replicas=2)
+
+    def resumed(sim):
+        replica = Replica(sim)
+        replica.load(found[sim.replica_id][1][at])
+        with replica.diloco:
+            replica.train(at, 20)
+        return replica.trace
+
+    for trace, (expected, _) in zip(simulate(resumed, num_replicas=2), found, strict=True):
+        assert trace == {n: values for n, values in expected.items() if 2 * n > at}
+
+
+@pytest.mark.parametrize("step", range(2, 10))
+def test_a_joiner_takes_each_outer_step_with_the_same_row(step):
+    late = [Fault("late", replica_id=1, step=step)]
+    one, other = simulate(lambda sim: run(sim, num_replicas=1), num_replicas=2, faults=late)
+    shared = one.keys() & other.keys()
+    assert min(other) == step and len(shared) > 1
+    assert [one[n] for n in shared] == [other[n] for n in shared]
+
+
+def test_a_schedule_that_is_left_out_at_a_resume_leaves_nothing_behind(caplog):
+    def replica(sim):
+        first = Replica(sim)
+        with first.diloco:
+            first.train(0, 10)
+        return first.save()
+
+    (saved,) = simulate(replica, num_replicas=1)
+
+    def resumed(sim):
+        replica = Replica(sim, outer_schedule=None)
+        replica.load(saved)
+        with replica.diloco:
+            replica.train(10, 12)
+        return replica.trace[6][:2]
+
+    assert simulate(resumed, num_replicas=1) == [(0.5, 0.75)]
+    assert "Resuming with changed settings: outer_schedule: [[0, 0.5, 0.75, True]" in caplog.text
+
+
+def test_groups_with_other_schedules_do_not_start_together():
+    def replica(sim):
+        run(sim, outer_schedule=ROWS if sim.replica_id else ROWS[:2])
+
+    with pytest.raises(SimulationError, match="outer_schedule: .* here, .* there"):
+        simulate(replica, num_replicas=2)
+
+
+def test_auto_is_in_force_before_the_first_row_also_in_a_joiner():
+    # The run began with one group, and the other thinks of eight: it would take 0.8 before row 3.
+    def replica(sim):
+        auto = {"outer_lr": "auto", "outer_momentum": "auto", "outer_schedule": [[4, 0.5, 0.0]]}
+        return run(sim, num_replicas=8 if sim.replica_id else 1, **auto)
+
+    late = [Fault("late", replica_id=1, step=2)]
+    one, other = simulate(replica, num_replicas=2, faults=late)
+    assert [one[n][:2] for n in (1, 3, 4)] == [(0.4, 0.8), (0.4, 0.8), (0.5, 0.0)]
+    shared = one.keys() & other.keys()
+    assert min(shared) == 2 and [one[n] for n in shared] == [other[n] for n in shared]
+
+
+def test_a_schedule_that_changes_while_the_run_goes_on_is_adopted_at_one_outer_step():
+    first = DiLoCoSettings(sync_every=2, **BASE, outer_schedule=ROWS)
+    versions = {
+        1: first,
+        2: replace(first, outer_schedule=[[8, 0.125, 0.0]]),
+        3: replace(first, outer_lr=0.25, outer_schedule=None),
+    }
+    heard = [{4: 2, 17: 3}, {7: 2, 16: 3}]
+
+    def replica(sim):
+        replica = Replica(sim)
+        replica.diloco.offer_settings({1: first})
+        with replica.diloco:
+            for step in range(24):
+                replica.train(step, step + 1)
+                version = heard[sim.replica_id].get(step)
+                replica.diloco.offer_settings({version: versions[version]} if version else {})
+        return replica.trace
+
+    one, other = simulate(replica, num_replicas=2)
+    assert one == other
+    # Both know version 2 in the sync of outer step 5, and version 3 in that of 10.
+    lrs = [0.5, 0.5, 0.25, 0.25, 1.0, 0.5, 0.5, 0.125, 0.125, 0.125, 0.25, 0.25]
+    assert [one[n][0] for n in range(1, 13)] == lrs
+
+
+def test_a_joiner_with_a_newer_schedule_follows_the_one_in_force_until_all_know_it():
+    first = DiLoCoSettings(sync_every=2, **BASE, outer_schedule=[[4, 0.25, 0.0]])
+    versions = {1: first, 2: replace(first, outer_lr=0.125, outer_schedule=[[1, 0.375, 0.5]])}
+
+    def replica(sim):
+        late = sim.replica_id == 1
+        own = versions[1 + late]
+        numbers = {"outer_lr": own.outer_lr, "outer_schedule": own.outer_schedule}
+        replica = Replica(sim, num_replicas=1, **numbers)
+        replica.diloco.offer_settings(versions if late else {1: first})
+        with replica.diloco:
+            for step in range(10 if late else 16):
+                replica.train(step, step + 1)
+                if step == 11:
+                    replica.diloco.offer_settings(versions)
+        return replica.trace
+
+    late = [Fault("late", replica_id=1, step=2)]
+    one, other = simulate(replica, num_replicas=2, faults=late)
+    assert [one[n][0] for n in range(1, 9)] == [0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.375]
+    assert len(other) >= 5 and all(values == one[n] for n, values in other.items() if n in one)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            "[[1, 0.7, 0.9]]",
+            r"outer_schedule='\[\[1, 0.7, 0.9\]\]': give a list of rows \[outer_st",
+        ),
+        ([7], r"outer_schedule\[0\]=7: write a row \[outer_step, outer_lr, outer_momentum\]"),
+        ([[1, 0.7]], r"outer_schedule\[0\]=\[1, 0.7\]: write a row"),
+        ([[0, 0.7, 0.9]], r"outer_schedule\[0\]: outer_step=0: use an integer of at least 1"),
+        ([[1.5, 0.7, 0.9]], r"outer_schedule\[0\]: outer_step=1.5: use an integer"),
+        ([[1, -0.7, 0.9]], r"outer_schedule\[0\]: outer_lr=-0.7: use a number 0 or more"),
+        ([[1, 0.7, 0.9], [9, 0.7, 1]], r"outer_schedule\[1\]: outer_momentum=1: use a number betw"),
+        (
+            [[9, 0.7, 0.9], [9, 0.4, 0.9]],
+            r"outer_schedule\[1\]: outer_step=9 does not come after 9",
+        ),
+        ([[n + 1, 1, 0] for n in range(MAX_ROWS + 1)], "has 65 rows: use at most 64"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_with_value_and_fix(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        DiLoCoSettings(outer_schedule=schedule)
+
+
+def test_equal_schedules_are_equal_however_they_are_written():
+    one = DiLoCoSettings(outer_schedule=[[4, 1, 0]])
+    assert one == DiLoCoSettings(outer_schedule=((4, 1.0, 0.0),))
+    assert DiLoCoSettings(outer_schedule=[]) == DiLoCoSettings()
+    # All that a group needs to follow it.
+    rows = one.fingerprint()["outer_schedule"]
+    assert rows == [[0, 0.7, 0.9, True], [4, 1.0, 0.0, False]]
+    assert [row_at(rows, n)[0] for n in (1, 3, 4, 5)] == [0, 0, 4, 4]
