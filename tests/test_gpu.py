@@ -160,6 +160,32 @@ def test_a_model_on_the_device_follows_the_trace_of_the_cpu():
     assert simulate(replica, num_replicas=1) == [4.0]
 
 
+@pytest.mark.parametrize("message_device", ["cpu", DEVICE])
+@pytest.mark.parametrize("backup_device", ["cpu", DEVICE])
+def test_the_outer_loops_cosines_are_those_of_the_cpu(backup_device, message_device):
+    def metrics(device, **settings):
+        def replica(sim):
+            model = torch.nn.Linear(40, 30, device=device)
+            torch.nn.init.constant_(model.weight, 1.0)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            with DiLoCo(sim.manager, model, inner, sync_every=1, **settings) as diloco:
+                for step in range(4):
+                    draw = torch.Generator().manual_seed(10 * step + sim.replica_id)
+                    for parameter in model.parameters():
+                        parameter.grad = torch.randn(parameter.shape, generator=draw).to(device)
+                    inner.step()
+                reports = diloco.pop_finished_syncs()
+            names = ("momentum_cosine", "group_cosine", "mean_norm_ratio")
+            return [getattr(report, name) for report in reports for name in names]
+
+        return simulate(replica, num_replicas=2)
+
+    there = metrics(DEVICE, backup_device=backup_device, message_device=message_device)
+    (one, other) = metrics("cpu")
+    assert there[0] == there[1] and one == other
+    assert there[0][0] is None and there[0][1:] == pytest.approx(one[1:], abs=1e-5)
+
+
 @pytest.mark.parametrize("backup_device", ["cpu", DEVICE])
 def test_a_group_that_restarts_takes_over_what_the_others_hold(backup_device):
     def replica(sim):

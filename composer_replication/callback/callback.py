@@ -89,6 +89,13 @@ class DiLoCoCallback(Callback):
     | ``diloco/bytes_float32``          | size that they would have in float32                |
     | ``diloco/pseudo_gradient_norm``   | L2 norm of this group's pseudo-gradient             |
     | ``diloco/outer_momentum_norm``    | L2 norm of the fragment's outer momentum            |
+    | ``diloco/momentum_cosine``        | cosine of the mean pseudo-gradient and the momentum |
+    | ``diloco/group_cosine``           | mean cosine of two groups' pseudo-gradients         |
+    | ``diloco/mean_norm_ratio``        | norm of the mean pseudo-gradient / mean of norms    |
+    | ``diloco/loss_after``             | groups' mean loss in the first steps since the last |
+    | ``diloco/loss_before``            | the same in the last steps before this sync         |
+    | ``diloco/loss_spread_after``      | largest minus smallest of the groups' loss_after    |
+    | ``diloco/loss_spread_before``     | the same of their loss_before                       |
     | ``diloco/steps_lost``             | inner steps dropped by a heal, or as not finite     |
     | ``diloco/retries``                | attempts that did not commit                        |
     | ``diloco/healed``                 | 1 if the group took over the global state in it     |
@@ -204,7 +211,7 @@ class DiLoCoCallback(Callback):
         if self._group.data is not None:
             self._group.data.after_batch()
         self._check_launcher()
-        self._fit.sync_log.count_batch(state)
+        self._fit.sync_log.count_batch(state, self.diloco)
         if self._fit.report("training", state, logger) and broadcast(self._fit.folder.asks_to_stop):
             log.info(
                 "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step

@@ -13,6 +13,7 @@ from composer import Logger, State, TimeUnit
 from composer_replication.callback.run_folder import ReplicaFolder
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
+from composer_replication.diloco.outer_health import HEALTH
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +39,12 @@ class SyncLog:
         self._last_sync: dict[str, Any] = {}
         self.final_loss: float | None = None
 
-    def count_batch(self, state: State) -> None:
+    def count_batch(self, state: State, diloco: DiLoCo) -> None:
         """Record the loss of a finished batch, a mean over the group's ranks."""
         loss = state.total_loss_dict.get("loss/train/total")
         if loss is not None:
             self._losses.append(float(loss))
+            diloco.note_loss(float(loss))
 
     def log_syncs(self, reports: Iterable[SyncReport], state: State, logger: Logger) -> None:
         """Log committed syncs, with the mean loss of the batches since the previous one."""
@@ -53,7 +55,7 @@ class SyncLog:
             metrics = numbers_of(report)
             self._synced_at = time.monotonic()
             names = ("contribution", "num_participants", "sync_seconds", "settings_version")
-            self._last_sync = {name: getattr(report, name) for name in names}
+            self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)}
             logger.log_metrics(metrics)
             digest = report.global_digest
             self._folder.append_sync(
@@ -127,10 +129,13 @@ class SyncLog:
 
 
 def numbers_of(report: SyncReport) -> dict[str, float]:
-    """Return a report as Composer metrics: numbers only, since some of its loggers need that."""
+    """Return a report as Composer metrics: numbers only, since some of its loggers need that.
+
+    What a sync cannot tell is left out.
+    """
     values = asdict(report)
     del values["inner_steps"], values["global_digest"]
-    return {f"diloco/{name}": +value for name, value in values.items()}
+    return {f"diloco/{name}": +value for name, value in values.items() if value is not None}
 
 
 def max_batches(state: State) -> int | None:

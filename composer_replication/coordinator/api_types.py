@@ -102,6 +102,13 @@ class Heartbeat(StrictBody):
     seconds_since_sync: Number = None
     steps_per_second: Number = None
     settings_version: Count | None = None
+    momentum_cosine: Number = None
+    group_cosine: Number = None
+    mean_norm_ratio: Number = None
+    loss_after: Number = None
+    loss_before: Number = None
+    loss_spread_after: Number = None
+    loss_spread_before: Number = None
 
 
 class SettingsVersion(BaseModel):

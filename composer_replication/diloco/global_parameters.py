@@ -14,6 +14,7 @@ from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.freezing import Freezing, StepRules
+from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
 from composer_replication.diloco.shards import Shards, local_tensor
@@ -75,6 +76,8 @@ class GlobalParameters:
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
+        self._step_norms = StepNorms()
+        """Of this rank, in the last outer step; ``momentum`` is in ``_momentum_norm``."""
         self._buffers = frozenset(buffers or {})
         self.merged_radially = [i for i, name in enumerate(self.local) if name in merged_radially]
         self.freezing = Freezing(parameters)
@@ -107,24 +110,33 @@ class GlobalParameters:
         plain = {index for index, name in enumerate(self.theta) if name in self._buffers}
         plain |= rules.plain
         for index in plain | rules.held:
-            self.optimizer.state.pop(theta[index], None)
+            if self.optimizer.state.pop(theta[index], None):
+                self._momentum_norm = None
+        is_plain = is_plain_sgd(self.optimizer)
+        decay = float(self.optimizer.param_groups[0]["momentum"]) if is_plain else 0.0
+        before = (self._momentum_norm or self._compute_momentum_norm()) if decay else 0.0
         self.freezing.record_frozen(rules)
-        if mean.device.type == self.flat.device.type == "cpu" and is_plain_sgd(self.optimizer):
-            self._descend(mean, plain, rules)
-            if not self.is_shared:
-                return  # each chunk has been written back
+        if mean.device.type == self.flat.device.type == "cpu" and is_plain:
+            norms = self._descend(mean, plain, rules)
+            is_written_back = not self.is_shared  # each chunk at once
         else:
-            self._step(mean, plain, rules)
-        self._write_back(rules, self._gather(mean) if self.is_shared else self.theta.values())
+            norms = self._step(mean, plain, rules)
+            is_written_back = False
+        self._step_norms = norms._replace(momentum_before=before, decay=decay)
+        if not is_written_back:
+            self._write_back(rules, self._gather(mean) if self.is_shared else self.theta.values())
 
-    def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+    def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> StepNorms:
         """Give the mean to the outer optimizer as gradients, and let it step.
 
         For outer optimizers and devices that ``_descend`` does not handle.
         """
+        stepped, still = [torch.zeros((), device=mean.device)], []
         for index, (parameter, delta) in enumerate(
             zip(self.theta.values(), mean.unpack(), strict=True)
         ):
+            square = self.shards.own_part(torch.dot(delta, delta), index)
+            (still if index in plain or index in rules.held else stepped).append(square)
             if index in plain:
                 parameter.sub_(delta.view(parameter.shape).to(parameter.device))
             elif index not in rules.held:
@@ -132,6 +144,7 @@ class GlobalParameters:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
+        return StepNorms.of_parts(_root(stepped), _root(still))
 
     def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
         """All of each tensor, in the memory of a mean that is used up."""
@@ -141,10 +154,11 @@ class GlobalParameters:
         parts = mean.flat[: sum(sizes)].split(sizes)
         return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
 
-    def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> None:
+    def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> StepNorms:
         """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
         descent = ChunkedDescent(self.optimizer, self._momentum)
-        squares = [torch.zeros(())]
+        nothing = torch.zeros(())
+        squares, stepped, still = [nothing], [nothing], [nothing]
         for index, (theta, parameter, sums) in enumerate(
             zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
         ):
@@ -152,21 +166,27 @@ class GlobalParameters:
             # A tensor whose elements do not lie one after the other is written back at once.
             is_cut = local is None or local.is_contiguous()
             chunk = CHUNK if is_cut else max(1, theta.numel())
+            divisor = mean.divisor_of(index, sums)
             if index in plain or index in rules.held:
+                square = torch.dot(sums, sums) / divisor**2
+                still.append(self.shards.own_part(square, index))
                 if index in plain:
-                    theta.view(-1).sub_(sums.div_(mean.divisor_of(index, sums)))
-                moved = ((each, each[:0]) for each in chunks_of(theta.detach().view(-1), chunk))
+                    theta.view(-1).sub_(sums.div_(divisor))
+                chunks = chunks_of(theta.detach().view(-1), chunk)
+                moved = ((each, each[:0], nothing) for each in chunks)
             else:
-                moved = descent.steps(theta, index, sums, mean.divisor_of(index, sums), chunk)
+                moved = descent.steps(theta, index, sums, divisor, chunk)
             if local is None:
                 parts = ()
             else:
                 parts = chunks_of(local.view(-1), chunk) if is_cut else (local,)
-            for part, (global_part, momentum) in itertools.zip_longest(parts, moved):
+            for part, (global_part, momentum, square) in itertools.zip_longest(parts, moved):
                 squares.append(self.shards.own_part(torch.dot(momentum, momentum), index))
+                stepped.append(self.shards.own_part(square / divisor**2, index))
                 if part is not None:
                     _mix(part, global_part.view(part.shape), rules.alpha_of(index))
-        self._momentum_norm = math.sqrt(float(torch.stack(squares).sum()))
+        self._momentum_norm = _root(squares)
+        return StepNorms.of_parts(_root(stepped), _root(still))
 
     @property
     def _sizes(self) -> list[int]:
@@ -252,16 +272,16 @@ class GlobalParameters:
         if not momentum:
             self.optimizer.state.clear()
 
-    def momentum_norm(self) -> float:
-        """L2 norm over the optimizer's momentum buffers; 0.0 before the first outer step.
+    def step_norms(self) -> StepNorms:
+        """The norms of the last outer step; the momentum's is 0 before the first one.
 
         Over all shards or shares of the group, if it has such; then a collective of its ranks.
         """
         if self._momentum_norm is None:
             self._momentum_norm = self._compute_momentum_norm()
-        if self.is_shared:
-            return self.share.norm(self._momentum_norm)
-        return self.shards.norm(self._momentum_norm)
+        *own, decay = self._step_norms._replace(momentum=self._momentum_norm)
+        norms = self.share.norms(own) if self.is_shared else self.shards.norms(own)
+        return StepNorms._make([*norms, decay])
 
     def _compute_momentum_norm(self) -> float:
         squares = []
@@ -270,6 +290,10 @@ class GlobalParameters:
             if buffer is not None:
                 squares.append(self.shards.own_part(buffer.norm().square(), index))
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def _root(squares: list[Tensor]) -> float:
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 
 
 def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:

@@ -13,6 +13,7 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch
 from composer_replication.diloco.inner_optimizer import clear_state
+from composer_replication.diloco.loss_watch import LossWatch
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
@@ -79,7 +80,8 @@ class OuterLoop:
             )
             for index, globals_ in enumerate(global_parameters)
         )
-        self._sick_in_a_row = self._steps_lost = 0
+        self._sick_in_a_row = self._steps_lost = self._synced_at = 0
+        self._loss_watch = LossWatch(len(self.fragments))
         self._is_idle = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
@@ -105,6 +107,11 @@ class OuterLoop:
         self.peer_table.is_training = not self.ends_with_next_step
         for fragment in self.fragments:
             fragment.count_inner_step(samples)
+
+    def note_loss(self, loss: float) -> None:
+        """Note the training loss of the last inner step, unless a sync has followed it."""
+        if self.inner_steps > self._synced_at:
+            self.peer_table.losses.note(loss)
 
     def send(self) -> None:
         """Start a sync: compute the next fragment's pseudo-gradient and send it."""
@@ -151,13 +158,15 @@ class OuterLoop:
             self._sick_in_a_row = 0
         else:
             self._recover()
-        seconds = self.clock.read()
+        seconds, vitals = self.clock.read(), self.peer_table.vitals
+        self._forget_losses()
         is_idle = self._is_idle or not self.peer_table.is_training
         if not moved and (fragment.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
         report = SyncReport.of(
             fragment,
             self.state,
+            vitals,
             seconds,
             has_digest=self._digest_every > 0 and self.state.outer_step % self._digest_every == 0,
             num_participants=self.manager.num_participants(),
@@ -169,8 +178,14 @@ class OuterLoop:
         self.reports.append(report)
         self.has_healed = False
         self._steps_lost = 0
+        outer = fragment.globals.optimizer.param_groups[0]
+        self._loss_watch.look(vitals, self.state.outer_step, outer)
         if moved:  # a group that missed this commit gets the settings by a heal
             self._adopt_agreed_settings()
+
+    def _forget_losses(self) -> None:
+        self.peer_table.losses.clear()
+        self._synced_at = self.inner_steps
 
     def _adopt_agreed_settings(self) -> None:
         """Adopt the newest settings that all groups know: all have read the same table."""
@@ -215,6 +230,7 @@ class OuterLoop:
     def _drop_local(self, *, is_healing: bool = False) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
         self._steps_lost += max(fragment.inner_steps for fragment in self.fragments)
+        self._forget_losses()
         self.state.is_behind = is_healing and self.fragments[0].globals.is_shared
         for fragment in self.fragments:
             if self.state.is_behind:

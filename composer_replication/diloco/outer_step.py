@@ -46,8 +46,10 @@ class ChunkedDescent:
 
     def steps(
         self, theta: nn.Parameter, index: int, sums: Tensor, divisor: float, chunk: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Move one tensor, chunk by chunk; each is given when it has moved, with its momentum.
+
+        The third is the square of the chunk's sums, which are then in cache for the step.
 
         Args:
             theta: Global parameters, fp32 and contiguous.
@@ -60,7 +62,8 @@ class ChunkedDescent:
         flat = theta.detach().view(-1)
         if not self._momentum:
             for part, total in zip(chunks_of(flat, chunk), chunks_of(sums, chunk), strict=True):
-                yield part.add_(total.div_(self._divisor), alpha=-self._lr), part[:0]
+                square = torch.dot(total, total)
+                yield part.add_(total.div_(self._divisor), alpha=-self._lr), part[:0], square
             return
         state = self._state[theta]
         is_first = state.get("momentum_buffer") is None
@@ -69,8 +72,9 @@ class ChunkedDescent:
         momenta = state["momentum_buffer"].view(-1)
         parts = (chunks_of(each, chunk) for each in (flat, sums, momenta))
         for part, total, momentum in zip(*parts, strict=True):
+            square = torch.dot(total, total)
             self._move(part, total, momentum, is_first)
-            yield part, momentum
+            yield part, momentum, square
 
     def _move(self, theta: Tensor, sums: Tensor, momentum: Tensor, is_first: bool) -> None:
         fused = 0 if is_first else sums.numel() // LANES * LANES

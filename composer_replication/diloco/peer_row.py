@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.sample_ledger import SyncedSamples
 
 BITS = 22
@@ -24,6 +25,7 @@ class PeerRow:
         min_replica_size: Its ``min_replica_size``.
         is_replacing: Whether its local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
+        vitals: Its contribution, norm and losses: any numbers of fp32, to which the others add 0.
         samples: How much of its sample stream is in the model once this sync has committed.
         settings: 44 bits of the digest of its settings, as two numbers above 0.
         digests: The same of each fragment's global parameters; zeros where none is due.
@@ -37,13 +39,14 @@ class PeerRow:
     settings_version: int
     min_replica_size: int
     is_replacing: bool
+    vitals: Vitals
     samples: SyncedSamples
     settings: tuple[int, ...]
     digests: tuple[tuple[int, ...], ...]
     frozen: tuple[int, ...]
 
     def encode(self) -> list[float]:
-        """The row as numbers, each exact in fp32. The first is a 1: this group is in the sum."""
+        """The row as numbers of fp32. The first is a 1: this group is in the sum."""
         numbers = [
             1,
             self.has_more,
@@ -53,6 +56,7 @@ class PeerRow:
             self.settings_version,
             self.min_replica_size,
             self.is_replacing,
+            *self.vitals,
             *(half for number in self.samples for half in divmod(number, 2**BITS)),
             *self.settings,
             *(half for digest in self.digests for half in digest),
@@ -63,13 +67,14 @@ class PeerRow:
     @classmethod
     def decode(cls, numbers: Sequence[float], num_fragments: int) -> PeerRow:
         """The row of which ``encode`` made these numbers."""
-        _, more, joining, healed, step, version, min_size, replacing, *rest = map(int, numbers)
+        _, more, joining, healed, step, version, min_size, replacing = map(int, numbers[:8])
+        vitals, rest = Vitals(*numbers[8:12]), [int(number) for number in numbers[12:]]
         samples, settings, rest = rest[:6], rest[6:8], rest[8:]
         digests, frozen = rest[: 2 * num_fragments], rest[2 * num_fragments :]
         whole = ((high << BITS) + low for high, low in _pairs(samples))
         return cls(
             bool(more), bool(joining), bool(healed), step, version, min_size, bool(replacing),
-            SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)), tuple(frozen),
+            vitals, SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)), tuple(frozen),
         )  # fmt: skip
 
 

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.loss_watch import LossNotes
+from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import SettingsMismatch
@@ -31,6 +34,7 @@ class Syncing(Protocol):
     is_joining: bool
     device: torch.device
     frozen: list[bool]
+    mean: WeightedMean
 
     @property
     def is_replacing(self) -> bool:
@@ -51,7 +55,7 @@ class Syncing(Protocol):
 class PeerTable:
     """Sends this group's row with a sync, and checks the rows of all its groups before the vote.
 
-    The table answers six questions that torchft does not:
+    The table answers seven questions that torchft does not:
 
     * Were all groups of the quorum in this sum? Under a quorum id that was used before, the
       connections can be those to other groups, or to fewer.
@@ -63,6 +67,7 @@ class PeerTable:
     * How much of each group's sample stream is in the model once the sync has committed?
     * Which parameters has each group frozen, and has one of them replaced its local parameters by
       an average that is to be the global ones?
+    * How long is each group's pseudo-gradient, and what is its training loss?
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -72,12 +77,14 @@ class PeerTable:
 
     Attributes:
         is_training: Whether this group still trains. The outer loop sets it.
+        losses: This group's training losses. The outer loop notes them.
         known_version: The newest version of the settings that this group knows.
         agreed_version: The newest one that all groups of the last sync know.
         is_over: Whether no group of the last sync trains or has anything to send.
         are_all_joining: Whether no group of the last sync was in training.
         is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
         synced_samples: How far the groups of the last sync have read their sample streams.
+        vitals: Contribution, norm and losses of the groups of the last sync.
         frozen: What each group in training of the last sync has frozen, by its rank in the quorum:
             1-D, a 1 for each frozen tensor of the fragment.
     """
@@ -94,9 +101,11 @@ class PeerTable:
         self._fragments = fragments
         self._digest_every = digest_every
         self.is_training = True
+        self.losses = LossNotes()
         self.is_over = self.are_all_joining = self.is_replacing = False
         self.known_version = self.agreed_version = 0
         self.synced_samples: list[SyncedSamples] = []
+        self.vitals: list[Vitals] = []
         self.frozen: dict[int, Tensor] = {}
 
     def send(self, fragment: Syncing) -> PeerTableWork:
@@ -123,11 +132,17 @@ class PeerTable:
             settings_version=self.known_version % 2**BITS,
             min_replica_size=self._manager._min_replica_size,
             is_replacing=fragment.is_replacing,
+            vitals=self._own_vitals(fragment.mean),
             samples=fragment.synced_samples,
             settings=as_numbers(self._state.settings_digest()),
             digests=tuple(digests),
             frozen=tuple(map(int, fragment.frozen)),
         )
+
+    def _own_vitals(self, mean: WeightedMean) -> Vitals:
+        # A norm that is not finite belongs to a group that contributes nothing.
+        norm = mean.norm if mean.contribution else 0.0
+        return Vitals(mean.contribution, norm, *self.losses.ends())
 
     def _digest_is_due(self) -> bool:
         by_count = self._digest_every and self._state.outer_step % self._digest_every == 0
@@ -165,6 +180,7 @@ class PeerTable:
         self.agreed_version = min(row.settings_version for row in rows)
         self.is_replacing = any(row.is_replacing for row in rows)
         self.synced_samples = [row.samples for row in rows]
+        self.vitals = [row.vitals for row in rows]
         self.frozen = {
             rank: torch.tensor(row.frozen) for rank, row in enumerate(rows) if not row.is_joining
         }

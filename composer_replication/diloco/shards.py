@@ -92,9 +92,13 @@ class Shards:
         Args:
             own: The square root of the sum of ``own_part`` over this rank's tensors.
         """
+        return self.norms([own])[0]
+
+    def norms(self, own: Sequence[float]) -> Sequence[float]:
+        """Several of what ``norm`` gives, in one collective."""
         if self._ranks is None:
             return own
-        return math.sqrt(float(self.sum(torch.tensor(own, dtype=torch.float64).square())))
+        return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
 
     def digest(self, own: str) -> str:
         """The SHA-256 over the digests of all ranks' shards. With sharding, a collective.

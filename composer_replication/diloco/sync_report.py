@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.outer_health import Vitals, directions, losses
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,21 @@ class SyncReport:
         bytes_float32: The size that the messages would have in float32.
         pseudo_gradient_norm: L2 norm of this group's own pseudo-gradient.
         outer_momentum_norm: L2 norm of the fragment's momentum after the outer step.
+        momentum_cosine: Cosine between the mean pseudo-gradient of all groups and the fragment's
+            momentum before the outer step, which is a decaying sum of the means of earlier syncs.
+            None before the second outer step, without momentum, and if the outer optimizer is no
+            SGD with momentum alone.
+        group_cosine: Mean cosine between the pseudo-gradients of two groups, each pair weighted by
+            the product of its contributions and norms. None: fewer than two groups contributed.
+        mean_norm_ratio: Norm of the mean pseudo-gradient, divided by the mean of the norms: also
+            the mean cosine between a group's pseudo-gradient and the mean. 1 if all are equal,
+            1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.
+        loss_after: Mean training loss of the groups in the first quarter of the inner steps since
+            the previous sync. None: ``note_loss`` has not been called.
+        loss_before: The same in the last quarter, before this sync.
+        loss_spread_after: The largest of the groups' losses minus the smallest, in the first
+            quarter. None: fewer than two groups have one.
+        loss_spread_before: The same in the last quarter.
         steps_lost: Inner steps that this group has thrown away since the previous sync, because it
             took the global state from a peer or its pseudo-gradient was not finite. 0 for a joiner.
         retries: Attempts that did not commit before this one did.
@@ -52,6 +69,13 @@ class SyncReport:
     bytes_float32: int
     pseudo_gradient_norm: float
     outer_momentum_norm: float
+    momentum_cosine: float | None
+    group_cosine: float | None
+    mean_norm_ratio: float | None
+    loss_after: float | None
+    loss_before: float | None
+    loss_spread_after: float | None
+    loss_spread_before: float | None
     steps_lost: int
     retries: int
     healed: bool
@@ -65,6 +89,7 @@ class SyncReport:
         cls,
         fragment: FragmentSync,
         state: GlobalState,
+        vitals: Sequence[Vitals],
         seconds: tuple[float, float, float],
         *,
         has_digest: bool,
@@ -75,6 +100,7 @@ class SyncReport:
         Args:
             fragment: After the outer step, if there was one.
             state: The global state after it.
+            vitals: What the groups of the sync said about themselves.
             seconds: What ``SyncClock.read`` returned.
             has_digest: Whether the report contains the digest.
             **counted: What the outer loop counts: ``num_participants``, ``inner_steps``,
@@ -82,6 +108,8 @@ class SyncReport:
         """
         sync_seconds, wait_seconds, compute_fraction = seconds
         mean, globals_ = fragment.mean, fragment.globals
+        moved, norms = fragment.total_contribution > 0, globals_.step_norms()
+        averaged = () if globals_.merged_radially else vitals  # only of a plain mean it is known
         return cls(
             outer_step=state.outer_step,
             fragment=fragment.fragment_id,
@@ -93,10 +121,13 @@ class SyncReport:
             bytes_sent=mean.num_bytes,
             bytes_float32=mean.num_bytes_float32,
             pseudo_gradient_norm=mean.norm,
-            outer_momentum_norm=globals_.momentum_norm(),
+            outer_momentum_norm=norms.momentum,
+            momentum_cosine=norms.momentum_cosine if moved else None,
             outer_lr=globals_.optimizer.param_groups[0]["lr"],
             outer_momentum=globals_.optimizer.param_groups[0].get("momentum", 0.0),
             settings_version=state.settings_version,
             global_digest=state.digest() if has_digest else None,
+            **directions(averaged, norms.mean),
+            **losses(vitals),
             **counted,
         )

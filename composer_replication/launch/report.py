@@ -21,7 +21,13 @@ _DASHES = ("-", "--", ":", "-.")
 MAX_POINTS = 4000
 """Most syncs of a group that are drawn. Of a longer run, evenly spaced ones are drawn."""
 
-_DRAWN = (OUTER_STEP, "inner_steps", "loss", "diloco/sync_seconds")
+_DIRECTIONS = {
+    "diloco/group_cosine": "between groups",
+    "diloco/mean_norm_ratio": "mean / group norm",
+    "diloco/momentum_cosine": "mean and momentum",
+}
+
+_DRAWN = (OUTER_STEP, "inner_steps", "loss", "diloco/sync_seconds", *_DIRECTIONS)
 
 Points = dict[str, list[dict[str, Any]]]
 """The syncs to draw, by group."""
@@ -29,6 +35,8 @@ Points = dict[str, list[dict[str, Any]]]
 
 def write_report(run_dir: str | Path) -> Path:
     """Draw ``loss.png``: every group's training loss by round, and how long its syncs blocked.
+
+    Between them are the cosines of the pseudo-gradients, if there are any.
 
     Args:
         run_dir: The run's folder.
@@ -54,22 +62,32 @@ def write_report(run_dir: str | Path) -> Path:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    figure, (losses, costs) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(8, 6), height_ratios=(2.2, 1), layout="constrained"
+    points = {replica_id: thin_out(lines) for replica_id, lines in run.metrics.items()}
+    longest = max(points.values(), key=len)  # the other groups have the same cosines
+    has_directions = any(_has(line, key) for line in longest for key in _DIRECTIONS)
+    ratios = (2.2, 1, 1) if has_directions else (2.2, 1)
+    figure, (losses, *directions, costs) = pyplot.subplots(
+        len(ratios),
+        1,
+        sharex=True,
+        figsize=(8, 2 + 1.25 * sum(ratios)),
+        height_ratios=ratios,
+        layout="constrained",
     )
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06)  # pyright: ignore
     figure.suptitle(
         f"{run.run_dir.resolve().name}: {plural(len(run.metrics), 'replica group')}, "
         f"{plural(run.outer_steps, 'outer step')}"
     )
-    points = {replica_id: thin_out(lines) for replica_id, lines in run.metrics.items()}
     _draw_losses(losses, run, points)
+    for axes in directions:
+        _draw_directions(axes, run, longest)
     _draw_costs(costs, run, points)
     rounds = f"round (1 round = {run.sync_every} inner steps)"
     costs.set_xlabel(rounds if run.sync_every else "inner steps")
     costs.set_xlim(left=0)
     costs.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    for axes in (losses, costs):
+    for axes in (losses, *directions, costs):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     path = run.run_dir / PICTURE
@@ -114,6 +132,17 @@ def _draw_losses(axes: Any, run: Run, points: Points) -> None:
             label = f"{name}: {evaluation[key]:.2f}"
             axes.axhline(evaluation[key], color="0.45", linestyle=style, linewidth=1.2, label=label)
     axes.legend(frameon=False, loc="upper right", ncols=2 if len(run.metrics) > 4 else 1)
+
+
+def _draw_directions(axes: Any, run: Run, lines: list[dict[str, Any]]) -> None:
+    for colour, (key, name) in zip(_COLOURS, _DIRECTIONS.items(), strict=False):
+        x = [line["inner_steps"] / (run.sync_every or 1) for line in lines if _has(line, key)]
+        y = [line[key] for line in lines if _has(line, key)]
+        axes.plot(x, y, color=colour, linewidth=1.2, label=name)
+    axes.axhline(0, color="0.45", linewidth=0.8)
+    axes.set_ylabel("cosine of\npseudo-gradients")
+    axes.set_ylim(-1.05, 1.05)
+    axes.legend(frameon=False, loc="lower right", ncols=3, fontsize="small")
 
 
 def _draw_costs(axes: Any, run: Run, points: Points) -> None:

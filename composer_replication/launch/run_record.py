@@ -20,6 +20,7 @@ from composer_replication.callback.run_folder import (
     STATUS,
     SUMMARY,
 )
+from composer_replication.launch.outer_readings import describe_outer_loop
 from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
 from composer_replication.training.config import read_value
 
@@ -212,6 +213,8 @@ def describe(run: Run) -> list[tuple[str, str]]:
         if number
     ]
     rows += _describe_traffic(run)
+    longest = max(run.metrics.values(), key=len)
+    rows += describe_outer_loop(longest, len(longest))
     return rows
 
 

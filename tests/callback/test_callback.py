@@ -25,11 +25,13 @@ from composer_jobs import (
     Exporting,
     callback_of,
     data,
+    fit,
     fit_alone,
     trainer_of,
 )
 
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.diloco.outer_health import HEALTH
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.replica.lighthouse import start_lighthouse
@@ -254,15 +256,40 @@ def documented_keys():
 
 
 def test_the_documented_metrics_are_logged_at_every_sync_and_no_others():
-    logged = InMemoryLogger()
-    fit_alone("4ba", loggers=[logged], diloco={"digest_every": 1})
-    keys = {key for key in logged.data if key.startswith("diloco/")}
-    assert keys == documented_keys() - {"diloco/global_digest"}  # numbers only
-    steps = [(int(at.batch), value) for at, value in logged.data["diloco/outer_step"]]
-    assert steps == [(2, 1), (4, 2)]
-    for values in (logged.data[key] for key in keys):
-        assert all(isinstance(value, int | float) for _, value in values)
-    assert logged.data["diloco/bytes_sent"][0][1] == 4 * (NUM_ELEMENTS + 1)
+    def replica(sim):
+        logged = InMemoryLogger()
+        settings = {"digest_every": 1, "sync_every": 2}
+        fit(sim, max_duration="4ba", loggers=[logged], diloco=settings)
+        return logged.data
+
+    for metrics in simulate(replica, num_replicas=2):
+        keys = {key for key in metrics if key.startswith("diloco/")}
+        assert keys == documented_keys() - {"diloco/global_digest"}  # numbers only
+        steps = [(int(at.batch), value) for at, value in metrics["diloco/outer_step"]]
+        assert steps == [(2, 1), (4, 2)]
+        for key in keys:
+            assert all(isinstance(value, int | float) for _, value in metrics[key])
+            # The momentum begins with the first outer step.
+            assert len(metrics[key]) == (1 if key == "diloco/momentum_cosine" else 2)
+        assert metrics["diloco/bytes_sent"][0][1] == 4 * (NUM_ELEMENTS + 1)
+
+
+def test_losses_of_all_groups_are_in_the_metrics_of_each():
+    def replica(sim):
+        logged = InMemoryLogger()
+        fit(sim, max_duration="8ba", loggers=[logged], diloco={"sync_every": 4})
+        return logged.data
+
+    one, other = simulate(replica, num_replicas=2)
+    losses = [[value for _, value in data["loss/train/total"]] for data in (one, other)]
+    # Of batches 1 to 3, and of 5 to 7: that of batch 4 or 8 comes after the sync in it.
+    for name, batches in (("after", (0, 4)), ("before", (2, 6))):
+        mean = [value for _, value in one[f"diloco/loss_{name}"]]
+        spread = [value for _, value in one[f"diloco/loss_spread_{name}"]]
+        both = [(losses[0][at], losses[1][at]) for at in batches]
+        assert mean == pytest.approx([(a + b) / 2 for a, b in both], rel=1e-6)
+        assert spread == pytest.approx([abs(a - b) for a, b in both], abs=1e-6)
+        assert mean == [value for _, value in other[f"diloco/loss_{name}"]]
 
 
 def test_the_documented_metrics_are_those_of_the_sync_report():
@@ -280,7 +307,11 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
     assert [line["diloco/outer_step"] for line in lines] == [1, 2, 3]
     for line in lines:
         has_digest = line["diloco/outer_step"] % 2 == 0
-        expected = documented_keys() | {"batch", "inner_steps", "loss", "time"}
+        # A group alone has no other to compare with.
+        between = {f"diloco/{n}" for n in HEALTH if n not in ("loss_after", "loss_before")}
+        expected = documented_keys() - between | {"batch", "inner_steps", "loss", "time"}
+        if line["diloco/outer_step"] > 1:
+            expected |= {"diloco/momentum_cosine"}
         assert line.keys() == expected - (set() if has_digest else {"diloco/global_digest"})
         assert line["loss"] > 0
         assert began <= line["time"] <= time.time()

@@ -30,8 +30,10 @@ from composer_replication.coordinator.run_model import fingerprint_of
 from composer_replication.coordinator.run_settings import RejectedError, RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
+from composer_replication.diloco.outer_health import HEALTH
 from composer_replication.diloco.outer_table import TABLE
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.launch.outer_readings import READINGS
 
 SETTINGS = DiLoCoSettings(sync_every=20, num_fragments=2, fragment_patterns=[["a*"], ["*"]])
 MODEL = [
@@ -671,3 +673,19 @@ def test_the_page_shows_strangers_and_keeps_the_token_out_of_the_address_bar(cli
     page = client.get("/").text
     assert "status.strangers" in page and 'id="strangers"' in page
     assert page.index("if (encoded) keepToken()") < page.index("history.replaceState(")
+
+
+def test_the_page_says_how_to_read_the_outer_loop_as_the_report_does(client):
+    page = client.get("/").text
+    for reading in READINGS:
+        names = ", ".join(f'"{name}"' for name in reading.names)
+        assert f'["{reading.title.capitalize()}", [{names}],\n    "{reading.sentence}"]' in page
+    assert [name for reading in READINGS for name in reading.names] == list(HEALTH)
+
+
+def test_the_status_has_the_outer_loops_metrics(client):
+    register(client, "0")
+    told = {name: 0.25 for name in HEALTH}
+    beat(client, **told)
+    (group,) = client.get("/v1/status").json()["replicas"]
+    assert told.items() <= group.items()

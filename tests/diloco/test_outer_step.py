@@ -78,7 +78,7 @@ def test_every_bit_is_that_of_torch(outer, dtype, alpha):
             assert torch.equal(state["state"][place]["momentum_buffer"], kept["momentum_buffer"])
             norms.append(kept["momentum_buffer"].norm())
     expected_norm = float(torch.stack(norms).norm()) if norms else 0.0
-    assert globals_.momentum_norm() == pytest.approx(expected_norm, rel=1e-5)
+    assert globals_.step_norms().momentum == pytest.approx(expected_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("other", [

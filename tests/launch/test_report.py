@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from composer_replication.launch.display import Display, GroupView
+from composer_replication.launch.outer_readings import READINGS
 from composer_replication.launch.report import MAX_POINTS, thin_out, write_report
 from composer_replication.launch.run_record import (
     describe,
@@ -100,6 +101,44 @@ def test_the_text_has_bits_agreement_and_traffic(tmp_path):
     assert rows["sent by each group"] == (
         "8 kB in 8 syncs; data parallel: 80 kB in 40 inner steps (10 times as much)"
     )
+
+
+def with_outer_metrics(step):
+    losses = {"loss_after": 2.5, "loss_before": 2.0 + step}
+    told = {"group_cosine": step / 10, "mean_norm_ratio": 0.8, **losses}
+    if step > 1:  # the first outer step has no momentum yet
+        told["momentum_cosine"] = -0.5
+    return sync(step, **{f"diloco/{name}": value for name, value in told.items()})
+
+
+def test_the_text_says_how_to_read_the_outer_loop(tmp_path):
+    rows = dict(
+        describe(read_run(write_run(tmp_path, [with_outer_metrics(i) for i in range(1, 9)])))
+    )
+    readings = {reading.title: reading.sentence for reading in READINGS}
+    # The last quarter of eight syncs is that of the steps 7 and 8. Nobody has said its spread.
+    assert {title: rows.get(title) for title in readings} == {
+        "mean and momentum": f"-0.5   ({readings['mean and momentum']})",
+        "between groups": f"0.75   ({readings['between groups']})",
+        "mean / group norm": f"0.8   ({readings['mean / group norm']})",
+        "loss after, before": f"2.5, 9.5   ({readings['loss after, before']})",
+        "spread after, before": None,
+    }
+
+
+def test_the_cosines_have_a_panel_in_the_picture(tmp_path):
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    syncs = [with_outer_metrics(i) for i in range(1, 9)]
+    drawn = [
+        write_report(write_run(tmp_path / "with", syncs)),
+        write_report(write_run(tmp_path / "without")),
+    ]
+    # Width and height are at these places of a PNG.
+    sizes = [
+        tuple(int.from_bytes(path.read_bytes()[i : i + 4]) for i in (16, 20)) for path in drawn
+    ]
+    assert sizes[0][0] == sizes[1][0] and sizes[0][1] > 1.2 * sizes[1][1]
 
 
 def test_different_digests_are_told_apart(tmp_path):

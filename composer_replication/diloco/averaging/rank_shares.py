@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
@@ -105,9 +104,9 @@ class RankShare:
         torch.distributed.all_reduce(value, group=self._ranks)
         return value
 
-    def norm(self, own: float) -> float:
-        """The L2 norm over all shares, given that of this rank's; with others a collective."""
-        return math.sqrt(float(self.sum(torch.tensor(own, dtype=torch.float64).square())))
+    def norms(self, own: Sequence[float]) -> list[float]:
+        """L2 norms over all shares, given those of this rank's; with others a collective."""
+        return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
 
     def gather(self, flat: Tensor) -> None:
         """Fill in the others' shares. Every rank of the group calls it, or none."""

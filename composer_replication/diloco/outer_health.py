@@ -1,0 +1,120 @@
+"""Numbers that tell a bad setting of the outer loop while it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+HEALTH = (
+    "momentum_cosine",
+    "group_cosine",
+    "mean_norm_ratio",
+    "loss_after",
+    "loss_before",
+    "loss_spread_after",
+    "loss_spread_before",
+)
+"""Fields of ``SyncReport`` that tell how the outer loop does; equal in all groups of a sync."""
+
+
+class Vitals(NamedTuple):
+    """What one replica group says about itself beside a sync. Missing numbers are NaN.
+
+    Attributes:
+        contribution: Its weight in the mean; 0 if it contributes nothing.
+        norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
+        loss_after: Its mean training loss in the first inner steps after the previous sync.
+        loss_before: The same in the last inner steps before this sync.
+    """
+
+    contribution: float = 0.0
+    norm: float = 0.0
+    loss_after: float = math.nan
+    loss_before: float = math.nan
+
+
+class StepNorms(NamedTuple):
+    """L2 norms of what one outer step was made of, over all ranks of the group.
+
+    Attributes:
+        mean: Of the mean pseudo-gradient; 0 if there was no outer step.
+        stepped: The same over the tensors that the outer optimizer moved.
+        momentum_before: Of the outer momentum before the step.
+        momentum: Of the outer momentum after it.
+        decay: The outer optimizer's ``momentum``; 0 if it is no SGD with momentum alone.
+    """
+
+    mean: float = 0.0
+    stepped: float = 0.0
+    momentum_before: float = 0.0
+    momentum: float = 0.0
+    decay: float = 0.0
+
+    @classmethod
+    def of_parts(cls, stepped: float, still: float) -> StepNorms:
+        """From the norms of the mean over what the outer optimizer moved, and over the rest."""
+        return cls(math.hypot(stepped, still), stepped)
+
+    @property
+    def momentum_cosine(self) -> float | None:
+        """Cosine between the mean pseudo-gradient and the momentum before the step.
+
+        It needs no pass over memory: from ``momentum = decay * momentum_before + mean`` follows the
+        product of the two on the right. None: there was no momentum.
+        """
+        product = self.decay * self.momentum_before * self.stepped
+        if not product > 0.0:
+            return None
+        squares = self.momentum**2 - (self.decay * self.momentum_before) ** 2 - self.stepped**2
+        return _cosine(squares / (2 * product))
+
+
+def directions(vitals: Sequence[Vitals], mean_norm: float) -> dict[str, float | None]:
+    """How far the groups' pseudo-gradients agree, from their norms and the norm of their mean.
+
+    The square of a sum is the sum of the squares and of twice all products of two. So the norms of
+    the groups, which travel beside the sync, tell the mean product without any group having the
+    pseudo-gradient of another.
+
+    Args:
+        vitals: Of the groups in the sync.
+        mean_norm: L2 norm of the mean of their pseudo-gradients.
+
+    Returns:
+        ``group_cosine`` and ``mean_norm_ratio`` of ``SyncReport``. None: fewer than two groups had
+        a pseudo-gradient, so there is nothing to compare.
+    """
+    total = sum(group.contribution for group in vitals)
+    squares = products = mean_of_norms = 0.0
+    for group in vitals:
+        norm = group.contribution / total * group.norm if group.norm > 0.0 else 0.0
+        squares, products = squares + norm**2, products + mean_of_norms * norm
+        mean_of_norms += norm
+    if not products > 0.0:
+        return {"group_cosine": None, "mean_norm_ratio": None}
+    return {
+        "group_cosine": _cosine((mean_norm**2 - squares) / (2 * products)),
+        "mean_norm_ratio": mean_norm / mean_of_norms,
+    }
+
+
+def losses(vitals: Sequence[Vitals]) -> dict[str, float | None]:
+    """The mean and the spread over the groups of ``loss_after`` and ``loss_before``.
+
+    Returns:
+        ``loss_...`` and ``loss_spread_...`` of ``SyncReport``. None: no group has said its loss, or
+        for the spread only one.
+    """
+    values: dict[str, float | None] = {}
+    for when in ("after", "before"):
+        said = [x for group in vitals if math.isfinite(x := getattr(group, f"loss_{when}"))]
+        values[f"loss_{when}"] = fmean(said) if said else None
+        values[f"loss_spread_{when}"] = max(said) - min(said) if len(said) > 1 else None
+    return values
+
+
+def _cosine(value: float) -> float | None:
+    """Norms are rounded, and a cosine from them may be out of range by that."""
+    return max(-1.0, min(1.0, value)) if math.isfinite(value) else None

@@ -1,0 +1,349 @@
+"""Metrics of the outer loop, computed by hand, and the warning when it is unstable.
+
+``pytest tests/diloco/test_outer_health.py``: simulated network. ``test_outer_health_of_ranks.py``
+has groups of several ranks.
+"""
+
+import itertools
+import logging
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
+from torch import nn
+
+from composer_replication import DiLoCo, simulate
+from composer_replication.callback.progress import numbers_of
+from composer_replication.coordinator.api_types import Heartbeat
+from composer_replication.diloco.algorithm import SyncReport
+from composer_replication.diloco.averaging.rank_shares import RankShare
+from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
+from composer_replication.diloco.freezing import StepRules
+from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.loss_watch import QUIET_ROUNDS, LossWatch
+from composer_replication.diloco.outer_health import HEALTH, Vitals
+from composer_replication.diloco.outer_optimizer import nesterov_sgd
+
+COSINES = ("momentum_cosine", "group_cosine", "mean_norm_ratio")
+
+
+def move(model, inner, moves):
+    """One inner step of SGD with lr 1 that adds ``moves``, one tensor for each parameter."""
+    for parameter, by in zip(model.parameters(), moves, strict=True):
+        parameter.grad = -torch.as_tensor(by, dtype=torch.float32)
+    inner.step()
+
+
+def train_by(pseudo_gradients, *, shapes=None, samples=(1, 1, 1), value=10.0, **settings):
+    """The reports of all groups: in round r group i moves so that [r][i] is its pseudo-gradient."""
+
+    def replica(sim):
+        model = Constant(value, **(shapes or {"a": (2,), "b": (1,)}))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, sync_every=1, **settings) as diloco:
+            theta = [t.clone() for t in diloco.global_parameters().values()]
+            for deltas in pseudo_gradients:
+                # Whatever alpha has left of the local parameters, they begin at the global ones.
+                with torch.no_grad():
+                    for parameter, t in zip(model.parameters(), theta, strict=True):
+                        parameter.copy_(t)
+                diloco.count_samples(samples[sim.replica_id])
+                move(model, inner, [-torch.as_tensor(d) for d in deltas[sim.replica_id]])
+                theta = [t.clone() for t in diloco.global_parameters().values()]
+            return diloco.pop_finished_syncs()
+
+    return simulate(replica, num_replicas=len(pseudo_gradients[0]))
+
+
+def test_the_cosines_are_those_computed_by_hand():
+    first = [((3.0, 0.0), (4.0,)), ((0.0, 0.0), (12.0,))]  # norms 5 and 12, product 48
+    second = [((0.0, 6.0), (0.0,)), ((-3.0, -2.0), (0.0,))]  # norms 6 and sqrt(13), product -12
+    # After the means (1.5, 0, 8) and (-1.5, 2, 0) the momentum is (-0.75, 2, 4).
+    third = [((-1.5, 4.0), (8.0,)), ((-0.75, 2.0), (4.0,))]
+    reports, others = train_by([first, second, third], outer_lr=0.5, outer_momentum=0.5)
+    one, two, three = reports
+    assert one.momentum_cosine is None
+    assert one.group_cosine == pytest.approx(48 / (5 * 12), abs=1e-5)
+    assert one.mean_norm_ratio == pytest.approx(math.sqrt(66.25) / 8.5, abs=1e-5)
+    assert two.momentum_cosine == pytest.approx(-2.25 / (2.5 * math.sqrt(66.25)), abs=1e-5)
+    assert two.group_cosine == pytest.approx(-12 / (6 * math.sqrt(13)), abs=1e-5)
+    assert two.mean_norm_ratio == pytest.approx(2.5 / ((6 + math.sqrt(13)) / 2), abs=1e-5)
+    assert [getattr(three, name) for name in COSINES] == [pytest.approx(1.0, abs=1e-5)] * 3
+    for mine, theirs in zip(reports, others, strict=True):
+        assert [getattr(mine, name) for name in HEALTH] == [getattr(theirs, n) for n in HEALTH]
+
+
+def drawn(groups, rounds, size=1000, seed=0):
+    """Pseudo-gradients of two tensors that have something in common."""
+    draw = torch.Generator().manual_seed(seed)
+    common = [torch.randn(size, generator=draw) for _ in range(rounds)]
+    return [
+        [
+            (c + torch.randn(size, generator=draw), torch.randn(7, generator=draw))
+            for _ in range(groups)
+        ]
+        for c in common
+    ]
+
+
+def cosine_of(one, other):
+    one, other = one.double(), other.double()
+    return float(one @ other / (one.norm() * other.norm()))
+
+
+def expected(pseudo_gradients, weights, decay):
+    """Of each round, from all of the groups' pseudo-gradients."""
+    momentum = None
+    for deltas in pseudo_gradients:
+        flat = [torch.cat([t.double() for t in delta]) for delta in deltas]
+        mean = sum(w * d for w, d in zip(weights, flat, strict=True)) / sum(weights)
+        norms = [w / sum(weights) * float(d.norm()) for w, d in zip(weights, flat, strict=True)]
+        pairs = list(itertools.combinations(range(len(flat)), 2))
+        products = [norms[i] * norms[j] for i, j in pairs]
+        cosines = [cosine_of(flat[i], flat[j]) for i, j in pairs]
+        between = sum(p * c for p, c in zip(products, cosines, strict=True)) / sum(products)
+        with_mean = [n * cosine_of(d, mean) for n, d in zip(norms, flat, strict=True)]
+        assert float(mean.norm()) / sum(norms) == pytest.approx(sum(with_mean) / sum(norms))
+        along = None if momentum is None or not decay else cosine_of(mean, momentum)
+        yield along, between, float(mean.norm()) / sum(norms)
+        momentum = mean if momentum is None else decay * momentum + mean
+
+
+@pytest.mark.parametrize(("settings", "tolerance"), [
+    ({}, 1e-5),
+    ({"weight_by": "samples"}, 1e-5),
+    ({"outer_nesterov": False}, 1e-5),
+    ({"outer_momentum": 0.0}, 1e-5),
+    ({"bucket_cap_mb": 0.001}, 1e-5),
+    ({"wire_format": "bfloat16"}, 1e-3),
+    ({"wire_format": "int8"}, 5e-3),
+    ({"wire_format": "fp4"}, 5e-2),  # rounding lengthens the mean
+])  # fmt: skip
+@pytest.mark.parametrize("groups", [2, 3])
+def test_norms_alone_give_the_cosines_of_all_pseudo_gradients(settings, tolerance, groups):
+    pseudo_gradients = drawn(groups, rounds=4)
+    samples = (1, 5, 3)
+    weights = samples if "weight_by" in settings else (1, 1, 1)
+    (reports, *_) = train_by(
+        pseudo_gradients, shapes={"a": (1000,), "b": (7,)}, samples=samples, **settings
+    )
+    truth = expected(pseudo_gradients, weights[:groups], settings.get("outer_momentum", 0.9))
+    for report, values in zip(reports, truth, strict=True):
+        for name, value in zip(COSINES, values, strict=True):
+            told = getattr(report, name)
+            assert told == value if value is None else told == pytest.approx(value, abs=tolerance)
+
+
+def test_a_group_that_contributes_nothing_is_in_none_of_them():
+    pseudo_gradients = drawn(3, rounds=3)
+    for deltas in pseudo_gradients:
+        deltas[1] = (torch.full((1000,), math.inf), deltas[1][1])
+    reports, sick, _ = train_by(
+        pseudo_gradients, shapes={"a": (1000,), "b": (7,)}, max_sync_retries=9
+    )
+    healthy = [[deltas[0], deltas[2]] for deltas in pseudo_gradients]
+    for report, other, values in zip(reports, sick, expected(healthy, (1, 1), 0.9), strict=True):
+        assert other.contribution == 0.0
+        told = [getattr(report, name) for name in COSINES]
+        assert told == [v if v is None else pytest.approx(v, abs=1e-5) for v in values]
+        assert told == [getattr(other, name) for name in COSINES]
+
+
+def test_what_cannot_be_told_is_left_out_of_the_metrics():
+    ((one, two),) = train_by(drawn(1, rounds=2), shapes={"a": (1000,), "b": (7,)})
+    assert [getattr(one, name) for name in HEALTH] == [None] * 7
+    told = {name for name in HEALTH if getattr(two, name) is not None}
+    assert told == {"momentum_cosine"}
+    assert {f"diloco/{name}" for name in HEALTH} & numbers_of(two).keys() == {
+        "diloco/momentum_cosine"
+    }
+
+
+def test_a_group_that_hardly_moves_divides_by_no_zero():
+    deltas = [((3.0, 0.0), (4.0,)), ((1e-18, 0.0), (0.0,))]
+    (report,), _ = train_by([deltas], value=0.0)
+    assert -1.0 <= report.group_cosine <= 1.0
+    assert report.mean_norm_ratio == pytest.approx(1.0)
+
+
+def test_with_another_outer_optimizer_there_is_no_momentum_to_compare_with():
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
+    deltas = drawn(2, rounds=2)
+    _, two = train_by(deltas, shapes={"a": (1000,), "b": (7,)}, outer_optimizer=adam)[0]
+    *_, (_, between, ratio) = expected(deltas, (1, 1), 0.9)
+    assert two.momentum_cosine is None
+    assert two.group_cosine == pytest.approx(between, abs=1e-5)
+    assert two.mean_norm_ratio == pytest.approx(ratio, abs=1e-5)
+
+
+# ---- the norms of an outer step ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_the_momentum_is_compared_with_what_the_outer_optimizer_moves(is_chunked):
+    sizes = {"a": CHUNK + 77, "b": 5, "c": 40, "d": 9}
+    model = Constant(**{name: (size,) for name, size in sizes.items()})
+    build = nesterov_sgd()
+    globals_ = GlobalParameters(dict(model.named_parameters()), build, torch.device("cpu"), False)
+    if not is_chunked:  # as on an accelerator
+        globals_._descend = globals_._step
+    draw = torch.Generator().manual_seed(0)
+    momentum = {name: torch.zeros(size).double() for name, size in sizes.items()}
+    # In the second step b has been frozen and is averaged for the last time; c does not move.
+    steps = [StepRules(), StepRules(plain=frozenset({1}), held=frozenset({2})), StepRules()]
+    for rules in steps:
+        sums = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+        mean = WeightedMean(RankShare(list(sizes.values())), 1.0, torch.device("cpu"))
+        mean.pack(lambda value, into: into.copy_(value), (list(sums.values()),), 2.0)
+        mean.finish()
+        globals_.take_outer_step(mean, rules)
+        still = {name for i, name in enumerate(sizes) if i in rules.plain | rules.held}
+        before = torch.cat([m for name, m in momentum.items() if name not in still])
+        moved = torch.cat([d.double() for name, d in sums.items() if name not in still])
+        for name, delta in sums.items():
+            momentum[name] = momentum[name] * 0 if name in still else 0.9 * momentum[name] + delta
+        norms = globals_.step_norms()
+        assert norms.mean == pytest.approx(float(torch.cat(list(sums.values())).norm()), rel=1e-5)
+        assert norms.momentum_before == pytest.approx(float(before.norm()), rel=1e-5)
+        if float(before.norm()):
+            assert norms.momentum_cosine == pytest.approx(cosine_of(moved, before), abs=1e-5)
+        else:
+            assert norms.momentum_cosine is None
+
+
+def test_momentum_that_was_off_for_a_while_is_compared_again():
+    values = nn.Parameter(torch.zeros(3))
+    built = GlobalParameters({"w": values}, nesterov_sgd(0.5, 0.9), torch.device("cpu"), False)
+    deltas = [torch.tensor(d) for d in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 0.0))]
+    for delta, decay in zip(deltas, (0.9, 0.0, 0.9), strict=True):
+        built.optimizer.param_groups[0].update(momentum=decay, nesterov=decay > 0)
+        mean = WeightedMean(RankShare([3]), 1.0, torch.device("cpu"))
+        mean.pack(lambda value, into: into.copy_(value), ([delta],), 1.0)
+        mean.finish()
+        built.take_outer_step(mean, StepRules())
+    assert built.step_norms().momentum_cosine == pytest.approx(math.sqrt(0.5), abs=1e-5)
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def train_with_losses(steps, *, says=lambda i, step: 10.0 * i + step, groups=2, **settings):
+    """All groups' reports; group i says its loss at the end of each step, from 1."""
+
+    def replica(sim):
+        model = Constant(a=(2,), b=(1,))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, plain_sgd(), **settings) as diloco:
+            for step in range(1, steps + 1):
+                take_step(inner, -0.5)
+                loss = says(sim.replica_id, step)
+                if loss is not None:
+                    diloco.note_loss(loss)
+            return diloco.pop_finished_syncs(), diloco.global_digest()
+
+    return simulate(replica, num_replicas=groups)
+
+
+def losses_of(reports):
+    names = ("loss_after", "loss_before", "loss_spread_after", "loss_spread_before")
+    return [tuple(getattr(report, name) for name in names) for report in reports]
+
+
+def test_losses_are_those_of_the_first_and_the_last_quarter_between_two_syncs():
+    (reports, _), (others, _) = train_with_losses(24, sync_every=8)
+    # The loss of step 8 is said after the sync: of the steps 1 to 7 a quarter is one step.
+    assert losses_of(reports) == [
+        (1.0 + 5, 7.0 + 5, 10.0, 10.0),
+        (9.0 + 5, 15.0 + 5, 10.0, 10.0),
+        (17.0 + 5, 23.0 + 5, 10.0, 10.0),
+    ]
+    assert losses_of(others) == losses_of(reports)
+
+
+def test_with_a_delay_they_are_counted_from_the_outer_step_on():
+    settings = {"sync_every": 8, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5}
+    (reports, _), _ = train_with_losses(16, **settings)
+    # Sent in step 5, before its loss is known, and applied in step 8; then in steps 13 and 16.
+    assert losses_of(reports) == [(6.0, 9.0, 10.0, 10.0), (14.0, 17.0, 10.0, 10.0)]
+
+
+def test_groups_without_a_loss_are_left_out():
+    odd = itertools.cycle([math.nan, math.inf, -math.inf, 1e200])
+    (reports, digest), *_ = train_with_losses(
+        12, sync_every=4, groups=3, says=lambda i, step: (next(odd), 1.0, 3.5)[i]
+    )
+    assert losses_of(reports) == [(2.25, 2.25, 2.5, 2.5)] * 3
+    (reports, other), *_ = train_with_losses(
+        12, sync_every=4, groups=3, says=lambda i, step: 1.5 if i == 0 else None
+    )
+    assert losses_of(reports) == [(1.5, 1.5, None, None)] * 3
+    (reports, silent), *_ = train_with_losses(12, sync_every=4, groups=3, says=lambda *_: None)
+    assert losses_of(reports) == [(None,) * 4] * 3
+    assert digest == other == silent
+
+
+def test_a_heartbeat_has_all_that_a_report_has():
+    assert set(HEALTH) <= {field.name for field in fields(SyncReport)}
+    assert set(HEALTH) <= Heartbeat.model_fields.keys()
+
+
+# ---- the warning ---------------------------------------------------------------------------------
+
+
+def train_tiny(outer_lr, rounds, **settings):
+    def replica(sim):
+        model = TinyMLP()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with DiLoCo(sim.manager, model, inner, outer_lr=outer_lr, **settings) as diloco:
+            for step in range(rounds * settings["sync_every"]):
+                inner.zero_grad()
+                loss = mse(model, *batch(sim.replica_id, step))
+                loss.backward()
+                inner.step()
+                diloco.note_loss(loss.item())
+
+    simulate(replica, num_replicas=2)
+
+
+def warnings_in(caplog):
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    return [text for text in said if "outer loop is unstable" in text]
+
+
+@pytest.mark.parametrize("settings", [{"sync_every": 4}, {"sync_every": 8, "num_fragments": 2}])
+def test_a_too_large_outer_lr_is_warned_of_with_the_fix_and_a_good_one_is_not(settings, caplog):
+    train_tiny(0.7, 40, outer_momentum=0.5, **settings)
+    assert warnings_in(caplog) == []
+    train_tiny(4.0, 40, outer_momentum=0.9, **settings)
+    said = warnings_in(caplog)
+    # Of two groups, and again after twenty rounds as nothing was changed.
+    assert len(said) in (2, 4), said
+    assert "set outer_lr to about half of 4, or lower outer_momentum (0.9)" in said[0]
+
+
+def look(watch, caplog, *intervals, groups=2):
+    """Show a watch the losses of intervals between two syncs: at the beginning, and at the end."""
+    caplog.clear()
+    for step, (after, before) in enumerate(intervals, 1):
+        vitals = [Vitals(1.0, 1.0, after + i, before + i) for i in range(groups)]
+        watch.look(vitals, step, {"lr": 0.7, "momentum": 0.9})
+    return warnings_in(caplog)
+
+
+def test_only_a_rise_that_the_syncs_have_made_is_unstable(caplog):
+    falling = [(5 - 0.1 * i + (-1) ** i * 0.05, 4.9 - 0.1 * i) for i in range(20)]
+    harder = [(3.3 + 0.3 * i, 3.5 + 0.3 * i) for i in range(20)]  # within the intervals too
+    overshooting = [(3.6 + 0.3 * i, 3.2 + 0.3 * i) for i in range(10)]
+    assert look(LossWatch(1), caplog, *falling, *harder) == []
+    assert look(LossWatch(1), caplog, *overshooting[:9]) == []  # too few rounds
+    (said,) = look(LossWatch(1), caplog, *falling, *overshooting)
+    assert "in the last 5 rounds the syncs raised the mean training loss of all groups from" in said
+
+
+def test_there_is_one_warning_in_twenty_rounds_and_none_across_a_change_of_groups(caplog):
+    rising = [(2.5 + i, 2.0 + i) for i in range(3 * QUIET_ROUNDS)]
+    watch = LossWatch(1)
+    assert len(look(watch, caplog, *rising)) == 3
+    assert look(watch, caplog, *rising[:9], groups=3) == []

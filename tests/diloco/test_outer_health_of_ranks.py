@@ -1,0 +1,94 @@
+"""Metrics of the outer loop in groups of several ranks are those of groups of one.
+
+Run: pytest tests/diloco/test_outer_health_of_ranks.py. Two real processes over gloo; the two groups
+are simulated, as threads in each process that have a process group of their own.
+"""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from common import TinyMLP, batch, mse
+from forked import context
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from composer_replication import DiLoCo
+from composer_replication.diloco.averaging import rank_shares
+from composer_replication.diloco.outer_health import HEALTH
+from composer_replication.simulation.simulation import simulate
+
+pytestmark = pytest.mark.integration
+
+RANKS = GROUPS = 2
+CASES = {
+    "vanilla": {"sync_every": 4},
+    "streaming": {
+        "sync_every": 8,
+        "num_fragments": 2,
+        "fragment_sync_delay": 1,
+        "fragment_update_alpha": 0.5,
+    },
+    "int8": {"sync_every": 4, "wire_format": "int8"},  # its blocks lie otherwise in shares
+    "another optimizer": {"sync_every": 4, "outer_optimizer": torch.optim.Adam},
+}
+
+
+def train(settings, groups_of_ranks=None, meshes=None):
+    """All numbers of all reports of one group, whose ranks all have the same batches."""
+
+    def replica(sim):
+        model = TinyMLP(width=15)  # its tensors are not divisible by the ranks
+        ranks = None
+        if groups_of_ranks is not None:
+            ranks = groups_of_ranks[sim.replica_id]
+        if meshes is not None:
+            for layer in (*model.layers[::2], model):
+                fully_shard(layer, mesh=meshes[sim.replica_id])
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        with DiLoCo(sim.manager, model, inner, ranks=ranks, **settings) as diloco:
+            for step in range(16):
+                inner.zero_grad()
+                loss = mse(model, *batch(sim.replica_id, step))
+                loss.backward()
+                inner.step()
+                diloco.note_loss(loss.item())
+            return [
+                [getattr(report, name) for name in HEALTH] for report in diloco.pop_finished_syncs()
+            ]
+
+    one, other = simulate(replica, num_replicas=GROUPS)
+    assert one == other
+    return one
+
+
+def one_rank(rank, folder):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    groups = [dist.new_group(range(RANKS)) for _ in range(GROUPS)]
+    # Torch cannot connect two of these at a time in one process, of which real groups have one.
+    host = {f"replica_{i}": dist.new_group(range(RANKS)) for i in range(GROUPS)}
+    rank_shares.HostRanks.connected = lambda self: host[threading.current_thread().name]
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
+    for name, settings in CASES.items():
+        alone, tolerance = train(settings), 1e-2 if name == "int8" else 1e-5
+        assert len(alone) == 4
+        assert all(value is not None for value in alone[-1]) or "outer_optimizer" in settings
+        for ranks in (train(settings, groups), train(settings, groups, meshes)):
+            for mine, theirs in zip(alone, ranks, strict=True):
+                assert mine == pytest.approx(theirs, abs=tolerance), name
+    dist.destroy_process_group()
+
+
+def test_ranks_have_the_numbers_of_one_process(tmp_path):
+    torch.multiprocessing.start_processes(
+        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
+    )
