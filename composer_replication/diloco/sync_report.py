@@ -35,7 +35,8 @@ class SyncReport:
             None before the second outer step, without momentum, and if the outer optimizer is no
             SGD with momentum alone.
         group_cosine: Mean cosine between the pseudo-gradients of two groups, each pair weighted by
-            the product of its contributions and norms. None: fewer than two groups contributed.
+            the product of its contributions and norms. None: fewer than two groups contributed, or
+            ``merge`` is ``rda``.
         mean_norm_ratio: Norm of the mean pseudo-gradient, divided by the mean of the norms: also
             the mean cosine between a group's pseudo-gradient and the mean. 1 if all are equal,
             1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.

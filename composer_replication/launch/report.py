@@ -127,6 +127,7 @@ def _draw_losses(axes: Any, run: Run, points: Points) -> None:
     for key, style, name in (
         ("unigram_bits_per_byte", (0, (1, 2)), "byte frequencies alone"),
         ("bits_per_byte", (0, (6, 2)), "held-out at the end"),
+        ("data_parallel_bits_per_byte", (0, (3, 1, 1, 1)), "data parallel, held-out"),
     ):
         if key in evaluation:
             label = f"{name}: {evaluation[key]:.2f}"

@@ -201,8 +201,12 @@ def describe(run: Run) -> list[tuple[str, str]]:
     rows = []
     bits = run.evaluation
     if "bits_per_byte" in bits:
-        floors = [name for name in ("unigram", "uniform") if f"{name}_bits_per_byte" in bits]
-        beside = ", ".join(f"{name} {bits[f'{name}_bits_per_byte']:.3f}" for name in floors)
+        others = [
+            n for n in ("data_parallel", "unigram", "uniform") if f"{n}_bits_per_byte" in bits
+        ]
+        beside = ", ".join(
+            f"{name.replace('_', ' ')} {bits[f'{name}_bits_per_byte']:.3f}" for name in others
+        )
         rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))

@@ -44,6 +44,7 @@ TOP_LEVEL = (
     "loggers",
     "precision",
     "progress_bar",
+    "reference",
     "run_dir",
     "run_name",
     "save_folder",
@@ -56,6 +57,9 @@ TOP_LEVEL = (
     "variables",
 )
 """Keys of a config, with llm-foundry's names. ``variables`` holds values of the user's own."""
+
+REFERENCE = ("data_parallel_bits_per_byte", "text", "tokens")
+"""Keys of ``reference``: what data parallel reaches on a text, after so many tokens."""
 
 
 class ConfigError(ValueError):
@@ -190,6 +194,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     if "diloco" not in (config.get("callbacks") or {}):
         raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
     check_diloco(diloco_section(config))
+    check_keys(config.get("reference") or {}, REFERENCE, "reference")
     for section in ("train_loader", "eval_loader"):
         loader = config.get(section)
         if loader and loader["name"] == "text":

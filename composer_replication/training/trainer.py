@@ -66,14 +66,15 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     replica_id = callback.options.replica_id
     folder = _save_folder(config.get("save_folder"), run_dir, replica_id or 0)
     config = usable_checkpoint(config, folder, callback.options.on_bad_state)
+    num_replicas = _num_replicas(callback.options)
     trainer = build_trainer(
         config,
         callback,
         replica_id=0 if replica_id is None else replica_id,
-        num_replicas=_num_replicas(callback.options),
+        num_replicas=num_replicas,
         run_dir=run_dir,
     )
-    return _fit(trainer, callback, config, run_dir)
+    return _fit(trainer, callback, config, num_replicas, run_dir)
 
 
 def _num_replicas(options: ReplicaOptions) -> int:
@@ -110,7 +111,7 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
                 num_replicas=sim.num_replicas,
                 run_dir=run_dir,
             )
-        return _fit(trainer, callback, config, run_dir)
+        return _fit(trainer, callback, config, sim.num_replicas, run_dir)
 
     return simulate(replica, num_replicas=num_replicas, timeout_s=None)
 
@@ -256,11 +257,16 @@ def _save_folder(save_folder: str | None, run_dir: str | None, replica_id: str |
 
 
 def _fit(
-    trainer: Trainer, callback: DiLoCoCallback, config: Mapping[str, Any], run_dir: str | None
+    trainer: Trainer,
+    callback: DiLoCoCallback,
+    config: Mapping[str, Any],
+    num_replicas: int,
+    run_dir: str | None,
 ) -> dict[str, Any]:
     try:
         trainer.fit()
-        result = callback.result | {"eval": _evaluation(trainer, config)}
+        evaluation = _evaluation(trainer, config, num_replicas)
+        result = callback.result | {"eval": evaluation}
     finally:
         trainer.close()
     if dist.get_global_rank() == 0:
@@ -270,7 +276,7 @@ def _fit(
     return result
 
 
-def _evaluation(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, float]:
+def _evaluation(trainer: Trainer, config: Mapping[str, Any], num_replicas: int) -> dict[str, float]:
     """Metrics of the last evaluation, which measured the global parameters."""
     metrics = trainer.state.eval_metrics.get("eval", {})
     values = {name: float(metric.compute()) for name, metric in metrics.items()}
@@ -279,9 +285,26 @@ def _evaluation(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, float]
     folder = check_text_folder(config["train_loader"].get("path"))
     return {
         "bits_per_byte": values["BitsPerByte"],
+        **_reference(trainer, config.get("reference") or {}, num_replicas),
         "unigram_bits_per_byte": unigram_bits_per_byte(folder),
         "uniform_bits_per_byte": 8.0,
     }
+
+
+def _reference(
+    trainer: Trainer, reference: Mapping[str, Any], num_replicas: int
+) -> dict[str, float]:
+    """What data parallel reaches, if it is known for this text and for as many tokens as here."""
+    key = "data_parallel_bits_per_byte"
+    if key not in reference:
+        return {}
+    text = getattr(getattr(trainer.state.train_dataloader, "dataset", None), "name", None)
+    here = {"text": text, "tokens": trainer.state.timestamp.token.value * num_replicas}
+    different = [f"{name} {here[name]}" for name in here if reference.get(name) != here[name]]
+    if different:
+        log.info("The reference of data parallel is not shown: it is not for %s", different)
+        return {}
+    return {key: float(reference[key])}
 
 
 def _last_status(run_dir: str | None, replica_id: str) -> dict[str, Any]:
