@@ -241,6 +241,7 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
 def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
     run = run_of(length=4800, fragments=fragments, save_interval="30ba")
+    reported = []  # to the coordinator, when all were dead
     for kills in range(3):
         for replica_id in range(GROUPS):
             run.start_group(replica_id)
@@ -250,6 +251,7 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
         run.wait_for_outer_steps(begun + 8 * fragments)
         for replica_id in run.groups:
             run.kill(replica_id)
+        reported.append(run.status()["outer_step"])
         if kills == 1:
             run.coordinator.kill()
             run.coordinator.wait()
@@ -263,7 +265,15 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     (dataset,) = status["datasets"]
     assert dataset["epochs"][0]["done"] == 4800
     run.check_those_in_part(twice)
-    assert sum("continues from outer step" in event["text"] for event in status["events"]) == 2
+    resumes = Path(run.plan["run_dir"], "replica_0", "resumes.jsonl").read_text().splitlines()
+    resumed = [json.loads(line)["outer_step"] for line in resumes]
+    expected = {
+        f"the run continues from outer step {step}, not {last}"
+        for step, last in zip(resumed, reported, strict=True)
+        if step != last  # a kill right after a checkpoint
+    }
+    said = [event["text"] for event in status["events"]]
+    assert {text for text in said if "continues from outer step" in text} == expected
 
 
 def test_the_ranks_of_a_group_share_its_samples(run_of):
