@@ -58,6 +58,20 @@ def _muon_look() -> Iterator[Cell]:
         yield replace(DATA_PARALLEL, inner="muon", lr=lr)
 
 
+def _batch_look() -> Iterator[Cell]:
+    """Whether a larger batch narrows the gap: data parallel gains less from one than from two."""
+    for batch, lr in ((32, 5.6e-3), (32, 8e-3)):
+        yield replace(DATA_PARALLEL, batch=batch, lr=lr)
+    yield replace(TWO, batch=32)
+    yield replace(TWO, batch=32, lr=5.6e-3)
+
+
+def _length_look() -> Iterator[Cell]:
+    """Whether a longer training does."""
+    yield replace(DATA_PARALLEL, steps=3600)
+    yield replace(TWO, steps=3600)
+
+
 def _claims() -> Iterator[Cell]:
     """All arms, seed by seed, so that whatever has been run can be compared."""
     for seed in CLAIM_SEEDS:
@@ -65,7 +79,13 @@ def _claims() -> Iterator[Cell]:
             yield arm.cell.with_seed(seed)
 
 
-STAGES = {"first look": _first_look, "muon look": _muon_look, "claims": _claims}
+STAGES = {
+    "first look": _first_look,
+    "muon look": _muon_look,
+    "batch look": _batch_look,
+    "length look": _length_look,
+    "claims": _claims,
+}
 
 
 def cells(stage: str | None = None) -> Iterator[Cell]:

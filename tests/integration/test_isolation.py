@@ -196,6 +196,7 @@ def one_hangs(group: Group) -> dict[str, Any]:
     return train(group, 15.0, trouble, settings={"hang_timeout_s": 3.0})
 
 
+@pytest.mark.alone
 def test_a_group_whose_training_thread_hangs_stops_the_other_for_its_limit_and_no_longer():
     survivor, hung = run_groups(one_hangs, 2, killed=[1])
     assert hung is None and survivor["ended"] is None and survivor["lost"] == 0
@@ -212,6 +213,7 @@ def one_computes_for_long(group: Group) -> dict[str, Any]:
     return train(group, 15.0, trouble, settings={"hang_timeout_s": 2.0})
 
 
+@pytest.mark.alone
 def test_a_long_computation_is_no_hang():
     for result in run_groups(one_computes_for_long, 2):
         assert result["ended"] is None and result["longest_s"] > 5
