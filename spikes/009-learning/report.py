@@ -60,14 +60,15 @@ def claims(results: Results) -> str:
             f"| {arm.name} | {arm.cell.lr:g} | {outer} | {len(bits)} | "
             f"{statistics.median(bits.values()):.3f} | {arm.against} | {above or '-'} |"
         )
-    return "\n".join(rows)
+    return "\n".join(rows) if len(rows) > 2 else "None of the arms has been trained yet."
 
 
 def tuning(results: Results) -> str:
     """The table of all settings that were tried on the tuning seeds."""
     rows = [
-        "| groups | H | steps | inner | inner lr | outer lr | momentum | seeds | bits per byte |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| groups | H | steps | batch | inner | inner lr | outer lr | momentum | seeds "
+        "| bits per byte |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     tried: dict[Cell, dict[int, float]] = {}
     for line in read().values():
@@ -77,25 +78,28 @@ def tuning(results: Results) -> str:
     for cell, bits in sorted(tried.items(), key=lambda each: _order(each[0])):
         outer = (cell.sync_every, cell.outer_lr, cell.outer_momentum)
         h, lr, momentum = outer if cell.groups else ("-", "-", "-")
+        groups = cell.groups or "data parallel"
         rows.append(
-            f"| {cell.groups or 'data parallel'} | {h} | {cell.steps} | {cell.inner} | {cell.lr:g} "
+            f"| {groups} | {h} | {cell.steps} | {cell.batch} | {cell.inner} | {cell.lr:g} "
             f"| {lr} | {momentum} | {len(bits)} | {statistics.fmean(bits.values()):.3f} |"
         )
     return "\n".join(rows)
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:
-    return (cell.steps, cell.groups, cell.sync_every, cell.inner, cell.lr, cell.outer_lr)
+    kind = cell.steps, cell.batch, cell.groups, cell.sync_every, cell.inner
+    return (*kind, cell.lr, cell.outer_lr)
 
 
-def put(name: str, text: str) -> None:
-    """Replace what stands between the markers of this name in the document."""
-    begin, end = BEGIN.format(name=name), END.format(name=name)
-    document = DOCUMENT.read_text()
-    head, _, rest = document.partition(begin)
-    if not rest or end not in rest:
-        raise ValueError(f"{DOCUMENT} has no place for {name}: write {begin} and {end} into it")
-    DOCUMENT.write_text(f"{head}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
+def with_tables(document: str, results: Results) -> str:
+    """Return the document with its tables as the results have them."""
+    for name, table in (("arms", claims(results)), ("tuning", tuning(results))):
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        head, _, rest = document.partition(begin)
+        if end not in rest:
+            raise ValueError(f"{DOCUMENT} has no place for {name}: write {begin} and {end} into it")
+        document = f"{head}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    return document
 
 
 def draw(results: Results, folder: Path) -> None:
@@ -146,9 +150,9 @@ def _is_vanilla(cell: Cell) -> bool:
 
 def main() -> None:
     results = Results(read())
-    put("arms", claims(results))
-    put("tuning", tuning(results))
-    draw(results, DOCUMENT.parent)
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), results))
+    if any(results.bits(arm.cell) for arm in ARMS):
+        draw(results, DOCUMENT.parent)
     print(claims(results))
 
 

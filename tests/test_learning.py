@@ -1,0 +1,52 @@
+"""The numbers of the learning study. Run: pytest tests/test_learning.py"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "spikes" / "009-learning"
+MODULES = ("cells", "paired", "plan", "study", "report")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of the study, which is a folder of scripts."""
+    monkeypatch.syspath_prepend(FOLDER)
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def test_the_page_has_the_tables_of_the_results_file(load):
+    report = load("report")
+    page = report.DOCUMENT.read_text()
+    results = report.Results(report.read())
+    assert report.with_tables(page, results) == page, "run spikes/009-learning/report.py"
+    first = next(line for line in report.read().values())
+    changed = page.replace(f"{first['bits']:.3f}", f"{first['bits'] + 0.001:.3f}")
+    assert report.with_tables(changed, results) == page
+
+
+def test_a_difference_is_that_worked_out_by_hand(load):
+    compare = load("paired").compare
+    # 1 % and 3 % above: mean 2, standard deviation sqrt(2), t(1) = 6.314, so 2 -+ 6.314.
+    found = compare({1: 2.02, 2: 4.12, 9: 5.0}, {1: 2.0, 2: 4.0})
+    assert found[:2] == (2, pytest.approx(2.0)) and found.spread == pytest.approx(2**0.5)
+    assert (found.low, found.high) == (pytest.approx(-4.314), pytest.approx(8.314))
+    assert found.is_within(8.4) and not found.is_within(8.3)
+    assert compare({1: 2.0}, {2: 2.0}) is None
+    assert str(compare({1: 2.02}, {1: 2.0})) == "+1.00 %"
+
+
+def test_a_training_is_known_by_all_of_its_settings_and_no_line_is_double(load):
+    cells, study = load("cells"), load("study")
+    lines = study.RESULTS.read_text().splitlines()
+    assert len(study.read()) == len(lines)
+    assert len({line["text"] for line in study.read().values()}) == 1
+    for line in study.read().values():
+        assert cells.Cell(**line["cell"]).key in study.read()
+    # Data parallel has no outer settings: they do not make another training of it.
+    assert cells.Cell(outer_lr=0.1).key == cells.Cell(outer_lr=0.2).key
+    assert cells.Cell(groups=2, outer_lr=0.1).key != cells.Cell(groups=2, outer_lr=0.2).key
