@@ -16,8 +16,8 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
 
-# Three workers a core: most tests wait for other processes.
-WORKERS ?= $(shell expr 3 \* $$(nproc))
+# Two workers a core: most tests wait for other processes.
+WORKERS ?= $(shell expr 2 \* $$(nproc))
 PYTEST := $(BIN)/python -m pytest
 # Tests that measure time run apart from those that compute, two at a time.
 test: $(VENV)/.installed-dev
