@@ -22,7 +22,7 @@ from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.simulation.simulation import SimulatedReplica, simulate
 from composer_replication.training.components import COMPONENTS
 from composer_replication.training.config import ConfigError, check_keys, diloco_section
-from composer_replication.training.text_files import check_text_folder, unigram_bits_per_byte
+from composer_replication.training.evaluation import evaluation_of
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def _fit(
 ) -> dict[str, Any]:
     try:
         trainer.fit()
-        evaluation = _evaluation(trainer, config, num_replicas)
+        evaluation = evaluation_of(trainer, config, num_replicas)
         result = callback.result | {"eval": evaluation}
     finally:
         trainer.close()
@@ -274,37 +274,6 @@ def _fit(
         folder.write_result(result)
         folder.write_status("finished", **_last_status(run_dir, callback.result["replica_id"]))
     return result
-
-
-def _evaluation(trainer: Trainer, config: Mapping[str, Any], num_replicas: int) -> dict[str, float]:
-    """Metrics of the last evaluation, which measured the global parameters."""
-    metrics = trainer.state.eval_metrics.get("eval", {})
-    values = {name: float(metric.compute()) for name, metric in metrics.items()}
-    if "BitsPerByte" not in values:
-        return values
-    folder = check_text_folder(config["train_loader"].get("path"))
-    return {
-        "bits_per_byte": values["BitsPerByte"],
-        **_reference(trainer, config.get("reference") or {}, num_replicas),
-        "unigram_bits_per_byte": unigram_bits_per_byte(folder),
-        "uniform_bits_per_byte": 8.0,
-    }
-
-
-def _reference(
-    trainer: Trainer, reference: Mapping[str, Any], num_replicas: int
-) -> dict[str, float]:
-    """What data parallel reaches, if it is known for this text and for as many tokens as here."""
-    key = "data_parallel_bits_per_byte"
-    if key not in reference:
-        return {}
-    text = getattr(getattr(trainer.state.train_dataloader, "dataset", None), "name", None)
-    here = {"text": text, "tokens": trainer.state.timestamp.token.value * num_replicas}
-    different = [f"{name} {here[name]}" for name in here if reference.get(name) != here[name]]
-    if different:
-        log.info("The reference of data parallel is not shown: it is not for %s", different)
-        return {}
-    return {key: float(reference[key])}
 
 
 def _last_status(run_dir: str | None, replica_id: str) -> dict[str, Any]:

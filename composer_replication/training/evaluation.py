@@ -1,0 +1,57 @@
+"""What a group writes into its result of the last evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from composer import Trainer
+
+from composer_replication.training.text_files import check_text_folder, unigram_bits_per_byte
+
+log = logging.getLogger(__name__)
+
+
+def evaluation_of(
+    trainer: Trainer, config: Mapping[str, Any], num_replicas: int
+) -> dict[str, float]:
+    """Return the metrics of the last evaluation, which measured the global parameters.
+
+    Args:
+        trainer: After its fit.
+        config: The config it was built from.
+        num_replicas: How many replica groups have trained.
+
+    Returns:
+        The metrics by name. For a model of bytes instead: its bits per byte, and beside them those
+        of a model that knows byte frequencies alone, of one that knows nothing, and of data
+        parallel, if the config's ``reference`` has it.
+    """
+    metrics = trainer.state.eval_metrics.get("eval", {})
+    values = {name: float(metric.compute()) for name, metric in metrics.items()}
+    if "BitsPerByte" not in values:
+        return values
+    folder = check_text_folder(config["train_loader"].get("path"))
+    return {
+        "bits_per_byte": values["BitsPerByte"],
+        **_reference(trainer, config.get("reference") or {}, num_replicas),
+        "unigram_bits_per_byte": unigram_bits_per_byte(folder),
+        "uniform_bits_per_byte": 8.0,
+    }
+
+
+def _reference(
+    trainer: Trainer, reference: Mapping[str, Any], num_replicas: int
+) -> dict[str, float]:
+    """What data parallel reaches, if it is known for this text and for as many tokens as here."""
+    key = "data_parallel_bits_per_byte"
+    if key not in reference:
+        return {}
+    text = getattr(getattr(trainer.state.train_dataloader, "dataset", None), "name", None)
+    here = {"text": text, "tokens": trainer.state.timestamp.token.value * num_replicas}
+    different = [f"{name} {here[name]}" for name in here if reference.get(name) != here[name]]
+    if different:
+        log.info("The reference of data parallel is not shown: it is not for %s", different)
+        return {}
+    return {key: float(reference[key])}
