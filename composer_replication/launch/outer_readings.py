@@ -1,4 +1,4 @@
-"""How to read the outer loop's metrics, in a sentence each."""
+"""How to read the outer loop's metrics, in a line each. docs/outer-loop.md says more."""
 
 from __future__ import annotations
 
@@ -27,36 +27,27 @@ READINGS = (
     Reading(
         "mean and momentum",
         ("momentum_cosine",),
-        "Cosine of the mean pseudo-gradient and the outer momentum: well above 0 the outer steps "
-        "keep their direction; about 0 or below for many rounds they overshoot, and a lower "
-        "outer_lr or outer_momentum helps.",
+        "Well above 0 the outer steps are steady; about 0 or below they overshoot: lower outer_lr.",
     ),
     Reading(
         "between groups",
         ("group_cosine",),
-        "Mean cosine of two groups' pseudo-gradients: it falls while the groups learn, to about 0 "
-        "if they share little; near 1 for many rounds they undo the same outer step that was too "
-        "long, or could sync less often; below 0 they undo each other: compare their data.",
+        "It falls as groups learn. Near 1 for long: lower outer_lr. Below 0: compare their data.",
     ),
     Reading(
         "mean / group norm",
         ("mean_norm_ratio",),
-        "What averaging leaves of the groups' movement: 1 if they move alike, 1 / sqrt(k) if k "
-        "groups move at right angles; the lower it is, the higher an outer_lr it takes.",
+        "1 if the groups move alike, 1 / sqrt(k) if k groups move at right angles.",
     ),
     Reading(
         "loss after, before",
         ("loss_after", "loss_before"),
-        "Mean loss of the groups in the first steps after a sync and in the last before the next: "
-        "if the syncs raise it, and the inner steps no longer make up for that, the outer steps "
-        "are too long, and a lower outer_lr helps.",
+        "Syncs should not raise the loss more than the inner steps lower it: else lower outer_lr.",
     ),
     Reading(
         "spread after, before",
         ("loss_spread_after", "loss_spread_before"),
-        "Largest minus smallest loss of a group at these times: a group that is apart after the "
-        "syncs has other data or a fault, and one that moves apart before them another learning "
-        "rate; how much chance makes of it, the first rounds show.",
+        "A group that stays apart after the syncs has other data or a fault.",
     ),
 )
 
