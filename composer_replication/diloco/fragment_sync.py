@@ -235,7 +235,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """Tensors of which this group wants the mean, under whatever ``merge``."""
         if self.is_joining:
             return []
-        is_alone = self._manager.num_participants() == 1  # the mean is its own, to the bit
+        is_alone = self._manager.num_participants() == 1  # the mean is bitwise its own
         if is_alone or self._packed.is_replacing:
             return list(range(len(self._local)))
         return [index for index, is_frozen in enumerate(self.frozen) if is_frozen]

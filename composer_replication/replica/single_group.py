@@ -68,11 +68,11 @@ class SingleGroupManager:
         return _DummyWork(tensor)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
-        """Receive what this group sends."""
+        """Copy what this group sends into what it receives, and return a Work that has ended."""
         return _DummyWork(received.copy_(sent))
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
-        """Gather this group's tensor."""
+        """Copy this group's tensor into the gathered one, and return a Work that has ended."""
         return _DummyWork(gathered.copy_(own))
 
     def errored(self) -> Exception | None:
@@ -95,14 +95,14 @@ class SingleGroupManager:
         """Do nothing: nobody reads this group's state."""
 
     def disallow_state_dict_read(self) -> None:
-        """Do nothing, for the same reason."""
+        """Do nothing: nobody reads this group's state."""
 
     def state_dict(self) -> dict[str, int]:
         """The counters, as torchft's Manager has them."""
         return {"step": self._step, "batches_committed": self._batches_committed}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore the counters."""
+        """Restore the counters that ``state_dict`` returned."""
         self._step = state_dict["step"]
         self._batches_committed = state_dict["batches_committed"]
 

@@ -51,7 +51,7 @@ def _first_look() -> Iterator[Cell]:
 
 
 def _muon_look() -> Iterator[Cell]:
-    """The same with Muon inside."""
+    """Where the best settings lie with Muon as the inner optimizer."""
     for lr in (8e-3, 4e-3):
         for outer_lr, momentum in ((0.7, 0.5), (0.9, 0.3)):
             yield replace(TWO, inner="muon", lr=lr, outer_lr=outer_lr, outer_momentum=momentum)
@@ -67,7 +67,7 @@ def _batch_look() -> Iterator[Cell]:
 
 
 def _length_look() -> Iterator[Cell]:
-    """Whether a longer training does."""
+    """Whether twice as many steps narrow the gap."""
     yield replace(DATA_PARALLEL, steps=3600)
     yield replace(TWO, steps=3600)
 

@@ -163,7 +163,7 @@ class Radial:
         ]
         self._total, self._is_of_one = sum(weights), len(contributes) <= 1
         if self._is_of_one and not self._is_summed:
-            plain = set(entries)  # the values of that group, to the bit
+            plain = set(entries)  # bitwise the values of that group
         self._mean_norms = {
             index: sum(w * norm for w, norm in zip(weights, column, strict=True)) / self._total
             for index, column in entries.items()
