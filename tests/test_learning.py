@@ -1,10 +1,13 @@
 """The numbers of the learning study. Run: pytest tests/test_learning.py"""
 
 import importlib
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
+
+from composer_replication.training.config import load_config
 
 FOLDER = Path(__file__).parents[1] / "spikes" / "009-learning"
 MODULES = ("cells", "paired", "plan", "study", "report")
@@ -27,6 +30,17 @@ def test_the_page_has_the_tables_of_the_results_file(load):
     first = next(line for line in report.read().values())
     changed = page.replace(f"{first['bits']:.3f}", f"{first['bits'] + 0.001:.3f}")
     assert report.with_tables(changed, results) == page
+
+
+def test_the_quickstarts_reference_is_the_median_of_data_parallel(load):
+    report, plan = load("report"), load("plan")
+    config = load_config(FOLDER.parents[1] / "configs" / "quickstart.yaml")
+    found = report.Results(report.read()).bits(plan.DATA_PARALLEL_MUON)
+    bits = config["reference"]["data_parallel_bits_per_byte"]
+    assert bits == round(statistics.median(found.values()), 3), "write it into the config"
+    assert {line["text"] for line in report.read().values()} == {config["reference"]["text"]}
+    tokens = plan.DATA_PARALLEL_MUON.steps * plan.DATA_PARALLEL_MUON.batch * 128
+    assert config["reference"]["tokens"] == tokens
 
 
 def test_a_difference_is_that_worked_out_by_hand(load):

@@ -30,9 +30,9 @@ class OuterRow(NamedTuple):
 
 
 TABLE = (
-    # H = 30: arXiv 2503.09799, tuned for k = 1 to 8, and arXiv 2505.23725 for k = 1 and 16.
+    # H = 30: arXiv 2503.09799 for k = 4 and 8, arXiv 2505.23725 for k = 1 and 16.
     OuterRow(1, 30, 0.4, 0.8),
-    OuterRow(2, 30, 0.6, 0.9),
+    OuterRow(2, 30, 0.7, 0.5),  # our own study: docs/learning.md, ADR-039
     OuterRow(4, 30, 0.6, 0.9),
     OuterRow(8, 30, 0.8, 0.9),
     OuterRow(16, 30, 1.0, 0.9),

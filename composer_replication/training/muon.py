@@ -111,6 +111,9 @@ class Muon(torch.optim.Optimizer):
             nor a ``use_muon``.
     """
 
+    needs_names = True
+    """From a YAML config it is given ``named_parameters()`` of the model."""
+
     def __init__(
         self,
         params: Iterable[Any],

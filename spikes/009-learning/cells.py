@@ -9,6 +9,8 @@ from dataclasses import dataclass
 TUNING_SEEDS = (101, 102)
 """Seeds that inner and outer settings are chosen on. No claim uses them."""
 
+EARLY_STEPS = 300
+
 CLAIM_SEEDS = tuple(range(1, 12))
 """Seeds of the claims. 11 of them show an equivalence within 0.5 % if pairs spread by 0.86 %."""
 
@@ -33,6 +35,9 @@ class Cell:
         batch: Samples in a step of all groups together.
         clip: Largest norm of the gradient of an inner step; 0 for none.
         seed: Of the initial weights and of the order of the data.
+        away: How many of the groups die after a quarter of the rounds; as many others join for the
+            last quarter.
+        early: Inner steps in a round at the beginning, for ``EARLY_STEPS``; 0 for ``sync_every``.
     """
 
     groups: int = 0
@@ -50,6 +55,8 @@ class Cell:
     batch: int = 16
     clip: float = 1.0
     seed: int = 101
+    away: int = 0
+    early: int = 0
 
     @property
     def key(self) -> str:
@@ -74,4 +81,6 @@ _OUTER = (
     "alpha",
     "wire_format",
     "merge",
+    "away",
+    "early",
 )

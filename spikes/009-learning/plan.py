@@ -12,9 +12,19 @@ from itertools import product
 from cells import CLAIM_SEEDS, TUNING_SEEDS, Cell
 
 DATA_PARALLEL = Cell(lr=5.6e-3)
-"""At the best inner learning rate of the tuning seeds."""
+"""With AdamW, at the best inner learning rate of the tuning seeds."""
 
 TWO = Cell(groups=2, lr=4e-3, outer_lr=0.7, outer_momentum=0.5)
+
+DATA_PARALLEL_MUON = replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
+"""The best data parallel of all: what the arms are compared with."""
+
+TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
+FOUR_MUON = replace(TWO_MUON, groups=4)
+EIGHT_MUON = replace(TWO_MUON, groups=8)
+WHOLE = replace(TWO_MUON, sync_every=32, steps=1920)
+FRAGMENTS = replace(WHOLE, num_fragments=4)
+DELAYED = replace(FRAGMENTS, delay=2, alpha=0.5)
 
 
 @dataclass(frozen=True)
@@ -31,15 +41,35 @@ class Arm:
 
     name: str
     cell: Cell
-    base: Cell = DATA_PARALLEL
+    base: Cell = DATA_PARALLEL_MUON
     against: str = "data parallel"
     is_drawn: bool = False
 
 
-ARMS = (
-    Arm("data parallel", DATA_PARALLEL, is_drawn=True),
-    Arm("2 groups, H = 30", TWO, is_drawn=True),
+FIRST_ARMS = (
+    Arm("data parallel", DATA_PARALLEL_MUON, DATA_PARALLEL_MUON, "-", is_drawn=True),
+    Arm("2 groups, H = 15", replace(TWO_MUON, sync_every=15), is_drawn=True),
+    Arm("2 groups, H = 30", TWO_MUON, is_drawn=True),
 )
+
+SECOND_ARMS = (
+    Arm("data parallel, AdamW", DATA_PARALLEL, is_drawn=True),
+    Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW", is_drawn=True),
+    Arm("4 groups, H = 30", FOUR_MUON),
+    Arm("8 groups, H = 30", EIGHT_MUON, is_drawn=True),
+    Arm("8 groups, H = 30, rda", replace(EIGHT_MUON, merge="rda"), EIGHT_MUON, "8 groups, H = 30"),
+)
+
+THIRD_ARMS = (
+    Arm("1 group, H = 30", replace(TWO_MUON, groups=1)),
+    Arm("2 groups, int8", replace(TWO_MUON, wire_format="int8"), TWO_MUON, "2 groups, H = 30"),
+    Arm("2 groups, H = 32", WHOLE, WHOLE, "-"),
+    Arm("4 fragments, H = 32", FRAGMENTS, WHOLE, "2 groups, H = 32"),
+    Arm("4 fragments, delay 2, H = 32", DELAYED, WHOLE, "2 groups, H = 32"),
+    Arm("2 groups, fp4", replace(TWO_MUON, wire_format="fp4"), TWO_MUON, "2 groups, H = 30"),
+)
+
+ARMS = FIRST_ARMS + SECOND_ARMS + THIRD_ARMS
 
 
 def _first_look() -> Iterator[Cell]:
@@ -60,10 +90,57 @@ def _muon_look() -> Iterator[Cell]:
 
 def _batch_look() -> Iterator[Cell]:
     """Whether a larger batch narrows the gap: data parallel gains less from one than from two."""
-    for batch, lr in ((32, 5.6e-3), (32, 8e-3)):
-        yield replace(DATA_PARALLEL, batch=batch, lr=lr)
-    yield replace(TWO, batch=32)
+    yield replace(DATA_PARALLEL, batch=32, lr=8e-3)
     yield replace(TWO, batch=32, lr=5.6e-3)
+    yield replace(TWO, batch=32, lr=8e-3)
+    yield replace(DATA_PARALLEL, batch=32, lr=5.6e-3)
+
+
+def _short_round_look() -> Iterator[Cell]:
+    """How much of the gap shorter rounds close, all of them or only the first, and Muon's rates."""
+    muon = replace(TWO, inner="muon", lr=8e-3)
+    yield replace(TWO, early=5)
+    yield replace(muon, early=5)
+    yield replace(muon, sync_every=15)
+    yield replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
+    yield replace(muon, lr=1.2e-2)
+    yield replace(muon, outer_lr=1.0)
+
+
+def _muon_groups_look() -> Iterator[Cell]:
+    """More groups with Muon inside."""
+    muon = replace(TWO, inner="muon", lr=8e-3)
+    yield replace(muon, groups=4)
+    yield replace(DATA_PARALLEL, inner="muon", lr=5.6e-3)
+    yield replace(muon, groups=8)
+    yield replace(muon, groups=8, merge="rda")
+
+
+def _outer_look() -> Iterator[Cell]:
+    """The outer settings with Muon inside, towards more momentum."""
+    for outer_lr, momentum in ((0.7, 0.7), (0.6, 0.8), (1.0, 0.5)):
+        yield replace(TWO_MUON, outer_lr=outer_lr, outer_momentum=momentum)
+
+
+def _base() -> Iterator[Cell]:
+    """Data parallel, which most arms are compared with."""
+    for seed in CLAIM_SEEDS[:5]:
+        yield DATA_PARALLEL_MUON.with_seed(seed)
+
+
+def _quickstart() -> Iterator[Cell]:
+    """What the quickstart is."""
+    for seed in CLAIM_SEEDS[:5]:
+        yield replace(TWO_MUON, sync_every=15).with_seed(seed)
+
+
+def _muon_lr_look() -> Iterator[Cell]:
+    """Higher inner learning rates with Muon inside, which data parallel gains from."""
+    yield replace(DATA_PARALLEL_MUON, lr=1.6e-2)
+    yield replace(TWO_MUON, sync_every=15, lr=1.2e-2)
+    yield replace(TWO_MUON, sync_every=10)
+    yield replace(TWO_MUON, sync_every=15, lr=1.2e-2, outer_lr=0.8, outer_momentum=0.2)
+    yield replace(TWO_MUON, sync_every=15, lr=1e-2)
 
 
 def _length_look() -> Iterator[Cell]:
@@ -73,16 +150,23 @@ def _length_look() -> Iterator[Cell]:
 
 
 def _claims() -> Iterator[Cell]:
-    """All arms, seed by seed, so that whatever has been run can be compared."""
-    for seed in CLAIM_SEEDS:
-        for arm in ARMS:
-            yield arm.cell.with_seed(seed)
+    """All arms, a few seeds of each before the rest: whatever has been run can be compared."""
+    for seeds in (CLAIM_SEEDS[:5], CLAIM_SEEDS[5:]):
+        for arms in (FIRST_ARMS, SECOND_ARMS, THIRD_ARMS):
+            for seed, arm in product(seeds, arms):
+                yield arm.cell.with_seed(seed)
 
 
 STAGES = {
     "first look": _first_look,
     "muon look": _muon_look,
     "batch look": _batch_look,
+    "short round look": _short_round_look,
+    "muon groups look": _muon_groups_look,
+    "outer look": _outer_look,
+    "muon lr look": _muon_lr_look,
+    "base": _base,
+    "quickstart": _quickstart,
     "length look": _length_look,
     "claims": _claims,
 }

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cells import CLAIM_SEEDS, TUNING_SEEDS, Cell
+from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
 from plan import ARMS, Arm
 from study import read
@@ -52,7 +52,8 @@ def claims(results: Results) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:
-        bits, above = results.bits(arm.cell), results.above(arm)
+        bits = results.bits(arm.cell)
+        above = results.above(arm) if arm.base != arm.cell else None
         if not bits:
             continue
         outer = f"{arm.cell.outer_lr:g}, {arm.cell.outer_momentum:g}" if arm.cell.groups else "-"
@@ -76,7 +77,7 @@ def tuning(results: Results) -> str:
         if cell.seed in TUNING_SEEDS:
             tried.setdefault(replace(cell, seed=0), {})[cell.seed] = line["bits"]
     for cell, bits in sorted(tried.items(), key=lambda each: _order(each[0])):
-        outer = (cell.sync_every, cell.outer_lr, cell.outer_momentum)
+        outer = (_rounds(cell), cell.outer_lr, cell.outer_momentum)
         h, lr, momentum = outer if cell.groups else ("-", "-", "-")
         groups = cell.groups or "data parallel"
         rows.append(
@@ -84,6 +85,11 @@ def tuning(results: Results) -> str:
             f"| {lr} | {momentum} | {len(bits)} | {statistics.fmean(bits.values()):.3f} |"
         )
     return "\n".join(rows)
+
+
+def _rounds(cell: Cell) -> str:
+    early = f"{cell.early} for {EARLY_STEPS} steps, then " if cell.early else ""
+    return f"{early}{cell.sync_every}"
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:
@@ -138,7 +144,8 @@ def draw(results: Results, folder: Path) -> None:
     groups.axhline(0, color="0.6", linewidth=0.8)
     groups.set_xscale("log", base=2)
     groups.set(xlabel="replica groups", ylabel="loss above data parallel, %")
-    groups.legend(fontsize=8)
+    if groups.get_legend_handles_labels()[0]:
+        groups.legend(fontsize=8)
     figure.savefig(folder / "learning.png", dpi=110)
 
 

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).with_name("results.jsonl")
 def read(path: Path = RESULTS) -> dict[str, dict]:
     """The results by the cell's key."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return {json.dumps(r["cell"], sort_keys=True): r for r in map(json.loads, lines)}
+    return {Cell(**result["cell"]).key: result for result in map(json.loads, lines)}
 
 
 def run(wanted: Iterable[Cell], workers: int, hours: float) -> None:
@@ -56,7 +56,7 @@ def _train(task: tuple[Cell, float, set[str]]) -> tuple[str, dict | None]:
     cell, until, texts = task
     if time.monotonic() > until:
         return cell.key, None
-    os.nice(10)
+    os.nice(5)
     from train import text, train  # imports torch, in the worker only
 
     if texts - {text("train").name}:

@@ -10,12 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from cells import Cell
+from cells import EARLY_STEPS, Cell
 from composer.optim import DecoupledAdamW
 from torch import nn
 from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.simulation import Fault
 from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
 from composer_replication.training.text_data import TextBytes
@@ -44,13 +46,18 @@ def train(cell: Cell) -> dict[str, Any]:
     """
     began = time.monotonic()
     if cell.groups:
-        results = simulate(lambda sim: _group(cell, sim), num_replicas=cell.groups, timeout_s=None)
-        digests = {digest for _, _, digest in results}
+        results = simulate(
+            lambda sim: _group(cell, sim),
+            num_replicas=cell.groups + cell.away,
+            faults=_comings_and_goings(cell),
+            timeout_s=None,
+        )
+        digests = {result[2] for result in results if result is not None}
         assert len(digests) == 1, f"the groups ended on different weights: {digests}"
         model, losses, _ = results[0]
     else:
         model = _model(cell)
-        losses = _steps(cell, model, _inner(cell, model), rank=0, groups=1)
+        losses = _steps(cell, model, _inner(cell, model), rank=0)
     return {
         "text": text("train").name,
         "bits": round(_evaluate(model), 5),
@@ -67,7 +74,7 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         model,
         inner,
         num_replicas=cell.groups,
-        sync_every=cell.sync_every,
+        sync_every=cell.early or cell.sync_every,
         num_fragments=cell.num_fragments,
         fragment_sync_delay=cell.delay,
         fragment_update_alpha=cell.alpha,
@@ -77,19 +84,54 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         merge=cell.merge,
     )
     with diloco:
-        losses = _steps(cell, model, inner, rank=sim.replica_id, groups=cell.groups)
+        losses = _steps(cell, model, inner, rank=sim.replica_id, diloco=diloco)
         diloco.final_sync()
         return model, losses, diloco.global_digest()
 
 
+def _comings_and_goings(cell: Cell) -> list[Fault]:
+    """The last of the groups die after a quarter of the rounds; others join for the last one."""
+    first = cell.groups - cell.away
+    dead = [Fault("kill", group, _rounds(cell) // 4) for group in range(first, cell.groups)]
+    joiners = range(cell.groups, cell.groups + cell.away)
+    return dead + [Fault("late", group, _rounds(cell) * 3 // 4) for group in joiners]
+
+
+def _rounds(cell: Cell) -> int:
+    return cell.steps // cell.sync_every
+
+
+def _offer(cell: Cell, diloco: DiLoCo | None, step: int) -> None:
+    """End the early rounds as a coordinator does: by another version of the settings."""
+    if diloco is None or not cell.early or step not in (1, EARLY_STEPS):
+        return
+    rounds = (cell.early,) if step == 1 else (cell.early, cell.sync_every)
+    outer = {"outer_lr": cell.outer_lr, "outer_momentum": cell.outer_momentum}
+    diloco.offer_settings(
+        {n: DiLoCoSettings(sync_every=h, **outer) for n, h in enumerate(rounds, 1)}
+    )
+
+
 def _steps(
-    cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: int, groups: int
+    cell: Cell,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    *,
+    rank: int,
+    diloco: DiLoCo | None = None,
 ) -> list[float]:
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _decay(step, cell.steps))
+    groups, done = max(1, cell.groups), 0
+    if rank >= groups:  # in the place of a group that died
+        rank, done = rank - cell.away, _rounds(cell) * 3 // 4 * cell.sync_every
     batches = _batches(cell, rank, groups)
+    for _ in range(done):
+        next(batches)
+        schedule.step()
     every = max(1, cell.steps // 60)
     losses, total = [], 0.0
-    for step in range(1, cell.steps + 1):
+    for step in range(done + 1, cell.steps + 1):
+        _offer(cell, diloco, step)
         batch = next(batches)
         inner.zero_grad()
         loss = model.loss(model(batch), batch)  # pyright: ignore[reportCallIssue]

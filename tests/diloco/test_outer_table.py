@@ -149,8 +149,8 @@ def test_a_late_joiner_takes_what_the_run_has_whatever_it_would_choose(caplog):
     assert run.outer_lr != eight.outer_lr
     assert [numbers for numbers, _, _ in found] == [{run[2:]}] * 3
     lines = [record.getMessage() for record in caplog.records]
-    assert "outer_lr auto = 0.6, outer_momentum auto = 0.9 (num_replicas=2, sync_every=30)" in lines
-    assert "outer_lr, outer_momentum auto: as this run began, outer_lr 0.6, outer_momentum 0.9" in (
+    assert "outer_lr auto = 0.7, outer_momentum auto = 0.5 (num_replicas=2, sync_every=30)" in lines
+    assert "outer_lr, outer_momentum auto: as this run began, outer_lr 0.7, outer_momentum 0.5" in (
         lines
     )
 
