@@ -1,15 +1,14 @@
 """Reads a YAML file into a checked, plain config.
 
-This module imports neither torch nor Composer, so that a bad config is rejected at once. It is the
-only one that uses OmegaConf; the others receive dicts.
+This module imports neither torch nor Composer, so that a bad config is rejected at once. It and
+``settings_file`` are the only ones that use OmegaConf; the others receive dicts.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,10 @@ from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.json_files import naming
 from composer_replication.replica.options import ReplicaOptions
-from composer_replication.training.components import COMPONENTS, NAMED_BY_FIELD, Component
+from composer_replication.training.components import SHORT_NAMES, TARGET
+from composer_replication.training.key_checks import ConfigError as ConfigError
+from composer_replication.training.key_checks import check_keys
+from composer_replication.training.target_checks import check_section
 from composer_replication.training.text_files import check_text_folder
 
 REQUIRED = ("model", "train_loader", "optimizer", "max_duration", "global_train_batch_size")
@@ -62,10 +64,6 @@ REFERENCE = ("data_parallel_bits_per_byte", "text", "tokens")
 """Keys of ``reference``: what data parallel reaches on a text, after so many tokens."""
 
 
-class ConfigError(ValueError):
-    """A config is wrong. The message names the key, the value, and the fix."""
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file, apply ``key=value`` overrides, and check the config.
 
@@ -79,6 +77,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     Raises:
         ConfigError: The file is missing, or a key or a value is wrong.
     """
+    config = read_config(path, overrides)
+    check_config(config)
+    return config
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = (), *, resolve: bool = True) -> Config:
+    """Read a YAML file of any kind, and apply overrides, without judging its keys and values.
+
+    Args:
+        path: The YAML file.
+        overrides: Values to replace.
+        resolve: Whether to resolve ``${...}``. Another program may have resolvers of its own.
+
+    Returns:
+        The config as a plain dict.
+
+    Raises:
+        ConfigError: The file is missing, or cannot be read or resolved.
+    """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"there is no config at {path}: give the path of a YAML file")
@@ -90,13 +107,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         if not isinstance(loaded, DictConfig):
             raise ConfigError(f"{path} holds a list: write key: value pairs")
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
-        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        resolved = OmegaConf.to_container(merged, resolve=resolve, throw_on_missing=resolve)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     assert isinstance(resolved, dict) and isinstance(merged, DictConfig), "the file is no list"
-    config = Config({str(key): value for key, value in resolved.items()}, merged)
-    check_config(config)
-    return config
+    return Config({str(key): value for key, value in resolved.items()}, merged)
 
 
 class Config(dict[str, Any]):
@@ -113,6 +128,11 @@ class Config(dict[str, Any]):
 
     def __or__(self, changes: Mapping[str, Any]) -> Config:  # type: ignore[override]
         return Config({**self, **changes}, self.source)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The values as the file has them."""
+        return OmegaConf.to_container(self.source)  # pyright: ignore[reportReturnType]
 
     def unresolved(self) -> dict[str, Any]:
         """Return the values with ``${...}`` where the file has it and the value has not changed."""
@@ -134,6 +154,11 @@ def _unresolved(value: Any, resolved: Any, written: Any) -> Any:
 def diloco_section(config: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``callbacks.diloco``; empty if it is left empty."""
     return (config.get("callbacks") or {}).get("diloco") or {}
+
+
+def is_text(loader: Mapping[str, Any]) -> bool:
+    """Whether a loader's section names our loader of text."""
+    return TARGET not in loader and loader.get("name") == "text"
 
 
 def save_config(config: Mapping[str, Any], path: str | Path) -> None:
@@ -189,34 +214,26 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"max_duration={config['max_duration']!r}: write e.g. 400ba (batches) or 2ep (epochs)"
         )
-    for section, components in COMPONENTS.items():
-        _check_section(section, config.get(section) or {}, components)
+    if config.get("autoresume") and not any(map(config.get, ("save_folder", "save_interval"))):
+        raise ConfigError(
+            f"autoresume={config['autoresume']!r} without save_folder: nothing is saved that the "
+            "run could resume from. Set save_folder=checkpoints (it lies in replica_<id>/ below "
+            "the run's folder), and how often to save with save_interval=..."
+        )
+    for section in SHORT_NAMES:
+        check_section(section, config.get(section) or {})
     if "diloco" not in (config.get("callbacks") or {}):
         raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
     check_diloco(diloco_section(config))
     check_keys(config.get("reference") or {}, REFERENCE, "reference")
     for section in ("train_loader", "eval_loader"):
         loader = config.get(section)
-        if loader and loader["name"] == "text":
+        if loader and is_text(loader):
             try:
                 check_text_folder(loader.get("path"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{section}.path: {error}") from error
     return config
-
-
-def _check_section(section: str, contents: Any, components: Mapping[str, Component]) -> None:
-    if not isinstance(contents, dict):
-        raise ConfigError(f"{section}={contents!r} is not a section: write key: value pairs")
-    if section not in NAMED_BY_FIELD:
-        check_keys(contents, components, section)
-        for name, arguments in contents.items():
-            check_keys(arguments or {}, components[name].keys, f"{section}.{name}")
-    elif contents:
-        if "name" not in contents:
-            raise ConfigError(f"{section} lacks name: use one of {', '.join(components)}")
-        check_keys([contents["name"]], components, f"{section}.name")
-        check_keys(contents, ("name", *components[contents["name"]].keys), section)
 
 
 def check_diloco(section: Mapping[str, Any]) -> None:
@@ -230,22 +247,3 @@ def check_diloco(section: Mapping[str, Any]) -> None:
         pick(ReplicaOptions, section)
     except ValueError as error:
         raise ConfigError(f"callbacks.diloco: {error}") from error
-
-
-def check_keys(keys: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Reject an unknown key, and suggest the closest allowed one.
-
-    Args:
-        keys: The keys to check.
-        allowed: The keys that exist.
-        where: The section, for the message.
-
-    Raises:
-        ConfigError: A key is not allowed.
-    """
-    allowed = sorted(allowed)
-    for key in keys:
-        if key not in allowed:
-            close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}? Allowed:" if close else "use one of"
-            raise ConfigError(f"{where} has no {key!r}: {hint} {', '.join(allowed)}")

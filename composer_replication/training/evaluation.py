@@ -8,33 +8,33 @@ from typing import Any
 
 from composer import Trainer
 
+from composer_replication.training.config import is_text
 from composer_replication.training.text_files import check_text_folder, unigram_bits_per_byte
 
 log = logging.getLogger(__name__)
 
 
 def evaluation_of(
-    trainer: Trainer, config: Mapping[str, Any], num_replicas: int
+    metrics: Mapping[str, float], trainer: Trainer, config: Mapping[str, Any], num_replicas: int
 ) -> dict[str, float]:
-    """Return the metrics of the last evaluation, which measured the global parameters.
+    """Return what a config's result says about the last evaluation.
 
     Args:
+        metrics: Of that evaluation, by name, as the callback reports them.
         trainer: After its fit.
         config: The config it was built from.
         num_replicas: How many replica groups have trained.
 
     Returns:
-        The metrics by name. For a model of bytes instead: its bits per byte, and beside them those
-        of a model that knows byte frequencies alone, of one that knows nothing, and of data
-        parallel, if the config's ``reference`` has it.
+        The metrics by name. For a model of bytes on our text instead: its bits per byte, and beside
+        them those of a model that knows byte frequencies alone, of one that knows nothing, and of
+        data parallel, if the config's ``reference`` has it.
     """
-    metrics = trainer.state.eval_metrics.get("eval", {})
-    values = {name: float(metric.compute()) for name, metric in metrics.items()}
-    if "BitsPerByte" not in values:
-        return values
+    if "BitsPerByte" not in metrics or not is_text(config["train_loader"]):
+        return dict(metrics)
     folder = check_text_folder(config["train_loader"].get("path"))
     return {
-        "bits_per_byte": values["BitsPerByte"],
+        "bits_per_byte": metrics["BitsPerByte"],
         **_reference(trainer, config.get("reference") or {}, num_replicas),
         "unigram_bits_per_byte": unigram_bits_per_byte(folder),
         "uniform_bits_per_byte": 8.0,

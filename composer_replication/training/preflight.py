@@ -1,4 +1,4 @@
-"""Checks a group's coordinator and lighthouse before Composer is imported, which takes seconds."""
+"""Checks what a group needs beside its config, before Composer is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,23 @@ from composer_replication.replica.lighthouse import check_lighthouse
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.replica.tls import check_tls_dir
 from composer_replication.training.config import ConfigError, diloco_section
+from composer_replication.training.saving import run_dir_of, save_folder_of
+
+
+def check_group(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
+    """Check that a group can save what it is to save, and that it reaches the others.
+
+    Args:
+        config: From ``load_config``.
+        environ: Environment variables. None: those of this process.
+
+    Raises:
+        ConfigError: Checkpoints are asked for, and there is no folder for them.
+        ValueError: See ``check_reachable``.
+        ConnectionError: See ``check_reachable``.
+    """
+    save_folder_of(config, run_dir_of(config, environ), 0)
+    check_reachable(config, environ)
 
 
 def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:

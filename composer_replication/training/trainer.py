@@ -18,11 +18,24 @@ from composer_replication.callback.checkpoint_files import usable_checkpoint
 from composer_replication.callback.run_folder import STATUS, ReplicaFolder
 from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.replica.json_files import read_json
-from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
-from composer_replication.simulation.simulation import SimulatedReplica, simulate
-from composer_replication.training.components import COMPONENTS
-from composer_replication.training.config import ConfigError, check_keys, diloco_section
+from composer_replication.replica.options import ReplicaOptions
+from composer_replication.simulation.simulation import (
+    SimulatedReplica,
+    SimulationError,
+    simulate,
+)
+from composer_replication.training.building import (
+    build,
+    build_all,
+    build_one,
+    composers_errors_in_the_config,
+    takes,
+)
+from composer_replication.training.components import components_of
+from composer_replication.training.config import ConfigError, diloco_section
 from composer_replication.training.evaluation import evaluation_of
+from composer_replication.training.import_paths import import_target
+from composer_replication.training.saving import run_dir_of, save_folder_of
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +73,11 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The config cannot be used.
     """
-    run_dir = ReplicaEnv.from_env().run_dir or config.get("run_dir")
+    run_dir = run_dir_of(config)
     section = {"run_dir": run_dir} | diloco_section(config)
     callback = build("callbacks", "diloco", section)
     replica_id = callback.options.replica_id
-    folder = _save_folder(config.get("save_folder"), run_dir, replica_id or 0)
+    folder = save_folder_of(config, run_dir, replica_id or 0)
     config = usable_checkpoint(config, folder, callback.options.on_bad_state)
     num_replicas = _num_replicas(callback.options)
     trainer = build_trainer(
@@ -93,6 +106,10 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
 
     Returns:
         The result of each group, in the order of their ids.
+
+    Raises:
+        ConfigError: The config cannot be used.
+        SimulationError: A group has failed.
     """
     run_dir = config.get("run_dir")
     # Initial weights are drawn from torch's default generator, which the threads share. Without
@@ -113,9 +130,15 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
             )
         return _fit(trainer, callback, config, sim.num_replicas, run_dir)
 
-    return simulate(replica, num_replicas=num_replicas, timeout_s=None)
+    try:
+        return simulate(replica, num_replicas=num_replicas, timeout_s=None)
+    except SimulationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None  # no group's own: all were built from one config
+        raise
 
 
+@composers_errors_in_the_config()
 def build_trainer(
     config: Mapping[str, Any],
     diloco: DiLoCoCallback,
@@ -134,10 +157,11 @@ def build_trainer(
         run_dir: The run's folder. A relative ``save_folder`` lies in ``replica_<id>/`` below it.
 
     Raises:
-        ConfigError: A section has a key that its constructor does not know.
+        ConfigError: A callable that the config names rejects a value, or Composer does.
     """
     reproducibility.seed_all(config.get("seed", 17))  # all groups start from the same weights
-    model = build_named("model", config["model"])
+    model = build_one("model", config["model"])
+    optimizer = _build_optimizer(config["optimizer"], model)
     others = {k: v for k, v in (config.get("callbacks") or {}).items() if k != "diloco"}
     if config.get("autoresume"):
         # Composer demands a name, which it does not use. Without save_overwrite it would refuse to
@@ -146,67 +170,29 @@ def build_trainer(
         config = defaults | {key: value for key, value in config.items() if value is not None}
     return Trainer(
         model=model,
-        optimizers=_build_optimizer(config["optimizer"], model),
-        schedulers=build_named("scheduler", config["scheduler"])
-        if config.get("scheduler")
-        else None,
+        optimizers=optimizer,
+        schedulers=build_one("scheduler", config.get("scheduler"), optimizer=optimizer),
         train_dataloader=_build_loader(config, "train_loader", replica_id, num_replicas),
         eval_dataloader=_build_loader(config, "eval_loader", replica_id, num_replicas)
         if config.get("eval_loader")
         else None,
-        algorithms=_build_all("algorithms", config.get("algorithms")),
-        callbacks=[diloco, *_build_all("callbacks", others)],
-        loggers=_build_all("loggers", config.get("loggers")),
-        save_folder=_save_folder(config.get("save_folder"), run_dir, replica_id),
+        algorithms=build_all("algorithms", config.get("algorithms")),
+        callbacks=[diloco, *build_all("callbacks", others)],
+        loggers=build_all("loggers", config.get("loggers")),
+        save_folder=save_folder_of(config, run_dir, replica_id),
         progress_bar=config.get("progress_bar", sys.stderr.isatty()),
         auto_log_hparams=False,
         **{key: config[key] for key in TRAINER_ARGUMENTS if config.get(key) is not None},
     )
 
 
-def _build_all(section: str, contents: Mapping[str, Any] | None) -> list[Any]:
-    """Build the components of a section in which every key is a name."""
-    return [build(section, name, arguments) for name, arguments in (contents or {}).items()]
-
-
-def build_named(section: str, contents: Mapping[str, Any], **objects: Any) -> Any:
-    """Build the component of a section that has a ``name`` field.
-
-    Args:
-        section: The section, a key of ``COMPONENTS``.
-        contents: The section's values, with ``name``.
-        **objects: Arguments that YAML cannot hold.
-    """
-    arguments = {key: value for key, value in contents.items() if key != "name"}
-    return build(section, contents["name"], arguments, **objects)
-
-
-def build(section: str, name: str, contents: Mapping[str, Any] | None, **objects: Any) -> Any:
-    """Call the constructor that a section names. The section's keys become its arguments.
-
-    Args:
-        section: The section, a key of ``COMPONENTS``.
-        name: The name of the constructor.
-        contents: The arguments from the YAML.
-        **objects: Arguments that YAML cannot hold.
-
-    Raises:
-        ConfigError: A key is unknown, or the constructor rejects a value.
-    """
-    component = COMPONENTS[section][name]
-    contents = contents or {}
-    check_keys(contents, component.keys, f"{section}: {name}")
-    try:
-        return component.load()(**contents, **objects)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{section}: {name}: {error}") from error
-
-
 def _build_optimizer(section: Mapping[str, Any], model: ComposerModel) -> Optimizer:
     # Not the names for all: torch would save them in every checkpoint.
-    by_name = COMPONENTS["optimizer"][section["name"]].by_name
-    params = model.named_parameters() if by_name else model.parameters()
-    return build_named("optimizer", section, params=params)
+    (component,) = components_of("optimizer", section)
+    needs_names = getattr(import_target(component.path), "needs_names", False)
+    params = model.named_parameters() if needs_names else model.parameters()
+    named = model.named_parameters()
+    return build_one("optimizer", section, params=params, named_parameters=named, model=model)
 
 
 def _build_loader(
@@ -221,14 +207,18 @@ def _build_loader(
                 f"its {dist.get_world_size()} ranks: use a multiple of {dist.get_world_size()}"
             )
         batch_size //= dist.get_world_size()
-    split = {"split": "eval" if section == "eval_loader" else "train"}
-    is_sharded = section == "train_loader" and config[section].get("shards") != "leased"
-    return build_named(
+    (component,) = components_of(section, config[section])
+    is_train = section == "train_loader"
+    is_leased = component.is_short and config[section].get("shards") == "leased"
+    is_sharded = is_train and not is_leased and "replica_rank" in takes(component)
+    split = {} if "split" in config[section] else {"split": "train" if is_train else "eval"}
+    return build_one(
         section,
-        split | config[section],
+        config[section],
         batch_size=batch_size,
         replica_rank=replica_rank(replica_id, num_replicas) if is_sharded else 0,
         num_replica_groups=num_replicas if is_sharded else 1,
+        **split,
     )
 
 
@@ -246,16 +236,6 @@ def replica_rank(replica_id: str | int, num_replicas: int) -> int:
     return int(replica_id)
 
 
-def _save_folder(save_folder: str | None, run_dir: str | None, replica_id: str | int) -> str | None:
-    """The folder for a group's checkpoints: in a common one the groups would overwrite files."""
-    if save_folder is None:
-        return None
-    group = f"replica_{replica_id}"
-    if "://" in save_folder or Path(save_folder).is_absolute() or run_dir is None:
-        return f"{save_folder.rstrip('/')}/{group}"
-    return str(Path(run_dir) / group / save_folder)
-
-
 def _fit(
     trainer: Trainer,
     callback: DiLoCoCallback,
@@ -263,9 +243,11 @@ def _fit(
     num_replicas: int,
     run_dir: str | None,
 ) -> dict[str, Any]:
+    began_at = trainer.state.timestamp.batch
     try:
-        trainer.fit()
-        evaluation = evaluation_of(trainer, config, num_replicas)
+        with composers_errors_in_the_config(lambda: trainer.state.timestamp.batch == began_at):
+            trainer.fit()
+        evaluation = evaluation_of(callback.result["eval"], trainer, config, num_replicas)
         result = callback.result | {"eval": evaluation}
     finally:
         trainer.close()

@@ -98,6 +98,7 @@ def test_one_value_of_a_saved_config_is_read_without_the_others(written, tmp_pat
     ("optimizer.name=adam", "optimizer.name has no 'adam': did you mean 'adamw'?"),
     ("model=null", "the config lacks model"),
     ("model.name=null", "model.name has no None"),
+    ("model.name=[1]", "model.name has no [1]"),
     ("train_loader.path=nowhere/at/all", "train_loader.path: "),
     ("callbacks=null", "the config lacks callbacks.diloco"),
     ("max_duration=soon", "max_duration='soon': write e.g. 400ba"),

@@ -1,0 +1,158 @@
+"""Reads the settings of a run out of anybody's YAML file. Imports neither torch nor Composer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.options import ReplicaOptions
+from composer_replication.training.config import REQUIRED, ConfigError, check_diloco
+from composer_replication.training.key_checks import check_keys
+
+SECTION = "callbacks.diloco"
+EXAMPLE = "callbacks: {diloco: {sync_every: 100}}"
+
+OF_THE_RUN = (
+    *(field.name for field in fields(DiLoCoSettings)),
+    "min_replica_size",
+    "num_replicas",
+    "tls_dir",
+)
+"""What a coordinator reads of the section. The other keys belong to a group and its machine."""
+
+_OF_A_GROUP = {field.name for field in fields(ReplicaOptions)} - {*OF_THE_RUN}
+
+
+def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """Read what a coordinator needs of a job's file, and no more.
+
+    The file may be a config of ours, an llm-foundry YAML, or one with settings alone. Only
+    ``callbacks.diloco`` is read, or the whole file if it has settings alone. The rest is the job's:
+    it may have keys that nobody here knows, and ``${...}`` that only the job can resolve.
+
+    Args:
+        path: The file. None: every setting has its default.
+        given: Settings in place of the file's, such as ``sync_every=50``.
+
+    Returns:
+        A config with ``callbacks.diloco``, and with ``model`` if the file has one that can be
+        resolved; and where the settings come from, for people.
+
+    Raises:
+        ConfigError: The file is missing or has no settings, or one is unknown or impossible.
+    """
+    file = OmegaConf.create() if path is None else _read(path)
+    replaced = _parse(given)
+    values = {} if path is None else _values(*_section(file, path), left_out=map(str, replaced))
+    values |= _values(replaced, "--set")
+    check_diloco(values)
+    config: dict[str, Any] = {"callbacks": {"diloco": values}}
+    model = _model(file)
+    sources = [str(path)] if path else []
+    sources += [f"--set {each}" for each in given]
+    return config | ({"model": model} if model else {}), " ".join(sources) or "the defaults"
+
+
+def in_words(settings: DiLoCoSettings) -> str:
+    """Name the length of a round, and the settings that are not the defaults."""
+    default = asdict(DiLoCoSettings())
+    named = asdict(settings).items()
+    own = [f"{k}={v}" for k, v in named if k == "sync_every" or v != default[k]]
+    return ", ".join(own)
+
+
+def _read(path: Path) -> DictConfig:
+    if not path.is_file():
+        fix = "give the path of a YAML file, or none and --set key=value"
+        if "=" in str(path):
+            fix = f"a setting goes behind --set, as in --set {path}"
+        raise ConfigError(f"there is no file {path}: {fix}")
+    try:
+        file = OmegaConf.load(path)
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(file, DictConfig):
+        raise ConfigError(f"{path} holds no key: value pairs: write e.g. sync_every: 100")
+    return file
+
+
+def _section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:
+    """The node with the settings, of which nothing has been resolved, and how to call it."""
+    if not file:
+        raise ConfigError(f"{path} is empty: write settings, such as sync_every: 100")
+    if "callbacks" not in file:
+        if any(key in file for key in REQUIRED):
+            raise ConfigError(
+                f"{path} is a job without {SECTION}: add it ({EXAMPLE}), or give a file with "
+                "settings alone, or none and --set key=value"
+            )
+        return file, str(path)
+    try:
+        callbacks = file.callbacks
+        if not isinstance(callbacks, DictConfig) or "diloco" not in callbacks:
+            raise ConfigError(f"{path} has callbacks, and no {SECTION}: add it ({EXAMPLE})")
+        section = callbacks.diloco
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {SECTION} cannot be read: {_first_line(error)}") from error
+    if section is None:
+        section = OmegaConf.create()
+    if not isinstance(section, DictConfig):
+        raise ConfigError(f"{path}: {SECTION}={section!r}: write key: value pairs ({EXAMPLE})")
+    return section, f"{path}: {SECTION}"
+
+
+def _parse(given: Sequence[str]) -> DictConfig:
+    for each in given:
+        if "=" not in each:
+            raise ConfigError(f"--set {each}: write key=value, e.g. --set sync_every=100")
+        if each.startswith(f"{SECTION}."):
+            raise ConfigError(f"--set {each}: write --set {each.removeprefix(f'{SECTION}.')}")
+        if (name := each.partition("=")[0]) in _OF_A_GROUP:
+            raise ConfigError(
+                f"--set {each}: {name} is no setting of the run; give it to DiLoCoCallback (its "
+                f"YAML key is {SECTION}.{name}) in each group"
+            )
+    try:
+        return OmegaConf.from_dotlist(list(given))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"--set {' '.join(given)} cannot be read: {error}") from error
+
+
+def _values(section: DictConfig, where: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
+    """The values that a coordinator reads in a section, but for those left out."""
+    written = OmegaConf.to_container(section, resolve=False)
+    assert isinstance(written, dict), "the section is no list"
+    check_keys(map(str, written), {*OF_THE_RUN, *_OF_A_GROUP}, where)
+    values = {}
+    for name in [name for name in OF_THE_RUN if name in written.keys() - {*left_out}]:
+        try:
+            value = section[name]
+            is_node = OmegaConf.is_config(value)
+            values[name] = OmegaConf.to_container(value, resolve=True) if is_node else value
+        except OmegaConfBaseException as error:
+            raise ConfigError(
+                f"{where}: {name}={written[name]!r} cannot be resolved ({_first_line(error)}): "
+                f"write the value, or give it with --set {name}=..."
+            ) from error
+    return values
+
+
+def _model(file: DictConfig) -> dict[str, Any] | None:
+    """The section ``model``, which groups of ours compare with theirs; None if there is none."""
+    try:
+        model = file.get("model")
+        values = OmegaConf.to_container(model, resolve=True) if OmegaConf.is_dict(model) else None
+    except OmegaConfBaseException:  # the job's own resolvers: no config of ours has one
+        return None
+    return values if isinstance(values, dict) else None  # pyright: ignore[reportReturnType]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

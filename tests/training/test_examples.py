@@ -1,0 +1,112 @@
+"""The configs in examples/ train, as processes and simulated.
+
+Each is launched once and simulated once, small.
+"""
+
+import importlib.util
+import json
+import math
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_replication.launch.job import config_job
+from composer_replication.launch.launcher import launch_groups
+from composer_replication.training.config import load_config
+from composer_replication.training.trainer import simulate_replicas
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+GROUPS = 2
+
+
+def needs(module):
+    """Skips a test where a library is missing that its example needs."""
+    reason = f"{module} is not installed, which this example needs: pip install {module}"
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=reason)
+
+
+@pytest.fixture(params=["launch", "simulate"])
+def train(request, tmp_path, monkeypatch):
+    """Trains an example in two groups, and returns their results and their last checkpoints."""
+    monkeypatch.chdir(ROOT)  # where its config says that it is started
+
+    def run(name, *overrides):
+        folder = tmp_path / "run"
+        saving = f"run_dir={folder}", "save_folder=checkpoints", "save_interval=1ep"
+        config = load_config(
+            EXAMPLES / name, [*overrides, *saving, "callbacks.diloco.sync_every=5"]
+        )
+        if request.param == "launch":
+            assert launch_groups(config_job(config, name), replicas=GROUPS) == 0
+            files = [folder / f"replica_{i}" / "result.json" for i in range(GROUPS)]
+            results = [json.loads(file.read_text()) for file in files]
+        else:
+            results = simulate_replicas(config, GROUPS)
+        assert len({result["global_digest"] for result in results}) == 1
+        assert all(math.isfinite(result["final_loss"]) for result in results)
+        return results, [load_model(folder / f"replica_{i}" / "checkpoints") for i in range(GROUPS)]
+
+    run.way = request.param
+    run.folder = tmp_path / "run"
+    return run
+
+
+def load_model(folder):
+    """The model of the last checkpoint, whose file has a link."""
+    return torch.load(folder / "latest-rank0.pt", weights_only=False)["state"]["model"]
+
+
+@pytest.mark.integration
+def test_an_image_classifier_of_torchvision_with_batch_norm(train):
+    results, models = train("image_classifier.yaml", "max_duration=15ba")
+    assert [result["outer_steps"] for result in results] == [3, 3]
+    assert results[0]["eval"].keys() >= {"MulticlassAccuracy", "CrossEntropy"}
+    assert results[0]["eval"] == results[1]["eval"]  # of one model, with one set of statistics
+    means = [model["module.conv1.1.running_mean"] for model in models]
+    assert torch.equal(*means) and means[0].abs().sum() > 0
+
+
+@pytest.mark.integration
+@needs("transformers")
+def test_a_causal_language_model_of_hugging_face_with_tied_embeddings(train):
+    results, models = train("causal_lm.yaml", "max_duration=20ba", "eval_subset_num_batches=2")
+    assert results[0]["eval"] == results[1]["eval"]
+    assert results[0]["eval"]["LanguageCrossEntropy"] < math.log(256) - 1
+    for model in models:
+        tied = model["model.lm_head.weight"], model["model.transformer.wte.weight"]
+        assert torch.equal(*tied) and torch.equal(tied[0], models[0]["model.lm_head.weight"])
+
+
+@pytest.mark.integration
+@needs("streaming")
+def test_a_streaming_dataset_on_disk_with_leases(train, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from examples.streamed_shapes import write
+
+    length = 200
+    write(str(tmp_path / "shapes"), length)
+    results, _ = train(
+        "streaming_dataset.yaml",
+        f"train_loader.dataset.local={tmp_path / 'shapes'}",
+        "train_loader.unit_size=16",
+        "max_duration=1ep",
+    )
+    assert sum(result["inner_steps"] for result in results) >= length // 8
+    if train.way == "launch":
+        with sqlite3.connect(train.folder / "coordinator.sqlite") as database:
+            (row,) = database.execute("SELECT dataset_id, length FROM datasets").fetchall()
+            (epoch,) = database.execute("SELECT done, trained_twice FROM epochs").fetchall()
+        assert row == ("shapes-1", length) and epoch == (length, 0)
+
+
+def test_the_examples_are_these_and_open_with_the_commands_that_run_them():
+    paths = sorted(EXAMPLES.glob("*.yaml"))
+    names = [path.stem for path in paths]
+    assert names == ["causal_lm", "image_classifier", "streaming_dataset"]
+    for path in paths:
+        comment = path.read_text().partition("seed:")[0]
+        for command in ("launch", "simulate"):
+            assert f"composer-replication {command} examples/{path.name} --replicas" in comment

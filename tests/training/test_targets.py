@@ -1,0 +1,248 @@
+"""A config names what is not ours, by import path. Run: pytest tests/training/test_targets.py"""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from own_parts import Model, seen
+
+from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.training.building import build_one
+from composer_replication.training.config import ConfigError, load_config, save_config
+from composer_replication.training.trainer import simulate_replicas
+
+OWN = {
+    "max_duration": "4ba",
+    "global_train_batch_size": 8,
+    "device_eval_batch_size": 4,
+    "device": "cpu",
+    "precision": "fp32",
+    "progress_bar": False,
+    "model": {
+        "_target_": "own_parts.Model",
+        "mlp": {"_target_": "own_parts.mlp", "width": 4},
+        "names": ["a", "b"],
+    },
+    "train_loader": {"_target_": "own_parts.loader", "size": 32},
+    "eval_loader": {"_target_": "own_parts.eval_loader"},
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "betas": [0.9, 0.95]},
+    "scheduler": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5},
+    "algorithms": {"clip": {
+        "_target_": "composer.algorithms.GradientClipping",
+        "clipping_type": "norm",
+        "clipping_threshold": 1.0,
+    }},
+    "callbacks": {
+        "diloco": {"sync_every": 2, "digest_every": 1},
+        "mine": {"_target_": "own_parts.Counts", "every": 1, "label": "counted"},
+        "lr_monitor": {},
+    },
+    "loggers": {"memory": {"_target_": "composer.loggers.InMemoryLogger"}},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen_so_far():
+    seen.clear()
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    def load(*overrides, **sections):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(OWN | sections))
+        return load_config(path, overrides)
+
+    return load
+
+
+def test_every_section_takes_callables_of_others(loaded, tmp_path):
+    config = loaded()
+    save_config(config, tmp_path / "saved.yaml")  # as launch does for its groups
+    results = simulate_replicas(load_config(tmp_path / "saved.yaml"), 2)
+    assert len({result["global_digest"] for result in results}) == 1
+    assert {result["inner_steps"] for result in results} == {4}
+    assert [each for each in seen if isinstance(each, tuple)] == [
+        (8, 0, 2, "train"),
+        (8, 1, 2, "train"),
+    ]
+    assert seen.count(4) == 2 and seen.count("counted") == 8
+
+
+def test_values_are_plain_python_and_nested_callables_are_called(loaded):
+    model = build_one("model", loaded()["model"])
+    assert isinstance(model, Model) and type(model.names) is list
+    assert [p.shape[0] for p in model.mlp.parameters()][:2] == [4, 4]
+
+
+NAMES = [f"mlp.layers.{i}.{of}" for i in (0, 2, 4) for of in ("bias", "weight")]
+
+
+@pytest.mark.parametrize(("target", "given"), [
+    ("own_parts.by_names", NAMES),
+    ("own_parts.by_model", Model),
+])  # fmt: skip
+def test_an_optimizer_is_given_what_it_names(loaded, target, given):
+    simulate_replicas(loaded(optimizer={"_target_": target, "lr": 0.01}), 1)
+    assert given in seen
+
+
+def test_muon_is_given_names_by_its_path_too(loaded):
+    muon = {"_target_": "composer_replication.training.Muon", "adamw_names": r"layers\.4"}
+    simulate_replicas(loaded(optimizer=muon), 1)  # without names it raises an error
+
+
+def test_an_optimizer_s_checkpoint_has_no_names_that_nobody_asked_for(loaded):
+    model = build_one("model", loaded()["model"])
+    optimizer = {"_target_": "torch.optim.SGD", "lr": 1.0}
+    built = build_one("optimizer", optimizer, params=model.parameters(), model=model)
+    assert "param_names" not in built.state_dict()["param_groups"][0]
+    (group,) = built.param_groups
+    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+
+
+DATASET = {"_target_": "torch.utils.data.TensorDataset", "_args_": [
+    {"_target_": "torch.arange", "_args_": [40]},
+]}  # fmt: skip
+
+
+def test_our_loader_divides_a_dataset_of_others_between_the_groups(loaded):
+    section = loaded(train_loader={"name": "dataset", "dataset": DATASET})["train_loader"]
+    read = []
+    for rank in range(2):
+        loader = build_one(
+            "train_loader", section, batch_size=4, replica_rank=rank, num_replica_groups=2
+        )
+        read.append({int(i) for (batch,) in loader for i in batch})
+    assert [len(each) for each in read] == [20, 20] and not read[0] & read[1]
+    whole = build_one("eval_loader", section, batch_size=8, split="eval")
+    assert sorted(int(i) for (batch,) in whole for i in batch) == list(range(40))
+
+
+def test_leases_are_of_a_dataset_with_a_name(loaded):
+    section = {"name": "dataset", "dataset": DATASET, "shards": "leased", "unit_size": 4}
+    config = loaded(train_loader=section | {"dataset_id": "mine"})
+    loader = build_one("train_loader", config["train_loader"], batch_size=4)
+    assert isinstance(loader, ReplicaDataLoader)
+    assert (loader.spec.dataset_id, loader.spec.length, loader.spec.unit_size) == ("mine", 40, 4)
+    with pytest.raises(
+        ConfigError, match="train_loader: dataset: shards: leased needs a dataset_id"
+    ):
+        build_one("train_loader", loaded(train_loader=section)["train_loader"], batch_size=4)
+
+
+def test_our_leasing_loader_can_be_named_by_its_path(loaded):
+    section = {"_target_": "composer_replication.ReplicaDataLoader", "dataset": DATASET}
+    loaded(train_loader=section | {"dataset_id": "mine"})
+    with pytest.raises(ConfigError, match="train_loader lacks dataset_id"):
+        loaded(train_loader=section)
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("model._target_=own_parts.Modle", "model: own_parts has no 'Modle': did you mean own_parts.M"),
+    ("model.mlp._target_=own_prts.mlp", "model.mlp: there is no module 'own_prts'"),
+    ("model.mlp.widht=3", "model.mlp has no 'widht': did you mean 'width'?"),
+    ("model._target_=Model", "model._target_='Model': write package.module.callable"),
+    ("model._target_=null", "model._target_=None: write package.module.callable"),
+    ("optimizer._target_=torch.optim.Adam_W", "did you mean torch.optim.AdamW?"),
+    ("optimizer.learning_rate=3", "optimizer has no 'learning_rate'"),
+    ("optimizer.params=3", "optimizer.params: leave it out, it is of the model"),
+    ("scheduler.gama=3", "scheduler has no 'gama': did you mean 'gamma'?"),
+    ("train_loader.batch_size=3", "train_loader.batch_size: leave it out, it follows from global_"),
+    ("train_loader.replica_rank=3", "train_loader.replica_rank: leave it out"),
+    ("callbacks.mine.evry=3", "callbacks.mine has no 'evry': did you mean 'every'?"),
+    ("callbacks.other=null", "callbacks has no 'other': use one of diloco"),
+    ("callbacks.mine=3", "callbacks.mine=3: write key: value pairs"),
+    ("callbacks.diloco._target_=own_parts.Counts", "callbacks.diloco has no '_target_'"),
+    ("algorithms.clip._target_=composer.algorithms.EMMA", "did you mean composer.algorithms.EMA?"),
+])  # fmt: skip
+def test_a_mistake_is_named_with_its_fix(loaded, override, message):
+    with pytest.raises(ConfigError) as caught:
+        loaded(override)
+    assert message in str(caught.value)
+
+
+WITHOUT_WIDTH = {"_target_": "own_parts.Model", "mlp": {"_target_": "own_parts.mlp"}}
+NO_OPTIMIZER = {"_target_": "own_parts.of_nothing", "lr": 1}
+OF_TORCH = {"_target_": "torch.utils.data.DataLoader", "dataset": DATASET}
+
+
+@pytest.mark.parametrize(("section", "contents", "message"), [
+    ("model", {"d_model": 3}, "model lacks name: use one of byte_gpt; or write _target_"),
+    ("model", {"_target_": "own_parts.Model"}, "model lacks mlp: own_parts.Model needs it"),
+    ("model", WITHOUT_WIDTH, "model.mlp lacks width: own_parts.mlp needs it"),
+    ("optimizer", NO_OPTIMIZER, "takes none of params, named_parameters, model"),
+    ("train_loader", {"_target_": "own_parts.whole_loader"}, "would give every group the same"),
+    ("train_loader", OF_TORCH, "(name: dataset, dataset: {_target_: ...})"),
+])  # fmt: skip
+def test_a_section_that_cannot_work_is_named_with_its_fix(loaded, section, contents, message):
+    with pytest.raises(ConfigError) as caught:
+        loaded(**{section: contents})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("section", "target", "message"), [
+    ("model", "own_parts.mlp", "own_parts.mlp makes a TinyMLP and no ComposerModel: wrap it"),
+    ("callbacks", "own_parts.mlp", "callbacks.x: own_parts.mlp makes a TinyMLP and no Callback"),
+])  # fmt: skip
+def test_what_is_made_has_to_be_of_composer_s_kind(section, target, message):
+    contents = {"_target_": target, "width": 4}
+    with pytest.raises(ConfigError, match=message):
+        build_one(section, contents if section == "model" else {"x": contents})
+
+
+def test_an_error_of_a_callable_is_one_of_the_config_and_its_traceback_is_logged(loaded, caplog):
+    broken = {"_target_": "own_parts.Model", "mlp": {"_target_": "own_parts.fails"}}
+    with pytest.raises(ConfigError) as caught:
+        simulate_replicas(loaded(model=broken), 2)  # not as an error of a group
+    text = str(caught.value)
+    assert "own_parts.fails" in text and "invalid literal" in text and "\n" not in text
+    assert 'return int("no number")' in caplog.text
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_the_reason(loaded, tmp_path, monkeypatch):
+    (tmp_path / "half.py").write_text("import a_module_that_is_missing\ndef mlp(width): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = loaded("model.mlp._target_=half.mlp")  # its source has that name
+    with pytest.raises(ConfigError, match=r"half.mlp cannot be imported: .*a_module_that_is_mis"):
+        build_one("model", config["model"])
+
+
+def test_a_callable_of_others_may_stand_under_a_short_name(loaded):
+    target = {"_target_": "own_parts.Counts", "every": 1, "label": "mine"}
+    config = loaded(callbacks=OWN["callbacks"] | {"speed_monitor": target})
+    simulate_replicas(config, 1)
+    assert "mine" in seen
+
+
+PROGRAM = """
+import sys
+from composer_replication.__main__ import main
+sys.argv[1:] = ["launch", "own.yaml", "--replicas", "2", "run_dir=run", *sys.argv[1:]]
+sys.path = [each for each in sys.path if each != ""]  # as the script composer-replication has it
+import os, atexit
+leave = os._exit
+os._exit = lambda status: (print([m for m in ("torch", "composer") if m in sys.modules]),
+                           sys.stdout.flush(), leave(status))
+main()
+"""
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("model._target_=here.Modle", "Error: model: here has no 'Modle': did you mean here.Model?\n"),
+    ("optimizer.lrr=1", "Error: optimizer has no 'lrr': did you mean 'lr'? Allowed: "),
+])  # fmt: skip
+def test_the_command_answers_before_it_starts_or_imports_anything(tmp_path, override, message):
+    """In the folder that it is started in, whose modules it finds."""
+    (tmp_path / "here.py").write_text("import torch\nclass Model(torch.nn.Module): ...\n")
+    config = OWN | {"model": {"_target_": "here.Model"}}
+    config |= {"train_loader": {"name": "text", "max_seq_len": 8}, "callbacks": {"diloco": {}}}
+    config |= {"eval_loader": {"name": "text", "max_seq_len": 8}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(config))
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, override], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+    assert (result.returncode, result.stdout) == (2, "[]\n")
+    assert not (tmp_path / "run").exists()
