@@ -68,6 +68,7 @@ $(TORCH_NEW)/.installed: tests/torch_new/requirements.txt pyproject.toml
 test-llmfoundry: $(LLMFOUNDRY)/.installed
 	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all]'
 	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry tests/composer_parts -m llmfoundry
+	$(LLMFOUNDRY)/bin/python -m pytest tests/training/test_examples.py
 
 $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
 	@echo "Installing llm-foundry into $(LLMFOUNDRY): about 7 GB, some minutes."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -14,32 +13,43 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import (
     Config,
     CoordinatorOptions,
     HangTimeout,
+    JobOptions,
     MaxRestarts,
     Nproc,
     Overrides,
     Replicas,
+    RunDir,
     StragglerTimeout,
+    TakesCommand,
     Weights,
+    command_after_dashes,
 )
-from composer_replication.launch.errors import INTERRUPTED, report_error
+from composer_replication.launch.command_options import (
+    Set as Set,  # typer looks up the annotations of inherited options in this module
+)
+from composer_replication.launch.doctor.options import DoctorOptions
+from composer_replication.launch.errors import (
+    BAD_INPUT,
+    INTERRUPTED,
+    let_rank_0_end_first,
+    report_error,
+)
 from composer_replication.launch.lossy_output import ignore_output_errors
+from composer_replication.launch.plan_options import PlanOptions
 from composer_replication.launch.quiet import quiet_others
-from composer_replication.launch.supervision import HANG_TIMEOUT_S, MAX_RESTARTS
-from composer_replication.plan import (
-    HOST_S_PER_PARAM,
-    PlannedRun,
-    parse_link,
-    plan_as_json,
-    print_plan,
+from composer_replication.launch.supervision import (
+    FIRST_PAUSE_S,
+    HANG_TIMEOUT_S,
+    MAX_RESTARTS,
 )
+from composer_replication.plan import plan_as_json, print_plan
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import ConfigError, load_config
-from composer_replication.training.preflight import check_reachable
+from composer_replication.training.config import load_config
+from composer_replication.training.preflight import check_group
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer: several replica groups train one model.",
@@ -69,6 +79,8 @@ def main() -> NoReturn:
         sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
+    if status == BAD_INPUT:
+        let_rank_0_end_first()
     # Not sys.exit: Python would join torchft's threads, which may wait for a quorum for an hour.
     # The Trainer has been closed by now, so that its atexit handlers have nothing left to do.
     os._exit(status)
@@ -88,35 +100,62 @@ def train(config: Config, overrides: Overrides = None) -> None:
     """Train one replica group. `composer -n N` and torchrun can start it with several processes."""
     ignore_output_errors()
     checked = load_config(config, overrides or [])
-    check_reachable(checked)
+    check_group(checked)
     # Imported here: it takes seconds, and errors in the input should be printed before.
     from composer_replication.training.trainer import train as run
 
     run(checked)
 
 
-@app.command()
-def launch(
-    config: Config,
-    overrides: Overrides = None,
-    replicas: Replicas = 2,
-    nproc: Nproc = 1,
-    max_restarts: MaxRestarts = MAX_RESTARTS,
-    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S,
-    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
-) -> None:
-    """Train in several replica groups on this machine, with a coordinator and a lighthouse."""
-    from composer_replication.launch.launcher import launch_groups as run
+@app.command("launch", cls=TakesCommand)
+@dataclass(kw_only=True)
+class LaunchCommand(JobOptions):
+    """Train in several replica groups on this machine, with a coordinator and a lighthouse.
 
-    checked = load_config(config, overrides or [])
-    status = run(
-        checked,
-        config,
-        replicas=replicas,
+    They train a config, or run the command after --, whose script has the callback.
+    """
+
+    replicas: Replicas = 2
+    max_restarts: MaxRestarts = MAX_RESTARTS
+    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S
+    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S
+
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        from composer_replication.launch.job_options import job_of
+        from composer_replication.launch.launcher import launch_groups
+
+        status = launch_groups(
+            job_of(self),
+            replicas=self.replicas,
+            max_restarts=self.max_restarts,
+            straggler_timeout_s=self.straggler_timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
+        )
+        raise typer.Exit(status)
+
+
+@app.command(cls=TakesCommand)
+def run(
+    context: typer.Context,
+    restarts: MaxRestarts = 10,
+    backoff: Annotated[
+        float,
+        typer.Option(help="Seconds before the first restart; each in a row waits twice as long."),
+    ] = FIRST_PAUSE_S,
+    nproc: Nproc = None,
+    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
+    run_dir: RunDir = None,
+) -> None:
+    """Run the command after -- as one replica group of a run, and start it again when it dies."""
+    from composer_replication.launch.run_command import run_group
+
+    status = run_group(
+        command_after_dashes(context) or [],
+        restarts=restarts,
+        backoff_s=backoff,
         nproc=nproc,
-        max_restarts=max_restarts,
-        straggler_timeout_s=straggler_timeout_s,
         hang_timeout_s=hang_timeout_s,
+        run_dir=run_dir,
     )
     raise typer.Exit(status)
 
@@ -132,39 +171,37 @@ class CoordinatorCommand(CoordinatorOptions):
         coordinate(self)
 
 
-@app.command()
-def chaos(
-    config: Config,
-    overrides: Overrides = None,
-    replicas: Replicas = 3,
-    nproc: Nproc = 1,
+@app.command("chaos", cls=TakesCommand)
+@dataclass(kw_only=True)
+class ChaosCommand(JobOptions):
+    """Train as `launch` does while injecting faults, check the run, and report what they cost."""
+
+    replicas: Replicas = 3
     faults_per_minute: Annotated[
         float, typer.Option(help="Mean number of faults in a minute.", min=0.1)
-    ] = 2.0,
+    ] = 2.0
     duration: Annotated[
         float, typer.Option(help="Length of the training, in seconds.", min=10.0)
-    ] = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of kinds, victims and times of the faults.")] = 0,
+    ] = 600.0
+    seed: Annotated[int, typer.Option(help="Seed of kinds, victims and times of the faults.")] = 0
     kinds: Annotated[
         str | None,
         typer.Option(help="Kinds of faults, such as kill,hang (docs/chaos.md). Default: all."),
-    ] = None,
-) -> None:
-    """Train as `launch` does while injecting faults, check the run, and report what they cost."""
-    from composer_replication.launch.chaos import run_chaos as run
+    ] = None
 
-    checked = load_config(config, overrides or [])
-    status = run(
-        checked,
-        config,
-        replicas=replicas,
-        nproc=nproc,
-        faults_per_minute=faults_per_minute,
-        duration_s=duration,
-        seed=seed,
-        kinds=None if kinds is None else kinds.split(","),
-    )
-    raise typer.Exit(status)
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        from composer_replication.launch.chaos import run_chaos
+        from composer_replication.launch.job_options import job_of
+
+        status = run_chaos(
+            job_of(self),
+            replicas=self.replicas,
+            faults_per_minute=self.faults_per_minute,
+            duration_s=self.duration,
+            seed=self.seed,
+            kinds=None if self.kinds is None else self.kinds.split(","),
+        )
+        raise typer.Exit(status)
 
 
 @app.command()
@@ -198,69 +235,15 @@ def export(
 
 @app.command("plan")
 @dataclass(kw_only=True)
-class PlanCommand:
+class PlanCommand(PlanOptions):
     """Compute what rounds of a run would take, send and hold, before anything is rented."""
 
-    params: Annotated[float, typer.Option(help="Trainable parameters, e.g. 7e9.")]
-    link: Annotated[
-        str,
-        typer.Option(
-            help="The rate at which a group can send to the others, e.g. 1Gbit, 100Mbit or 250MB/s."
-        ),
-    ]
-    step_time: Annotated[
-        float, typer.Option(help="Seconds of an inner step, measured in one group alone.")
-    ]
-    groups: Annotated[int, typer.Option(help="Number of replica groups.")]
-    round_trip: Annotated[
-        float, typer.Option(help="Seconds of a round trip between two groups.")
-    ] = 0.0
-    host_s_per_param: Annotated[
-        float,
-        typer.Option(
-            help="Seconds a parameter that a sync takes on the host. Measure it with "
-            "benchmarks/sync.py; the default is from 2 CPU cores."
-        ),
-    ] = HOST_S_PER_PARAM
-    ranks: Annotated[
-        int, typer.Option(help="Processes in each group that hold the same model, as under DDP.")
-    ] = 1
-    sync_every: Annotated[int, typer.Option(help="Inner steps in a round (H).")] = (
-        DiLoCoSettings.sync_every
-    )
-    num_fragments: Annotated[
-        int, typer.Option(help="Fragments of the streaming run. 1 without a delay is vanilla.")
-    ] = 2
-    fragment_sync_delay: Annotated[
-        int, typer.Option(help="Inner steps that overlap a sync of the streaming run (tau).")
-    ] = 5
-    utilisation: Annotated[
-        float,
-        typer.Option(help="The share of the time to train. The table has the shortest round."),
-    ] = 0.95
-    json_out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the numbers to this file.")
-    ] = None
-
     def __post_init__(self) -> None:  # typer calls a command with its options
-        if not math.isfinite(self.params):
-            raise ConfigError(f"params={self.params}: write how many there are, e.g. 7e9")
-        run = PlannedRun(
-            params=int(self.params),
-            link_bits_per_s=parse_link(self.link),
-            step_s=self.step_time,
-            groups=self.groups,
-            round_trip_s=self.round_trip,
-            host_s_per_param=self.host_s_per_param,
-            ranks=self.ranks,
-            sync_every=self.sync_every,
-            num_fragments=self.num_fragments,
-            fragment_sync_delay=self.fragment_sync_delay,
-        )
-        print_plan(run, self.utilisation, Console())
+        planned = self.planned_run()
+        print_plan(planned, self.utilisation, Console())
         if self.json_out is not None:
-            planned = plan_as_json(run, self.utilisation)
-            self.json_out.write_text(json.dumps(planned, indent=2) + "\n")
+            numbers = plan_as_json(planned, self.utilisation)
+            self.json_out.write_text(json.dumps(numbers, indent=2) + "\n")
 
 
 @app.command()
@@ -294,6 +277,25 @@ def certificates(
         f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: whoever has this key can "
         "join the run, so keep it on one machine."
     )
+
+
+@app.command("doctor")
+@dataclass(kw_only=True)
+class DoctorCommand(DoctorOptions):
+    """Find what is wrong on this machine, on the way to the coordinator, or in a config."""
+
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        from composer_replication.launch.doctor.doctor import doctor
+
+        raise typer.Exit(doctor(self))
+
+
+@app.command()
+def env() -> None:
+    """Print what a bug report needs: versions, this machine, and our variables without secrets."""
+    from composer_replication.launch.doctor.environment import print_environment
+
+    print_environment()
 
 
 @app.command()

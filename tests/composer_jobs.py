@@ -71,7 +71,7 @@ def trainer_of(*callbacks, replica_id=0, optimizer=None, **arguments):
             device="cpu",
             precision=arguments.pop("precision", "fp32"),
             seed=1,
-            progress_bar=False,
+            progress_bar=arguments.pop("progress_bar", False),
             auto_log_hparams=False,
             **arguments,
         )

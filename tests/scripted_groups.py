@@ -32,10 +32,12 @@ def write(folder, replica_id, phase="training", syncs=1):
     (folder / "metrics.jsonl").write_text("{}\n" * syncs)
 
 
-def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None):
+def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):
     groups = Groups(lives)
     looks = []
-    supervisor = Supervisor(groups, folder, groups.start, len(lives), max_restarts, Interrupts())
+    supervisor = Supervisor(
+        groups, folder, groups.start, list(lives), max_restarts, Interrupts(), **more
+    )
 
     def show(statuses, is_last):
         looks.append(statuses)

@@ -56,6 +56,11 @@ def test_the_version_is_printed():
         ("train", "callbacks.diloco.tls_dir=/nope", "/nope/ca.pem is missing or cannot be read"),
         ("launch", "callbacks.diloco.tls_dir=/nope", "/nope/ca.pem is missing or cannot be read"),
         ("simulate", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
+        ("train", "autoresume=true", "autoresume=True without save_folder: "),
+        ("launch", "autoresume=true", "autoresume=True without save_folder: "),
+        ("train", "save_interval=17ba", "save_interval='17ba' without save_folder and without"),
+        ("coordinator", "--set=sync_evry=5", "did you mean 'sync_every'"),
+        ("coordinator", "--set=digest_every=5", "digest_every is no setting of the run"),
     ],
 )
 def test_bad_input_is_answered_at_once_in_one_paragraph(config, command, override, message):

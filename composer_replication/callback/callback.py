@@ -21,13 +21,15 @@ from composer_replication.callback.composer_job import (
     samples_in_batch,
     tokens_in_batch,
 )
-from composer_replication.callback.evaluation import Evaluation
+from composer_replication.callback.evaluation import Evaluation, metrics_of
 from composer_replication.callback.fit import Fit
 from composer_replication.callback.group_state import GroupState
 from composer_replication.callback.progress import max_batches
 from composer_replication.callback.resume import Resume
+from composer_replication.callback.run_folder import ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
 from composer_replication.coordinator.client import RunInfo
+from composer_replication.coordinator.client_http import NameTakenError
 from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick, takes
@@ -78,6 +80,7 @@ class DiLoCoCallback(Callback):
     | Key                               | Value                                               |
     +===================================+=====================================================+
     | ``diloco/outer_step``             | outer steps committed so far                        |
+    | ``diloco/round``                  | inner steps so far / ``sync_every``                 |
     | ``diloco/fragment``               | which fragment was synchronised, from 0             |
     | ``diloco/num_participants``       | groups in the quorum                                |
     | ``diloco/contribution``           | this group's weight in the mean                     |
@@ -115,6 +118,8 @@ class DiLoCoCallback(Callback):
         if package_log.level == logging.NOTSET:
             package_log.setLevel(logging.INFO)  # llm-foundry sets a level for its own packages only
         self.result: dict[str, Any] = {}
+        self._metrics: dict[str, float] = {}
+        """The metrics of the last evaluation by name, which become a part of the result."""
         self._passed_manager = arguments.get("manager")
         self._data_spec: DataSpec | None = None
         """Counts the tokens of a batch, if they weight this group."""
@@ -136,7 +141,15 @@ class DiLoCoCallback(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if self.diloco is not None:
             self.diloco.hang_watch.note_progress()
-        super().run_event(event, state, logger)
+        try:
+            super().run_event(event, state, logger)
+        except ValueError as error:
+            # A script's exit status does not say that its input was rejected, so the folder does.
+            # A name that is taken may be free the next time.
+            is_first = event in (Event.BEFORE_LOAD, Event.FIT_START)
+            if is_first and not isinstance(error, NameTakenError):
+                self._write_rejection()
+            raise
 
     def init(self, state: State, logger: Logger) -> None:
         # Put this callback before all others. A callback before it would run at fit_end on the
@@ -226,14 +239,19 @@ class DiLoCoCallback(Callback):
             self._evaluation.open(self._group.weights, self._group.evaluates_as_is)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        if self._group.weights is not None:
-            self._evaluation.close(self._group.weights)
+        self.eval_standalone_end(state, logger)
+        self._metrics = metrics_of(state)
+        if self._fit is not None and self.result and self.diloco is None:
+            # Composer's last evaluation of a fit comes after fit_end.
+            self.result["eval"] = self._metrics
+            self._fit.folder.write_result(self.result)
 
     def eval_standalone_start(self, state: State, logger: Logger) -> None:
         self.eval_before_all(state, logger)
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        self.eval_after_all(state, logger)
+        if self._group.weights is not None:
+            self._evaluation.close(self._group.weights)
 
     def state_dict(self) -> dict[str, Any]:
         # A collective under FSDP. Composer calls it on every rank.
@@ -253,7 +271,7 @@ class DiLoCoCallback(Callback):
             "outer_steps": self.diloco.outer_step,
             "global_digest": self.diloco.global_digest(),
             "final_loss": self._fit.sync_log.final_loss,
-            "eval": {},
+            "eval": self._metrics,
         }
         if self._group.data is not None:
             self._group.data.end()
@@ -262,6 +280,7 @@ class DiLoCoCallback(Callback):
         self._group.drop()
         # This comes last, since it raises on a full disk: by now this group has left in order.
         self._fit.folder.write_result(self.result)
+        self._fit.console.ended(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
         error = sys.exc_info()[1]
@@ -296,6 +315,10 @@ class DiLoCoCallback(Callback):
             )
         check_parallelism(state)
         check_loads(state)
+
+    def _write_rejection(self) -> None:
+        if self.options.replica_id is not None and dist.get_global_rank() == 0:
+            ReplicaFolder(self.options.run_dir, self.options.replica_id).write_rejection()
 
     def _end_failed_fit(self, fit: Fit) -> None:
         """Keep the state of a fit that raised, for the fit that begins now."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from composer import State
 
 from composer_replication.callback.global_weights import GlobalWeights
 
@@ -53,3 +54,19 @@ class Evaluation:
             random.setstate(python)
             np.random.set_state(numpy)
             self._generators = None
+
+
+def metrics_of(state: State) -> dict[str, float]:
+    """Return the metrics of the last evaluation, those that are one number.
+
+    Args:
+        state: Composer's state, right after an evaluation. The metrics then keep what they have
+            computed, so that nothing is communicated between ranks.
+    """
+    values = {}
+    for label, metrics in state.eval_metrics.items():
+        for name, metric in metrics.items():
+            value = metric.compute() if metric.update_called else None
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                values[name if label == "eval" else f"{label}/{name}"] = float(value)
+    return values

@@ -17,6 +17,7 @@ from composer_replication.callback.composer_job import (
     start_refusal_of,
     unwrapped,
 )
+from composer_replication.callback.console import Console
 from composer_replication.callback.fit_watch import when_fit_is_over
 from composer_replication.callback.group_state import GroupState
 from composer_replication.callback.heal_state import HealState
@@ -45,6 +46,7 @@ class Fit:
     Attributes:
         folder: Where this group writes how it is doing.
         sync_log: Logs its syncs.
+        console: Says on the console how the run goes.
         manager: Connects it with the other groups, until it leaves.
     """
 
@@ -59,7 +61,9 @@ class Fit:
         run_dir = options.run_dir if dist.get_global_rank() == 0 else None
         self.folder = ReplicaFolder(run_dir, replica_id_of(options))
         self.sync_log = SyncLog(self.folder, settings.sync_every)
+        self.console = Console(settings, options)
         self.manager: Any = None
+        self._sizes: list[int] = []
         self._membership: Membership | None = None
         self._heal_state: HealState | None = None
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
@@ -77,8 +81,9 @@ class Fit:
         known_step = self._run.outer_step if self._run is not None else 0
         is_new = self._group.is_new
         refusal = start_refusal_of(self._options, state, known_step) if is_new else None
+        synced = synced_tensors(unwrapped(state), self._settings, also_synced)
+        self._sizes = [sum(tensor.numel() for tensor in part.values()) for part in synced]
         if self._run is not None:
-            synced = synced_tensors(unwrapped(state), self._settings, also_synced)
             ranks = dist.get_world_size()
             self._membership = Membership(self._options, self._run, synced, ranks)
         self.manager = manager or build_manager(self._options, state)
@@ -103,7 +108,9 @@ class Fit:
         """Join the other groups: this waits for them."""
         diloco.counts_steps = False
         self.sync_log.report_phase("joining", state, diloco)
+        self.console.connecting()
         diloco.__enter__()
+        self.console.joined(diloco, self.manager, self._sizes, self._group.is_resumed)
         if self._group.data is not None:
             self._group.data.start()
         when_fit_is_over(self._leave_after_error)
@@ -118,7 +125,9 @@ class Fit:
         if reports and self._membership is not None:
             diloco.offer_settings(self._membership.known_settings())
         self.sync_log.log_syncs(reports, state, logger)
+        self.console.synced(reports, self.manager)
         progress = self.sync_log.report_phase(phase, state, diloco)
+        self.console.show_round(progress["round"], logger)
         if self._membership is not None:
             self._membership.report_progress(progress)
         if reports and data is not None:

@@ -56,7 +56,7 @@ class SyncLog:
             self._synced_at = time.monotonic()
             names = ("contribution", "num_participants", "sync_seconds", "settings_version")
             self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)}
-            logger.log_metrics(metrics)
+            logger.log_metrics(metrics | {"diloco/round": report.inner_steps / self._sync_every})
             digest = report.global_digest
             self._folder.append_sync(
                 metrics

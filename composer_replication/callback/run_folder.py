@@ -31,6 +31,9 @@ RESUMES = "resumes.jsonl"
 STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
 
+REJECTED = "rejected"
+"""The phase of a group that ended because it, or the coordinator, has rejected its settings."""
+
 STATUS_EVERY_S = 0.5
 WARN_EVERY_S = 60.0
 """How often a warning says that a file cannot be written, in seconds."""
@@ -65,7 +68,7 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
         raise ValueError(
             f"run_dir={str(run_dir)!r} holds a run already: continue it (autoresume=true with a "
             "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
-            "remove that one"
+            "remove that one. A command of your own is continued with --resume"
         )
     # Results of a start that failed, or of the earlier part of a run that is continued, are not
     # those of this start. Metrics and logs are kept.
@@ -182,6 +185,11 @@ class ReplicaFolder:
             replace_json(self._folder / STATUS, {"phase": phase, **progress})
         except OSError as error:
             self._warn(error)
+
+    def write_rejection(self) -> None:
+        """Say that the group ends because of its settings, and would do so again."""
+        status = {} if self._folder is None else read_json(self._folder / STATUS)
+        self.write_status(REJECTED, **{k: v for k, v in status.items() if k != "phase"})
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Replace ``result.json``.

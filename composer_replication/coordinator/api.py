@@ -31,6 +31,7 @@ from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.reach_api import reach_router
 from composer_replication.coordinator.registry import (
     DuplicateError,
     OutdatedError,
@@ -210,6 +211,7 @@ def create_app(
         resources.files("composer_replication.coordinator").joinpath("page.html").read_text("utf-8")
     )
     v1.include_router(data_router(streams, audit))
+    v1.include_router(reach_router(tokens, audit))
     app.include_router(v1)
     return app
 

@@ -112,6 +112,19 @@ class RunInfo:
         if differing:
             raise RejectedByCoordinatorError(f"another model: {'; '.join(differing)}")
 
+    def check_heartbeats(self, interval_s: float) -> None:
+        """Check that a group does not look dead between two heartbeats.
+
+        Raises:
+            ValueError: The interval is too long.
+        """
+        if 2 * interval_s > self.heartbeat_timeout_s:
+            raise ValueError(
+                f"heartbeat_interval_s={interval_s:g} is above half of the "
+                f"coordinator's heartbeat timeout of {self.heartbeat_timeout_s:g} s: this group "
+                f"would look dead. Use at most {self.heartbeat_timeout_s / 2:g}"
+            )
+
     def check_versions(self) -> None:
         """Compare what is installed here with what the coordinator runs on.
 
@@ -250,6 +263,26 @@ class CoordinatorClient(CoordinatorHttp):
     def rewind(self, outer_step: int, ledger: Sequence[Sequence[int]]) -> None:
         """Say that the run continues from a checkpoint's model."""
         self.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
+
+    # ---- what ``doctor`` asks -----------------------------------------------------------------
+
+    def clock(self) -> tuple[float, str | None]:
+        """The coordinator's time, and the address from which it sees this machine's requests."""
+        answer = self.once("GET", "/v1/reach", fields={"time": float})
+        return answer["time"], answer.get("address")
+
+    def why_unreached(self, host: str, port: int, proof: str) -> str:
+        """Let the coordinator connect to this machine. Returns why it cannot; empty if it can."""
+        body = {"host": host, "port": port, "proof": proof}
+        return self.once("POST", "/v1/reach", body, {"problem": str})["problem"]
+
+    def send_bytes(self, content: bytes) -> None:
+        """Send bytes, which the coordinator forgets, to measure the line."""
+        self.transfer("POST", "/v1/reach/bytes", content)
+
+    def receive_bytes(self, size: int) -> None:
+        """Receive so many bytes from the coordinator, to measure the line."""
+        self.transfer("GET", f"/v1/reach/bytes?size={size}")
 
     def _settings_of(self, values: Mapping[str, Any]) -> DiLoCoSettings:
         known = {field.name for field in dataclasses.fields(DiLoCoSettings)}

@@ -135,14 +135,26 @@ class CoordinatorHttp:
             CoordinatorAwayError: There is no such answer.
             RejectedByCoordinatorError: The coordinator refuses; ``NameTakenError`` for status 409.
         """
+        return self._checked(self._send(method, path, json=body), fields)
+
+    def transfer(self, method: str, path: str, content: bytes | None = None) -> bytes:
+        """Send a request once whose body or answer is bytes. Errors: ``once``."""
+        response = self._send(method, path, content=content)
+        if not response.is_success:
+            self._checked(response, _NONE)
+        return response.content
+
+    def _send(self, method: str, path: str, **body: Any) -> httpx.Response:
         try:
-            response = self._client.request(method, path, json=body, timeout=self._timeout_s)
+            return self._client.request(method, path, timeout=self._timeout_s, **body)
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread closed it
             raise CoordinatorAwayError(
                 f"no coordinator answers at {self.address} ({error}). Start one with "
                 "`composer-replication coordinator CONFIG`, or correct "
                 "COMPOSER_REPLICATION_COORDINATOR"
             ) from error
+
+    def _checked(self, response: httpx.Response, fields: Fields) -> dict[str, Any]:
         try:
             answer = response.json()
         except (ValueError, RecursionError):

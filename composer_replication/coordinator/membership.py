@@ -47,12 +47,7 @@ def ask_for_run(options: ReplicaOptions) -> RunInfo:
         info = ask_on_rank_0(client.info)
     finally:
         client.close()
-    if 2 * options.heartbeat_interval_s > info.heartbeat_timeout_s:
-        raise ValueError(
-            f"heartbeat_interval_s={options.heartbeat_interval_s:g} is above half of the "
-            f"coordinator's heartbeat timeout of {info.heartbeat_timeout_s:g} s: this group would "
-            f"look dead. Use at most {info.heartbeat_timeout_s / 2:g}"
-        )
+    info.check_heartbeats(options.heartbeat_interval_s)
     return info
 
 

@@ -50,14 +50,8 @@ def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSet
     settings, auto = resolve(settings, arguments.num_replicas)
     if auto:
         log.info("%s", auto)
-    if settings.discards_overlapped_steps:
-        delay = settings.fragment_sync_delay
-        warnings.warn(
-            f"fragment_sync_delay={delay} with fragment_update_alpha=0 throws away the {delay} "
-            "inner steps taken during every sync: use fragment_update_alpha=0.5, as arXiv "
-            "2501.18512 does",
-            stacklevel=4,
-        )
+    if settings.overlap_warning:
+        warnings.warn(settings.overlap_warning, stacklevel=4)
     return settings
 
 

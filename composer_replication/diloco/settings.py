@@ -177,6 +177,18 @@ class DiLoCoSettings:
         return self.fragment_sync_delay > 0 and self.fragment_update_alpha == 0.0
 
     @property
+    def overlap_warning(self) -> str:
+        """What is wrong with how syncs are overlapped; empty if nothing is."""
+        if not self.discards_overlapped_steps:
+            return ""
+        delay = self.fragment_sync_delay
+        return (
+            f"fragment_sync_delay={delay} with fragment_update_alpha=0 throws away the {delay} "
+            "inner steps taken during every sync: use fragment_update_alpha=0.5, as arXiv "
+            "2501.18512 does"
+        )
+
+    @property
     def keeps_residual(self) -> bool:
         """Whether rounding errors are kept for the next sync (error feedback)."""
         return self.error_feedback and self.wire_format != WIRE_FORMATS[0]

@@ -1,7 +1,7 @@
 """Runs replica groups on this machine: starts, watches and restarts them, and writes a report.
 
-Read ``launcher.py`` first. This package may import ``training``, the coordinator's server and the
-packages below them.
+Read ``launcher.py`` first. This package may import ``training``, the coordinator's server, the
+packages below them, and the plan. ``doctor`` looks for what is wrong before a run.
 """
 
 from typing import TYPE_CHECKING

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -18,34 +18,30 @@ from composer_replication.launch.chaos_injector import (
     RandomFaultInjector,
     plan_faults,
 )
-from composer_replication.launch.group_process import train_command
+from composer_replication.launch.fault_injection import unreliable
+from composer_replication.launch.job import Job, endless
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run
 from composer_replication.training.config import ConfigError, diloco_section
 
-ENDLESS = "1000000000ba"
 MAX_RESTARTS = 1000
 
 
 def run_chaos(
-    config: dict[str, Any],
-    config_path: str | Path,
+    job: Job,
     *,
     replicas: int,
-    nproc: int,
     faults_per_minute: float,
     duration_s: float,
     seed: int,
     kinds: Sequence[str] | None = None,
 ) -> int:
-    """Launch a config under faults for some time, write ``chaos.json`` and print a table.
+    """Launch a job under faults for some time, write ``chaos.json`` and print a table.
 
     Args:
-        config: From ``load_config``. It trains for ``duration_s`` instead of ``max_duration``, at a
-            constant learning rate, and digests are compared at every outer step.
-        config_path: The file that the config was read from.
+        job: What the groups run. A config trains for ``duration_s`` instead of ``max_duration``, at
+            a constant learning rate. Digests are compared at every outer step.
         replicas: Number of replica groups, 2 or more.
-        nproc: Processes in each group.
         faults_per_minute: Mean number of faults in a minute.
         duration_s: Length of the training, in seconds.
         seed: Seed of the kinds, victims and times of the faults.
@@ -63,12 +59,10 @@ def run_chaos(
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         raise ConfigError(f"--kinds {','.join(kinds)}: use some of {','.join(KINDS)}")
-    diloco = diloco_section(config) | {"digest_every": 1}
-    callbacks = config["callbacks"] | {"diloco": diloco}
-    config = config | {"callbacks": callbacks, "max_duration": ENDLESS}
-    config.pop("eval_interval", None)
-    config.pop("scheduler", None)  # a run without an end has no schedule
-    run_dir = make_run_folder(config, config_path)
+    diloco = diloco_section(job.config) | {"digest_every": 1}
+    config = endless(job.config)
+    config = config | {"callbacks": config["callbacks"] | {"diloco": diloco}}
+    run_dir = make_run_folder(config, job.name)
     config["run_dir"] = str(run_dir)
     repeat = {"seed": seed, "kinds": list(kinds), "faults_per_minute": faults_per_minute}
     history = History(run_dir, replicas, repeat | {"duration_s": duration_s})
@@ -76,14 +70,11 @@ def run_chaos(
         history, plan_faults(seed, kinds, replicas), faults_per_minute, duration_s
     )
     status = launch_groups(
-        config,
-        config_path,
+        replace(job, config=config, environ={**job.environ, **unreliable(os.environ)}),
         replicas=replicas,
-        nproc=nproc,
         max_restarts=MAX_RESTARTS,
         hang_timeout_s=HANG_TIMEOUT_S,
         fault_injector=fault_injector,
-        command=partial(train_command, run_dir, nproc, module=f"{__package__}.fault_injection"),
         make_coordinator=fault_injector.make_coordinator,
     )
     fault_injector.finish()
@@ -94,7 +85,14 @@ def run_chaos(
         table.add_row(name.replace("_", " "), _in_words(value))
     for violation in history.violations:
         table.add_row("violation", f"after {violation['at']:g} s: {violation['what']}")
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    if not status and history.now() < duration_s:
+        console.print(
+            f"The groups had finished after {history.now():.0f} of {duration_s:.0f} s, so later "
+            "faults did not come: let the command train for longer",
+            style="red",
+        )
     return status or int(not verdict["is_clean"])
 
 

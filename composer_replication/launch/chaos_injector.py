@@ -136,7 +136,7 @@ class RandomFaultInjector:
         self._supervisor = supervisor
         history.check(supervisor)
         if history.began is None:
-            if len(self._healthy(supervisor)) == supervisor.replicas:
+            if len(self._healthy(supervisor)) == len(supervisor.records):
                 history.begin()
                 self._plan_next()
             return

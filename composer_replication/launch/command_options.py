@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 
@@ -21,7 +22,14 @@ Overrides = Annotated[
     ),
 ]
 Replicas = Annotated[int, typer.Option(help="Number of replica groups.", min=1)]
-Nproc = Annotated[int, typer.Option(help="Number of processes in each group.", min=1)]
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of processes in each group. Default: 1, or as many as a command starts.",
+        min=1,
+        show_default=False,
+    ),
+]
 MaxRestarts = Annotated[
     int,
     typer.Option(help="Most restarts in a row of a group that dies.", min=0),
@@ -38,6 +46,74 @@ HangTimeout = Annotated[
 ]
 
 
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="key=value",
+        help="A setting in place of the file's, such as sync_every=50; can be repeated.",
+        show_default=False,
+    ),
+]
+RunDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="The run's folder, of a command. Default: that of the settings, else a new one.",
+        show_default=False,
+    ),
+]
+
+
+class TakesCommand(TyperCommand):
+    """A command of ours that takes a command line of the user's after ``--``.
+
+    Click itself drops ``--`` and would take what follows for arguments of ours.
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            first = args.index("--")
+            args, ctx.meta[_COMMAND] = args[:first], args[first + 1 :]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND ...]"]
+
+
+_COMMAND = f"{__name__}.command"
+
+
+def command_after_dashes(context: typer.Context) -> list[str] | None:
+    """Return the user's command line; None if there is none."""
+    return context.meta.get(_COMMAND)
+
+
+@dataclass(kw_only=True)
+class JobOptions:
+    """What ``launch`` and ``chaos`` run: a config, or the command after ``--``."""
+
+    context: typer.Context
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file.", show_default=False)
+    ] = None
+    overrides: Overrides = None
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file with the run's settings, for a command: callbacks.diloco is read.",
+            show_default=False,
+        ),
+    ] = None
+    set: Set = None
+    run_dir: RunDir = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the run in --run-dir; the command loads its state."
+        ),
+    ] = False
+    nproc: Nproc = None
+
+
 class Weights(StrEnum):
     """Which weights ``export`` writes: the global ones, or EMA's average of them."""
 
@@ -49,8 +125,16 @@ class Weights(StrEnum):
 class CoordinatorOptions:
     """The options of the ``coordinator`` command: where it listens, and for which groups."""
 
-    config: Config
-    overrides: Overrides = None
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            help="A YAML file: a config of ours or of llm-foundry, of which callbacks.diloco is "
+            "read, or one with settings alone. Default: the settings' defaults.",
+            show_default=False,
+        ),
+    ] = None
+    set: Set = None
     bind: Annotated[
         str,
         typer.Option(

@@ -1,4 +1,4 @@
-"""The command ``coordinator``: runs a coordinator for a config."""
+"""The command ``coordinator``: runs a coordinator for the groups of any job."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import CoordinatorOptions
 from composer_replication.launch.run_token import TOKEN_FILE, make_token_file, read_token_file
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
-from composer_replication.training.config import ConfigError, diloco_section, load_config
+from composer_replication.training.config import ConfigError, diloco_section
+from composer_replication.training.settings_file import in_words, load_settings
 
 
 def coordinate(options: CoordinatorOptions) -> None:
     """Serve a coordinator until SIGTERM or Ctrl-C.
 
     Raises:
-        ConfigError: The config or an option cannot be used.
+        ConfigError: The settings or an option cannot be used.
         ValueError: Another process serves the state folder, or the folder belongs to another run.
         OSError: The address ``bind`` cannot be listened at.
         StorageError: The state cannot be read or written.
     """
-    config = load_config(options.config, options.overrides or [])
+    config, source = load_settings(options.file, options.set or [])
     bind, state_dir = options.bind, options.state_dir
     tokens = choose_tokens(options.token_file, options.no_token, bind, state_dir)
     tls = TlsFiles.of(
@@ -40,9 +41,10 @@ def coordinate(options: CoordinatorOptions) -> None:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
+    settings = settings_of(config)
     coordinator = Coordinator(
-        settings_of(config),
-        str(options.config),
+        settings,
+        source,
         num_replicas=count,
         min_replicas=group.min_replica_size,
         state_dir=state_dir,
@@ -58,6 +60,7 @@ def coordinate(options: CoordinatorOptions) -> None:
         f"COMPOSER_REPLICATION_COORDINATOR={coordinator.address}  (for {count} replica groups)",
         f"page: {coordinator.address}/",
         f"lighthouse: {coordinator.lighthouse_addr}    state: {state_dir.absolute()}",
+        f"settings: {in_words(settings)}  (from {source})",
     ):
         console.print(line, markup=False, soft_wrap=True)
     if not tokens:

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_replication.callback.run_folder import METRICS, OUTER_STEP, STATUS
-from composer_replication.launch.run_record import format_duration, implied_sync_every
+from composer_replication.callback.words import format_duration
+from composer_replication.launch.run_record import implied_sync_every
 from composer_replication.replica.json_files import JsonLineReader, read_json
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import traceback
 
 from rich.console import Console
@@ -14,6 +17,9 @@ FAILED = 1
 BAD_INPUT = 2
 """The command was started wrongly: it would fail in the same way again."""
 INTERRUPTED = 130
+
+RANK_0_WAIT_S = 10.0
+"""How long a rank with bad input waits until rank 0 has found it too, in seconds."""
 
 
 def report_error(error: Exception) -> int:
@@ -53,3 +59,15 @@ def raised_by_us(error: BaseException) -> bool:
     """Whether this package raised the error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals["__name__"].partition(".")[0] == "composer_replication"
+
+
+def let_rank_0_end_first(wait_s: float = RANK_0_WAIT_S) -> None:
+    """Wait after bad input, on every rank but the first of its node, to be ended by the launcher.
+
+    Composer's launcher ends all ranks as soon as one has failed, and returns the status of the
+    lowest rank. All ranks find the same bad input. If another rank than 0 ends first, rank 0 is
+    ended by a signal, which looks like a crash: the group would be started again.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Composer's handler would only raise here
+        time.sleep(wait_s)

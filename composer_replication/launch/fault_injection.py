@@ -1,15 +1,14 @@
 """A replica group that hangs or becomes unreachable on request. Only ``chaos`` uses it.
 
-``python -m composer_replication.launch.fault_injection train CONFIG`` is ``composer-replication
-train`` with a thread that reads requests from a file in the group's folder. No signal from outside
-could cause these faults. Everything else in the group works as usual.
+With the variables of ``unreliable`` in its environment, any Python process that builds a manager
+has a thread that reads requests from a file in the group's folder. No signal from outside could
+cause these faults. Everything else in the group works as usual.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import threading
 import time
@@ -26,6 +25,8 @@ BEGAN_FILE = "fault_began.json"
 """In the group's folder: when the newest fault began."""
 IN_GROUP_KINDS = ("hang", "unreachable", "one_way")
 """Kinds of faults that a group inflicts on itself."""
+AT_START = Path(__file__).parent / "at_start"
+"""A folder for ``PYTHONPATH``."""
 NOWHERE = "127.0.0.1:9"
 """An address at which nothing listens."""
 
@@ -172,16 +173,23 @@ def _group(member: str) -> str:
     return member.partition(":")[0]
 
 
-def main() -> None:
-    """Run ``composer-replication`` with faults on request."""
+def listen() -> None:
+    """Make this process fail on request. Call it in the main thread, before a manager is built."""
     from composer_replication.replica.options import ReplicaEnv
 
     env = ReplicaEnv.from_env()
     faults = GroupFaults(Path(env.run_dir or ".") / f"replica_{env.replica_id}")
     install(faults)
     faults.watch()
-    runpy.run_module("composer_replication", run_name="__main__")
 
 
-if __name__ == "__main__":
-    main()
+def unreliable(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which a group fails on request, whatever command it runs.
+
+    Python imports a module ``sitecustomize`` at its start, here the one of ``AT_START``.
+
+    Args:
+        environ: The environment, with a ``PYTHONPATH`` that stays in force.
+    """
+    others = environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(AT_START), *([others] if others else [])])}

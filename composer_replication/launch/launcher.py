@@ -21,30 +21,26 @@ from composer_replication.callback.run_folder import (
     log_path,
     make_run_folder,
 )
+from composer_replication.callback.words import format_duration, plural
 from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
 from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.coordinator_command import settings_of, tls_dir_of
 from composer_replication.launch.display import Display
-from composer_replication.launch.errors import FAILED, INTERRUPTED
-from composer_replication.launch.group_process import (
-    HANG_TIMEOUT,
-    Command,
-    environment,
-    train_command,
-)
+from composer_replication.launch.errors import BAD_INPUT, FAILED, INTERRUPTED
+from composer_replication.launch.group_process import environment, place
+from composer_replication.launch.job import Job, check_launch
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
 from composer_replication.launch.report import write_report
 from composer_replication.launch.run_record import (
     describe,
-    format_duration,
     last_lines,
-    plural,
     read_run,
     write_summary,
 )
 from composer_replication.launch.run_token import TOKEN_FILE, write_token_file
+from composer_replication.launch.start_watch import StartWatch
 from composer_replication.launch.supervision import (
     HANG_TIMEOUT_S,
     MAX_RESTARTS,
@@ -53,7 +49,7 @@ from composer_replication.launch.supervision import (
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
-from composer_replication.training.config import ConfigError, diloco_section, save_config
+from composer_replication.training.config import diloco_section, save_config
 
 _LOCAL = "127.0.0.1"
 """The address at which the coordinator listens: all groups are on this machine."""
@@ -66,62 +62,56 @@ It is short, since no network on one machine loses packets.
 
 
 def launch_groups(
-    config: dict[str, Any],
-    config_path: str | Path,
+    job: Job,
     *,
     replicas: int,
-    nproc: int = 1,
     max_restarts: int = MAX_RESTARTS,
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
     hang_timeout_s: float = HANG_TIMEOUT_S,
     fault_injector: FaultInjector | None = None,
-    command: Command | None = None,
     make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:
-    """Train a config in several replica groups on this machine, and print the result.
+    """Train in several replica groups on this machine, and print the result.
 
     Args:
-        config: From ``load_config``.
-        config_path: The file that the config was read from. It names the run's folder unless
-            ``run_dir`` does.
+        job: What the groups run.
         replicas: Number of replica groups.
-        nproc: Processes in each group, one for each GPU.
         max_restarts: How often in a row a group that dies is started again.
         straggler_timeout_s: Seconds that a sync waits for a group that is alive and has not joined
             it. The sync then goes on without the group, which later loads the others' state and
             loses its own inner steps.
         hang_timeout_s: Seconds without any progress after which a group ends itself, to be started
-            again. The config's ``hang_timeout_s`` has precedence.
+            again. The callback's ``hang_timeout_s`` has precedence.
         fault_injector: Injects faults. None: nobody does.
-        command: Returns the command line of a group, by its id. None: ``composer-replication
-            train``.
         make_coordinator: ``Coordinator``, or a replacement for it.
 
     Returns:
-        An exit status: 0, 1 if the run failed, 130 if it was interrupted.
+        An exit status: 0, 1 if the run failed, 2 if a group has rejected its input, 130 if the run
+        was interrupted.
 
     Raises:
-        ConfigError: The config cannot be launched. Nothing has been started or written.
+        ConfigError: The job cannot be launched. Nothing has been started or written.
         ValueError: The run's folder cannot be used. Nothing has been started.
     """
-    check_launch(config, replicas, nproc)
-    tls = TlsFiles.of_folder(tls_dir_of(config))
-    run_dir = make_run_folder(config, config_path)
-    config, auto = with_numbers(config | {"run_dir": str(run_dir)}, run_dir, replicas)
+    check_launch(job, replicas)
+    tls = TlsFiles.of_folder(tls_dir_of(job.config))
+    run_dir = make_run_folder(job.config, job.name)
+    config, auto = with_numbers(job.config | {"run_dir": str(run_dir)}, run_dir, replicas)
     save_config(config, run_dir / CONFIG)
-    command = command or partial(train_command, run_dir, nproc)
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     if auto:
         console.print(auto, markup=False, soft_wrap=True)
+    say = partial(console.print, style="red", markup=False, soft_wrap=True)
     began = time.monotonic()
     tokens_of_env = ReplicaEnv.from_env().tokens
     tokens = tokens_of_env or (secrets.token_hex(16),)
+    group = pick(ReplicaOptions, diloco_section(config))
     coordinator = make_coordinator(
         settings_of(config),
-        f"{config_path}; {auto}" if auto else str(config_path),
+        f"{job.source}; {auto}" if auto else job.source,
         num_replicas=replicas,
-        min_replicas=pick(ReplicaOptions, diloco_section(config)).min_replica_size,
+        min_replicas=group.min_replica_size,
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
         tls=tls,
@@ -144,16 +134,27 @@ def launch_groups(
                     # Without this a restarted group would be rejected as a duplicate until its
                     # predecessor's heartbeats have timed out.
                     coordinator.group_has_ended(replica_id)
-                    environ = environment(replica_id, replicas, nproc, coordinator, run_dir)
-                    environ |= {TOKEN: ",".join(tokens), HANG_TIMEOUT: f"{hang_timeout_s:g}"}
-                    groups.start(replica_id, command(replica_id), environ)
+                    environ = environment(replica_id, replicas, job.nproc, coordinator)
+                    environ |= place(replica_id, run_dir, hang_timeout_s)
+                    environ |= {TOKEN: ",".join(tokens), **job.environ}
+                    groups.start(replica_id, job.command(run_dir, replica_id), environ)
 
-                supervisor = Supervisor(groups, run_dir, start, replicas, max_restarts, interrupts)
-                for replica_id in range(replicas):
+                ids = range(replicas)
+                supervisor = Supervisor(
+                    groups,
+                    run_dir,
+                    start,
+                    ids,
+                    max_restarts,
+                    interrupts,
+                    start_retries=min(job.start_retries, max_restarts),
+                )
+                for replica_id in ids:
                     start(replica_id)
                 seconds_left = None if fault_injector is None else fault_injector.seconds_left
                 display = Display(console, run_dir, replicas, seconds_left)
-                failed = _watch(supervisor, display, fault_injector)
+                starts = StartWatch(run_dir, ids, group.start_timeout_s, job.advice, say)
+                failed = _watch(supervisor, display, starts, fault_injector)
                 for replica_id, status in failed.items():
                     _explain_failure(run_dir, replica_id, status)
                 if interrupts.count:
@@ -161,7 +162,8 @@ def launch_groups(
         finally:
             coordinator.shutdown()
     if failed or interrupts.count:
-        return FAILED if failed else INTERRUPTED
+        is_bad_input = BAD_INPUT in failed.values()
+        return BAD_INPUT if is_bad_input else FAILED if failed else INTERRUPTED
     given_up = [id for id, record in supervisor.records.items() if record.is_given_up]
     if given_up:
         _print_error(
@@ -170,44 +172,11 @@ def launch_groups(
         )
     left_out = {id: r.deaths[-1] for id, r in supervisor.records.items() if r.is_left_out}
     finished = [id for id in range(replicas) if id not in given_up and id not in left_out]
-    status = finish(run_dir, finished, time.monotonic() - began, supervisor.restarts)
+    seconds = time.monotonic() - began
+    status = finish(run_dir, finished, seconds, supervisor.restarts, job.advice)
     for replica_id, exit_status in left_out.items():
         _explain_failure(run_dir, replica_id, exit_status, "the others went on without it")
     return FAILED if left_out else status
-
-
-def check_launch(config: dict[str, Any], replicas: int, nproc: int) -> None:
-    """Reject a config that cannot run as several groups on one machine.
-
-    Args:
-        config: From ``load_config``.
-        replicas: Number of replica groups.
-        nproc: Processes in each group.
-
-    Raises:
-        ConfigError: A setting contradicts the launch. The message names it and the fix.
-    """
-    if replicas < 1 or nproc < 1:
-        raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
-    section = diloco_section(config)
-    for key, fix in (
-        ("replica_id", "launch numbers the groups"),
-        ("coordinator_addr", "launch starts its own coordinator"),
-        ("lighthouse_addr", "launch starts its own lighthouse; `train` joins another"),
-        ("run_dir", "set run_dir at the top of the config"),
-    ):
-        if section.get(key) is not None:
-            raise ConfigError(f"callbacks.diloco.{key}={section[key]!r}: leave it out, {fix}")
-    if section.get("num_replicas") not in (None, replicas):
-        raise ConfigError(
-            f"callbacks.diloco.num_replicas={section['num_replicas']} but --replicas {replicas}: "
-            "leave num_replicas out"
-        )
-    if section.get("min_replica_size", 1) > replicas:
-        raise ConfigError(
-            f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
-            f"{replicas}, so no sync could commit: use at most {replicas}"
-        )
 
 
 def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
@@ -221,7 +190,10 @@ def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
 
 
 def _watch(
-    supervisor: Supervisor, display: Display, fault_injector: FaultInjector | None = None
+    supervisor: Supervisor,
+    display: Display,
+    starts: StartWatch,
+    fault_injector: FaultInjector | None = None,
 ) -> dict[int, int]:
     """Show the groups, and inject faults, until all groups have ended.
 
@@ -231,6 +203,7 @@ def _watch(
 
     def show(statuses: dict[int, int | None], is_last: bool) -> None:
         display.refresh(statuses, is_last=is_last)
+        starts.look()
         if fault_injector is not None and not is_last:
             fault_injector(supervisor)
 
@@ -239,7 +212,11 @@ def _watch(
 
 
 def finish(
-    run_dir: Path, finished: Sequence[int], seconds: float, restarts: Mapping[str, int]
+    run_dir: Path,
+    finished: Sequence[int],
+    seconds: float,
+    restarts: Mapping[str, int],
+    advice: str = "",
 ) -> int:
     """Write the summary and the picture, and print the result.
 
@@ -248,6 +225,7 @@ def finish(
         finished: Ids of the groups that trained to the end.
         seconds: Duration of the run.
         restarts: How often each group was started again, by its id.
+        advice: What is probably wrong with a group that has no result. Empty: nobody knows.
 
     Returns:
         An exit status: 1 if a result is missing or the groups ended with different parameters, else
@@ -258,6 +236,8 @@ def finish(
     if missing:
         _print_error(f"{log_path(run_dir, missing[0]).parent}/{RESULT} is missing")
         _explain_failure(run_dir, missing[0], 0)
+        if advice:
+            _print_error(advice)
         return FAILED
     write_summary(run, restarts)
     try:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +18,9 @@ import psutil
 from composer_replication.callback.run_folder import log_path
 
 log = logging.getLogger(__name__)
+
+ReplicaId = int | str
+"""The number of a group that ``launch`` runs, or the name that an engine has given to one."""
 
 GRACE_S = 5.0
 """Seconds that processes have to end after SIGTERM before they are killed."""
@@ -68,24 +72,17 @@ class ReplicaGroups:
 
     Args:
         run_dir: The run's folder. A group's output is appended to ``replica_<id>/log.txt`` in it.
+            None: it goes where this process's own goes.
         interrupts: A further interrupt while processes are being stopped kills them at once.
     """
 
-    def __init__(self, run_dir: Path, interrupts: Interrupts) -> None:
+    def __init__(self, run_dir: Path | None, interrupts: Interrupts) -> None:
         self._run_dir = run_dir
         self._interrupts = interrupts
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._leaders: dict[int, int] = {}
+        self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
+        self._leaders: dict[ReplicaId, int] = {}
         """Pid, and so session id, of each group of which a process may be alive."""
-        # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
-        # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
-        self._watchdog = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHDOG],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._watchdog = _start_watchdog()
 
     def __enter__(self) -> ReplicaGroups:
         return self
@@ -95,7 +92,7 @@ class ReplicaGroups:
         self._watchdog.kill()
         self._watchdog.communicate()
 
-    def start(self, replica_id: int, command: list[str], environ: dict[str, str]) -> None:
+    def start(self, replica_id: ReplicaId, command: list[str], environ: dict[str, str]) -> None:
         """Start a replica group.
 
         Args:
@@ -106,41 +103,48 @@ class ReplicaGroups:
         Raises:
             OSError: The command cannot be started.
         """
-        path = log_path(self._run_dir, replica_id)
-        with _open_log(path) as output:  # a restarted group appends to the same log
+        with self._open_output(replica_id) as output:
             process = subprocess.Popen(
                 command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if output is None else subprocess.STDOUT,
                 start_new_session=True,
             )
         self._processes[replica_id] = process
         self._leaders[replica_id] = process.pid
         self._update_watchdog()
 
-    def exit_statuses(self) -> dict[int, int | None]:
+    def _open_output(self, replica_id: ReplicaId) -> AbstractContextManager[BinaryIO | None]:
+        if self._run_dir is None:
+            return contextlib.nullcontext()  # the child inherits ours
+        return _open_log(log_path(self._run_dir, replica_id))
+
+    def exit_statuses(self) -> dict[ReplicaId, int | None]:
         """The exit status of each group; None while it runs, negative if a signal ended it."""
         return {replica_id: process.poll() for replica_id, process in self._processes.items()}
 
-    def end(self, replica_id: int) -> None:
+    def end(self, replica_id: ReplicaId) -> None:
         """Kill what is left of a group that has ended: ranks and loader workers."""
         pid = self._leaders.pop(replica_id, None)
         if pid is not None:
             _send(self._processes_of({pid}), psutil.Process.kill)
             self._update_watchdog()
 
-    def members(self, replica_id: int) -> set[psutil.Process]:
+    def members(self, replica_id: ReplicaId) -> set[psutil.Process]:
         """All processes of a group; empty if it has ended."""
         pid = self._leaders.get(replica_id)
         return set() if pid is None else self._processes_of({pid})
 
-    def signal(self, replica_id: int, number: int) -> None:
+    def signal(self, replica_id: ReplicaId, number: int) -> None:
         """Send a signal to all processes of a group."""
         _send(self.members(replica_id), lambda process: process.send_signal(number))
 
     def _update_watchdog(self) -> None:
+        if self._watchdog.poll() is not None:  # somebody has killed it, and the groups go on
+            self._watchdog.communicate()
+            self._watchdog = _start_watchdog()
         assert self._watchdog.stdin is not None, "opened as a pipe"
         line = " ".join(f"-{pid}" for pid in self._leaders.values())
         self._watchdog.stdin.write(f"{line}\n".encode())
@@ -177,10 +181,22 @@ class ReplicaGroups:
         return any(_is_alive(process) for process in members)
 
 
+def _start_watchdog() -> subprocess.Popen[bytes]:
+    # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
+    # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _WATCHDOG],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
 def _open_log(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(exist_ok=True)
-        return path.open("ab")
+        return path.open("ab")  # a restarted group appends to the same log
     except OSError as error:  # a full disk must not end the groups that train
         log.warning("Cannot open %s, the group's output is lost: %s", path, error)
         return open(os.devnull, "ab")

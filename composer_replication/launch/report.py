@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from composer_replication.callback.run_folder import METRICS, OUTER_STEP
-from composer_replication.launch.run_record import Run, plural, read_run
+from composer_replication.callback.words import plural
+from composer_replication.launch.run_record import Run, read_run
 
 PICTURE = "loss.png"
 
@@ -122,7 +123,7 @@ def _draw_losses(axes: Any, run: Run, points: Points) -> None:
     # A byte-level model's loss is in nats per byte; its evaluation is in bits.
     evaluation = run.evaluation
     scale = 1 / math.log(2) if "bits_per_byte" in evaluation else 1.0
-    axes.set_ylabel("training loss (bits per byte)" if scale > 1 else "training loss (nats)")
+    axes.set_ylabel("training loss (bits per byte)" if scale > 1 else "training loss")
     _draw_groups(axes, run, points, "loss", scale)
     for key, style, name in (
         ("unigram_bits_per_byte", (0, (1, 2)), "byte frequencies alone"),

@@ -20,6 +20,7 @@ from composer_replication.callback.run_folder import (
     STATUS,
     SUMMARY,
 )
+from composer_replication.callback.words import format_bytes, plural
 from composer_replication.launch.outer_readings import describe_outer_loop
 from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
 from composer_replication.training.config import read_value
@@ -163,15 +164,6 @@ def last_lines(path: Path, limit: int = 12) -> list[str]:
     return list(lines)[-limit:]
 
 
-def format_duration(seconds: float) -> str:
-    """Format seconds for people, such as ``3 min 20 s``."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
 def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
     """Write ``summary.json``.
 
@@ -259,27 +251,8 @@ def _describe_traffic(run: Run) -> list[tuple[str, str]]:
     # Data parallel averages every parameter in every inner step: each fragment once.
     data_parallel = inner_steps * sum(per_fragment.values())
     text = (
-        f"{_format_bytes(sent)} in {plural(len(lines), 'sync')}; "
-        f"data parallel: {_format_bytes(data_parallel)} in {inner_steps} inner steps "
+        f"{format_bytes(sent)} in {plural(len(lines), 'sync')}; "
+        f"data parallel: {format_bytes(data_parallel)} in {inner_steps} inner steps "
         f"({data_parallel / sent:.0f} times as much)"
     )
     return [("sent by each group", text)]
-
-
-def plural(number: int, thing: str, things: str = "") -> str:
-    """Format a number with its noun.
-
-    Args:
-        number: The number.
-        thing: The noun in the singular.
-        things: Its plural. Empty: the singular with an "s".
-    """
-    return f"{number} {thing if number == 1 else things or thing + 's'}"
-
-
-def _format_bytes(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.3g} TB"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from composer_replication.callback.run_folder import METRICS, STATUS, log_path
+from composer_replication.callback.run_folder import METRICS, REJECTED, STATUS, log_path
 from composer_replication.launch.errors import BAD_INPUT
-from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups
+from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.replica.json_files import read_json, replace_json
 
 HANG_TIMEOUT_S = 600.0
@@ -40,6 +40,7 @@ class GroupRecord:
         status: The exit status with which it ended for good; None before.
         is_given_up: Whether it died when no group was left that it could join.
         is_left_out: Whether it failed too often, and the others went on without it.
+        failed_starts: How often it had an error of its own before it joined.
         deaths: The exit statuses of all its early ends.
     """
 
@@ -50,6 +51,7 @@ class GroupRecord:
     status: int | None = None
     is_given_up: bool = False
     is_left_out: bool = False
+    failed_starts: int = 0
     deaths: list[int] = field(default_factory=list)
 
 
@@ -58,33 +60,38 @@ class Supervisor:
     """Watches the groups until all have ended, one has failed for good, or the run is interrupted.
 
     A group that dies is started again after 1, 2, 4, ... s. It fails for good in three cases: its
-    exit status says bad input; it had an error of its own before it ever joined the others (an
-    import, a setting), with which its next start would fail too; or it died after ``max_restarts``
-    restarts in a row without a sync of its own. If it was never restarted, that ends the run.
-    Otherwise the group is left out, as long as others train. When all others have finished there is
-    nothing to join, and the group is given up.
+    exit status, or its callback, says bad input; it had an error of its own before it ever joined
+    the others (an import, a setting), with which its next start would fail too; or it died after
+    ``max_restarts`` restarts in a row without a sync of its own. If it was never restarted, that
+    ends the run. Otherwise the group is left out, as long as others train. When all others have
+    finished there is nothing to join, and the group is given up.
 
     Args:
         groups: The processes.
         run_dir: The run's folder.
         start: Starts a group, by its id.
-        replicas: Number of groups.
+        ids: The groups.
         max_restarts: Most restarts in a row; 0 for none.
         interrupts: Ends the watch.
+        start_retries: How often a group that had an error of its own before it joined is started
+            again nevertheless, because the reason may be outside of it.
+        first_pause_s: Seconds before the first restart; each in a row waits twice as long.
     """
 
     groups: ReplicaGroups
     run_dir: Path
-    start: Callable[[int], None]
-    replicas: int
+    start: Callable[[Any], None]
+    ids: Collection[ReplicaId]
     max_restarts: int
     interrupts: Interrupts
-    records: dict[int, GroupRecord] = field(init=False)
+    start_retries: int = 0
+    first_pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
+    records: dict[Any, GroupRecord] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = {replica_id: GroupRecord() for replica_id in range(self.replicas)}
+        self.records = {replica_id: GroupRecord() for replica_id in self.ids}
 
-    def watch(self, show: Callable[[dict[int, int | None], bool], None]) -> dict[int, int]:
+    def watch(self, show: Callable[[dict[Any, int | None], bool], None]) -> dict[Any, int]:
         """Watch the groups until the end.
 
         Args:
@@ -108,12 +115,16 @@ class Supervisor:
             show(statuses, False)
             time.sleep(POLL_S)
 
+    def begin(self, replica_id: ReplicaId) -> None:
+        """Forget what an earlier process of a group has said about itself."""
+        self._write_phase(replica_id, "starting")
+
     @property
     def restarts(self) -> dict[str, int]:
         """How often each group was started again, by its id."""
         return {str(replica_id): record.restarts for replica_id, record in self.records.items()}
 
-    def is_training(self, replica_id: int) -> bool:
+    def is_training(self, replica_id: ReplicaId) -> bool:
         """Whether a group is training now."""
         record = self.records[replica_id]
         is_running = record.status is None and record.due is None
@@ -134,8 +145,10 @@ class Supervisor:
             elif self._is_rejoining(replica_id, record) and self._has_nobody_to_join(replica_id):
                 self._give_up(replica_id, record)
 
-    def _handle_death(self, replica_id: int, record: GroupRecord, status: int) -> None:
+    def _handle_death(self, replica_id: ReplicaId, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
+        if self._phase(replica_id) == REJECTED:
+            status = BAD_INPUT  # a script of the user's own ends with any status
         self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
         if self._metrics_size(replica_id) > record.committed:
             record.in_a_row = 0
@@ -149,21 +162,28 @@ class Supervisor:
             if record.is_left_out:
                 self._write_phase(replica_id, "left out")
             return
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**record.in_a_row)
+        pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
         self._write_phase(replica_id, "restarting")
 
-    def _has_failed_to_start(self, replica_id: int, status: int) -> bool:
+    def _has_failed_to_start(self, replica_id: ReplicaId, status: int) -> bool:
         """Whether a group ended with an error of its own before it joined, in its first process.
 
         A signal is no such error. Nor is the end of a group after another one has died: while a
         group waits for the start, its error may be that the other is missing.
         """
+        own = self.records[replica_id]
         is_signal = status < 0 or status >= 128  # Composer's launcher exits with -9 as 247
-        has_died = any(record.restarts or record.due for record in self.records.values())
-        return not is_signal and not has_died and self._phase(replica_id) not in JOINED
+        has_died = any(
+            len(record.deaths) - (record is own) > record.failed_starts
+            for record in self.records.values()
+        )
+        if is_signal or has_died or self._phase(replica_id) in JOINED:
+            return False
+        own.failed_starts += 1
+        return own.failed_starts > self.start_retries
 
-    def _start_again_if_due(self, replica_id: int, record: GroupRecord) -> None:
+    def _start_again_if_due(self, replica_id: ReplicaId, record: GroupRecord) -> None:
         if time.monotonic() < (record.due or 0.0):
             return
         record.due = None
@@ -172,7 +192,7 @@ class Supervisor:
         record.committed = self._metrics_size(replica_id)
         self.start(replica_id)
 
-    def _has_nobody_to_join(self, replica_id: int) -> bool:
+    def _has_nobody_to_join(self, replica_id: ReplicaId) -> bool:
         """Whether some groups have finished, and none is training that this group could join."""
         others = {id: record for id, record in self.records.items() if id != replica_id}
         has_ended = any(record.status == 0 for record in others.values())
@@ -181,32 +201,32 @@ class Supervisor:
             for id, record in others.items()
         )
 
-    def _is_rejoining(self, replica_id: int, record: GroupRecord) -> bool:
+    def _is_rejoining(self, replica_id: ReplicaId, record: GroupRecord) -> bool:
         """Whether a group was started again and has not joined yet."""
         return bool(record.restarts) and self._phase(replica_id) in ("restarting", "joining")
 
-    def _give_up(self, replica_id: int, record: GroupRecord) -> None:
+    def _give_up(self, replica_id: ReplicaId, record: GroupRecord) -> None:
         self.groups.end(replica_id)
         record.is_given_up, record.due, record.status = True, None, 1
         self._write_phase(replica_id, "not back")
 
-    def _metrics_size(self, replica_id: int) -> int:
+    def _metrics_size(self, replica_id: ReplicaId) -> int:
         path = log_path(self.run_dir, replica_id).with_name(METRICS)
         try:
             return path.stat().st_size
         except OSError:  # there is no sync yet, or the disk is broken
             return 0
 
-    def _phase(self, replica_id: int) -> str:
+    def _phase(self, replica_id: ReplicaId) -> str:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         return read_json(path).get("phase", "")
 
-    def _write_phase(self, replica_id: int, phase: str) -> None:
+    def _write_phase(self, replica_id: ReplicaId, phase: str) -> None:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         try:
             replace_json(path, read_json(path) | {"phase": phase})
         except OSError as error:  # a full disk must not end the groups that train
-            log.warning("Cannot write %s, group %d is %s: %s", path, replica_id, phase, error)
+            log.warning("Cannot write %s, group %s is %s: %s", path, replica_id, phase, error)
 
 
 class FaultInjector(Protocol):

@@ -120,6 +120,11 @@ class ReplicaManager(InterruptibleManager):
         """Where the reason lies why the last sync failed: ``this`` group, ``another``, or None."""
         return self._watch.faults.blamed
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The lighthouse's names of the groups in the last quorum: ``<replica_id>:<uuid>``."""
+        return self._watch.members
+
     def _forget_quorum(self) -> None:
         """Have torchft connect anew, which it does when the quorum's id is new to it."""
         self._quorum_id = -1

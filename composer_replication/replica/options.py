@@ -115,6 +115,9 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
         on_bad_state: What to do with a checkpoint that cannot be resumed, for example because it
             was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+        verbose: Whether rank 0 says in a few lines who is in the run, who comes and goes, and what
+            the run has cost: as records of the logger ``composer_replication``, which stderr shows
+            if the script configures no logging.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -127,6 +130,7 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     eval_weights: str = "global"
     on_bad_state: str = "error"
     run_dir: str | None = None
+    verbose: bool = True
 
     def __post_init__(self) -> None:
         DiLoCoOptions.__post_init__(self)
@@ -135,6 +139,8 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
         check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
         check_choice("eval_weights", self.eval_weights, ("global", "local"))
         check_choice("on_bad_state", self.on_bad_state, ("error", "fresh"))
+        if not isinstance(self.verbose, bool):
+            raise ValueError(f"verbose={self.verbose!r}: use true or false")
 
     @property
     def is_alone(self) -> bool:

@@ -134,6 +134,11 @@ class SimulatedManager:
         """The number of members of the quorum; 0 before the first one."""
         return len(self._quorum.members) if self._quorum else 0
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ids of the replicas in the quorum; empty before the first one."""
+        return tuple(map(str, self._quorum.members)) if self._quorum else ()
+
     def participating_rank(self) -> int | None:
         """The rank of this replica in the quorum; None before the first one."""
         return self._quorum.members.index(self._replica_id) if self._quorum else None

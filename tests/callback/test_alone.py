@@ -15,6 +15,7 @@ from common import TinyMLP
 from composer import Callback
 from composer.loggers import InMemoryLogger
 from composer_jobs import STREAMING, Each, data, trainer_of
+from text_config import write_config
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.data.loader import ReplicaDataLoader
@@ -58,13 +59,7 @@ callbacks:
 
 @pytest.fixture
 def config(tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(20):
-        (text / f"{number}.txt").write_text("to be or not to be, that is the question\n" * 20)
-    path = tmp_path / "alone.yaml"
-    path.write_text(CONFIG.replace("TEXT", str(text)))
-    return path
+    return write_config(tmp_path, CONFIG)
 
 
 def test_auto_is_what_the_table_has_for_one_group():

@@ -100,6 +100,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "digest_every": 13,
         "run_dir": "/runs/1",
         "tls_dir": "/certificates",
+        "verbose": False,
     }
     callback = DiLoCoCallback(**given)
     seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
@@ -267,6 +268,7 @@ def test_the_documented_metrics_are_logged_at_every_sync_and_no_others():
         assert keys == documented_keys() - {"diloco/global_digest"}  # numbers only
         steps = [(int(at.batch), value) for at, value in metrics["diloco/outer_step"]]
         assert steps == [(2, 1), (4, 2)]
+        assert [value for _, value in metrics["diloco/round"]] == [1, 2]
         for key in keys:
             assert all(isinstance(value, int | float) for _, value in metrics[key])
             # The momentum begins with the first outer step.
@@ -294,7 +296,8 @@ def test_losses_of_all_groups_are_in_the_metrics_of_each():
 
 def test_the_documented_metrics_are_those_of_the_sync_report():
     reported = {f"diloco/{field.name}" for field in dataclasses.fields(SyncReport)}
-    assert documented_keys() == reported - {"diloco/inner_steps"}  # it is the batch, nearly always
+    reported -= {"diloco/inner_steps"}  # it is the batch, nearly always
+    assert documented_keys() == reported | {"diloco/round"}
 
 
 def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
@@ -308,8 +311,9 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
     for line in lines:
         has_digest = line["diloco/outer_step"] % 2 == 0
         # A group alone has no other to compare with.
-        between = {f"diloco/{n}" for n in HEALTH if n not in ("loss_after", "loss_before")}
-        expected = documented_keys() - between | {"batch", "inner_steps", "loss", "time"}
+        left_out = {f"diloco/{n}" for n in HEALTH if n not in ("loss_after", "loss_before")}
+        left_out |= {"diloco/round"}  # the inner steps say it
+        expected = documented_keys() - left_out | {"batch", "inner_steps", "loss", "time"}
         if line["diloco/outer_step"] > 1:
             expected |= {"diloco/momentum_cosine"}
         assert line.keys() == expected - (set() if has_digest else {"diloco/global_digest"})
@@ -559,10 +563,10 @@ def test_who_raises_at_the_start_of_the_fit_holds_nobody_up():
     assert simulate(replica, num_replicas=2, timeout_s=10.0) == [2, None]
 
 
-def test_a_group_that_cannot_join_leaves_no_one_waiting():
+def test_a_group_that_cannot_join_leaves_no_one_waiting_and_says_that_it_never_can(tmp_path):
     # Two optimizers are found out after the manager is up, in mid-join as it were.
     def replica(sim):
-        callback = callback_of(sim)
+        callback = callback_of(sim, run_dir=str(tmp_path))
         trainer = trainer_of(callback, max_duration="2ba")
         trainer.state.optimizers = [trainer.state.optimizers[0]] * 2
         with pytest.raises(ValueError, match="2 optimizers: DiLoCo trains with exactly one"):
@@ -571,6 +575,8 @@ def test_a_group_that_cannot_join_leaves_no_one_waiting():
         trainer.close()
 
     simulate(replica, num_replicas=1)
+    status = json.loads((tmp_path / "replica_0" / "status.json").read_text())
+    assert status == {"phase": "rejected"}
 
 
 def test_another_model_in_one_group_is_an_error_in_it():

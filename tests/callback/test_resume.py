@@ -204,6 +204,19 @@ def loss_of(weights):
     return torch.nn.functional.mse_loss(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
+@pytest.mark.parametrize("interval", ["7ba", "5ba"])  # the last one in the fit, or after fit_end
+def test_the_result_of_any_job_has_its_last_evaluation(tmp_path, interval):
+    def replica(sim):
+        callback, trainer = evaluating(sim, interval, diloco={"run_dir": str(tmp_path)})
+        seen = float(trainer.state.eval_metrics["eval"]["MeanSquaredError"].compute())
+        trainer.close()
+        return callback.result["eval"], seen
+
+    ((reported, seen),) = simulate(replica, num_replicas=1)
+    written = json.loads((tmp_path / "replica_0" / "result.json").read_text())["eval"]
+    assert reported == written == {"MeanSquaredError": seen}
+
+
 def test_training_is_bitwise_the_same_with_and_without_evaluations():
     def replica(sim, interval):
         losses = Losses()
@@ -311,6 +324,7 @@ def ours_in(path):
 SCHEDULED = STREAMING | {"outer_schedule": [[1, 0.5, 0.0], [3, 0.7, 0.9]]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize(
     "diloco", [{"sync_every": 4}, STREAMING, SCHEDULED], ids=["vanilla", "streaming", "scheduled"]
@@ -408,6 +422,7 @@ def test_groups_that_have_waited_long_for_others_take_over_from_a_newer_checkpoi
     assert waited[0] == also[0] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
 @pytest.mark.parametrize("batches", [(9, 3), (9, 6), (6, 9)])
 def test_groups_whose_newest_checkpoints_differ_end_together(tmp_path, diloco, batches):

@@ -70,6 +70,7 @@ def rates_of_two_groups(build, faults, *, every_batch=True, duration="12ba", **d
     return simulate(replica, num_replicas=2, faults=faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [

@@ -652,7 +652,7 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
         check()
     database.close()
     labels = {label for label, _ in seen}
-    assert len(labels) == 15
+    assert len(labels) == 19
     assert {kind for _, kind in seen} == {2, 4}
 
 

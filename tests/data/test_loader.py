@@ -90,6 +90,7 @@ def test_a_unit_is_shuffled_by_seed_epoch_and_unit_alone():
     assert rest == [[20 + x for x in orders[0, 0, 2][7:]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", range(1, 8))
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_resume_goes_on_after_the_last_batch_that_was_trained_on(stop, num_workers):

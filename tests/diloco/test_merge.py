@@ -107,6 +107,7 @@ def test_one_group_alone_trains_as_with_the_mean_to_the_bit(schedule, wire_forma
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_format", WIRE_FORMATS)
 @pytest.mark.parametrize("schedule", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
 def test_a_sync_that_is_tried_again_changes_no_bit(schedule, wire_format):
@@ -166,6 +167,7 @@ def outer_steps(merge, wire_format, weight_by="uniform"):
     return max((seen for seen, _ in ended), key=len)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_format", ["float32", "fp4"])
 def test_the_outer_step_keeps_its_size_when_groups_go_from_8_to_4_and_to_8_again(wire_format):
     radial, mean = (outer_steps(merge, wire_format) for merge in ("rda", "mean"))

@@ -312,6 +312,7 @@ def warnings_in(caplog):
     return [text for text in said if "outer loop is unstable" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"sync_every": 4}, {"sync_every": 8, "num_fragments": 2}])
 def test_a_too_large_outer_lr_is_warned_of_with_the_fix_and_a_good_one_is_not(settings, caplog):
     train_tiny(0.7, 40, outer_momentum=0.5, **settings)

@@ -101,6 +101,7 @@ def assert_equal(ones, others):
         assert one[2] == other[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -208,6 +209,7 @@ def test_groups_that_resume_with_other_global_parameters_find_out():
         simulate(replica, num_replicas=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -101,6 +101,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [VANILLA, STREAMING, OVERLAPPED], ids=lambda s: str([*s]))
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_the_ledger_is_what_is_in_the_model(settings, faults):

@@ -51,10 +51,10 @@ def test_a_run_that_goes_on_keeps_its_numbers_and_a_start_that_failed_has_none(l
     assert numbers(with_numbers(load(), tmp_path, 8)[0]) == (0.8, 0.9)
     train_a_step(tmp_path)
     config, line = with_numbers(load(), tmp_path, 8)
-    assert numbers(config) == (0.6, 0.9)
-    assert line == "outer_lr auto = 0.6, outer_momentum auto = 0.9 (as this run began)"
+    assert numbers(config) == (0.7, 0.5)
+    assert line == "outer_lr auto = 0.7, outer_momentum auto = 0.5 (as this run began)"
     named, _ = with_numbers(load("callbacks.diloco.outer_lr=0.5"), tmp_path, 8)
-    assert numbers(named) == (0.5, 0.9)
+    assert numbers(named) == (0.5, 0.5)
 
 
 def test_a_run_that_began_with_the_defaults_keeps_these(load, tmp_path):

@@ -16,7 +16,9 @@ from pace import paced
 from composer_replication.launch.chaos import run_chaos
 from composer_replication.launch.chaos_history import History
 from composer_replication.launch.chaos_injector import KINDS, RandomFaultInjector, plan_faults
+from composer_replication.launch.job import config_job
 from composer_replication.launch.supervision import GroupRecord
+from composer_replication.launch.user_command import command_job, read_settings
 from composer_replication.training.config import ConfigError
 
 
@@ -143,9 +145,31 @@ def test_orders_are_files_in_the_folder_of_the_group(tmp_path):
     ({"kinds": ["kill", "flood"]}, "--kinds kill,flood: use some of first_round,kill,end,hang,"),
 ])  # fmt: skip
 def test_what_it_refuses(options, message):
-    arguments = {"replicas": 2, "nproc": 1, "faults_per_minute": 2, "duration_s": 60, "seed": 0}
+    arguments = {"replicas": 2, "faults_per_minute": 2, "duration_s": 60, "seed": 0}
     with pytest.raises(ConfigError, match=message):
-        run_chaos({}, "tiny.yaml", **arguments | options)
+        run_chaos(config_job({}, "tiny.yaml"), **arguments | options)
+
+
+ENDS = """
+import json, os, pathlib
+id = os.environ["REPLICA_GROUP_ID"]
+folder = pathlib.Path(os.environ["COMPOSER_REPLICATION_RUN_DIR"], f"replica_{id}")
+digest = {"global_digest": "ab" * 32}
+line = {"outer_step": 1, "fragment": 0, "num_participants": 2, "steps_lost": 0, "bytes_sent": 0}
+line |= {"bytes_float32": 0, "sync_seconds": 0.1, "compute_fraction": 1.0} | digest
+line = {f"diloco/{key}": value for key, value in line.items()} | {"inner_steps": 3, "loss": 1.0}
+(folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+(folder / "result.json").write_text(json.dumps({"inner_steps": 3, "outer_steps": 1} | digest))
+"""
+
+
+@pytest.mark.integration
+def test_a_command_that_ends_before_the_faults_do_is_told_to_last(tmp_path, capsys):
+    settings = read_settings(None, ["sync_every=3"])
+    job = command_job([sys.executable, "-c", ENDS], *settings, run_dir=tmp_path / "run")
+    assert run_chaos(job, replicas=2, faults_per_minute=6, duration_s=60, seed=0) == 0
+    said = capsys.readouterr().out
+    assert "The groups had finished after 0 of 60 s" in said.replace("\n", " ")
 
 
 CONFIG = """

@@ -1,5 +1,8 @@
 """Which errors are a line and which a traceback. Run: pytest tests/launch/test_errors.py."""
 
+import subprocess
+import sys
+
 import pytest
 
 from composer_replication.diloco.algorithm import SyncError
@@ -42,3 +45,22 @@ def test_an_error_that_says_little_keeps_its_traceback(error, capsys):
     # A ValueError that was not raised by this package, a TimeoutError without a message.
     status, said = reported(error, capsys)
     assert status == 1 and said.startswith("Traceback (most recent call last)")
+
+
+RANK = """
+import os, sys, time
+time.sleep(0.0 if os.environ["RANK"] == "1" else 3.0)  # rank 1 is faster
+sys.argv = ["composer-replication", "train", "/nowhere.yaml"]
+from composer_replication.cli import main
+main()
+"""
+
+
+@pytest.mark.integration
+def test_bad_input_of_several_ranks_is_bad_input_of_their_launcher(tmp_path):
+    """Composer's launcher ends rank 0 by a signal as soon as another rank has ended."""
+    (tmp_path / "rank.py").write_text(RANK)
+    launcher = [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2", "rank.py"]
+    ended = subprocess.run(launcher, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 2, ended.stderr
+    assert "there is no config at /nowhere.yaml" in ended.stderr

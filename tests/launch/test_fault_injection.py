@@ -4,6 +4,7 @@ Real: processes, signals, request files, and in the test of the network the ligh
 gloo.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -12,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from composer_replication.launch.fault_injection import (
+    AT_START,
     NOWHERE,
     FaultRequest,
     GroupFaults,
     fault_began_at,
     install,
     request_fault,
+    unreliable,
 )
 from composer_replication.replica import factory as replica
 from composer_replication.replica.lighthouse import start_lighthouse
@@ -60,6 +63,31 @@ def test_only_the_main_thread_of_a_process_that_hangs_stands_still(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+IMPORTS = """
+import sys
+import composer_replication
+print(any(name.startswith("composer_replication.launch") for name in sys.modules))
+from composer_replication.replica import factory
+print(factory.ReplicaManager.__name__, sys.modules["sitecustomize"].__file__, HIDDEN)
+"""
+
+
+@pytest.mark.integration
+def test_any_python_process_with_these_variables_fails_on_request(tmp_path):
+    # A sitecustomize of the machine's own is imported too.
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.HIDDEN = 'hidden one'")
+    environ = {**os.environ, "COMPOSER_REPLICATION_RUN_DIR": str(tmp_path), "REPLICA_GROUP_ID": "0"}
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ |= {"PYTHONPATH": os.pathsep.join(path)}
+    environ |= unreliable(environ)
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "False"  # nothing happens in processes that build no manager
+    assert lines[1] == f"UnreliableManager {AT_START / 'sitecustomize.py'} hidden one"
 
 
 def test_an_order_of_its_last_life_is_not_for_a_process(tmp_path):

@@ -15,7 +15,8 @@ import time
 import psutil
 import pytest
 
-from composer_replication.launch.launcher import check_launch, launch_groups
+from composer_replication.launch.job import Job, check_launch, config_job
+from composer_replication.launch.launcher import launch_groups
 from composer_replication.training.config import ConfigError
 
 HEAD = """
@@ -81,24 +82,28 @@ def write_script(folder, body):
     return path
 
 
-def launch_script(folder, body, *arguments, replicas=2):
+def launch_script(folder, body, *arguments, replicas=2, advice=""):
     """Launch groups that run a script, in this process."""
     script = write_script(folder, body)
     config = {"run_dir": str(folder / "run"), "callbacks": {"diloco": {"sync_every": 10}}}
-    return launch_groups(
-        config,
-        "tiny.yaml",
-        replicas=replicas,
-        command=lambda _: [sys.executable, str(script), *arguments],
+    job = Job(
+        config=config,
+        source="tiny.yaml",
+        name="tiny.yaml",
+        command=lambda *place: [sys.executable, str(script), *arguments],
+        advice=advice,
     )
+    return launch_groups(job, replicas=replicas)
 
 
 LAUNCHER = """
 import sys
 from composer_replication.launch import launcher
+from composer_replication.launch.job import Job
 script, run_dir = sys.argv[1:]
-command = lambda _: [sys.executable, script]
-sys.exit(launcher.launch_groups({"run_dir": run_dir}, "tiny.yaml", replicas=2, command=command))
+command = lambda *place: [sys.executable, script]
+job = Job(config={"run_dir": run_dir}, source="tiny", name="tiny", command=command)
+sys.exit(launcher.launch_groups(job, replicas=2))
 """
 
 
@@ -185,6 +190,15 @@ def test_a_group_that_crashes_ends_the_run_with_its_error(tmp_path, capsys):
 
 
 @pytest.mark.integration
+def test_bad_input_of_a_group_is_bad_input_of_the_launch_and_its_error_stands_last(
+    tmp_path, capsys
+):
+    body = "print('a setting'); print('Error: t_warmup=5xx'); raise SystemExit(2)"
+    assert launch_script(tmp_path, body) == 2
+    assert capsys.readouterr().err.splitlines()[-1].strip() == "Error: t_warmup=5xx"
+
+
+@pytest.mark.integration
 def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_path, capsys):
     assert launch_script(tmp_path, COMES_BACK + TRAINS, "ab") == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -257,5 +271,6 @@ def test_groups_end_when_the_launcher_is_killed(tmp_path):
     ],
 )
 def test_settings_that_contradict_a_launch_are_refused(section, message):
+    job = config_job({"callbacks": {"diloco": section}}, "tiny.yaml")
     with pytest.raises(ConfigError, match=message):
-        check_launch({"callbacks": {"diloco": section}}, replicas=2, nproc=1)
+        check_launch(job, replicas=2)

@@ -55,6 +55,17 @@ def test_the_watchdog_ends_only_groups_that_live_and_no_pid_of_a_past_life(tmp_p
         told(f"-{second} -{pid_of(groups, 0)}")
 
 
+def test_a_watchdog_that_was_killed_is_replaced_and_ends_no_group(tmp_path, told):
+    with ReplicaGroups(tmp_path, Interrupts()) as groups:
+        groups.start(0, SLEEP, dict(os.environ))
+        told(f"-{pid_of(groups, 0)}")
+        groups._watchdog.kill()
+        groups._watchdog.wait()
+        groups.start(1, SLEEP, dict(os.environ))
+        told(f"-{pid_of(groups, 0)} -{pid_of(groups, 1)}")
+        assert groups.exit_statuses() == {0: None, 1: None}
+
+
 def test_what_has_the_number_of_a_group_that_has_ended_is_left_alone(tmp_path, monkeypatch):
     stranger = subprocess.Popen(SLEEP, start_new_session=True)
     try:

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
+from composer_replication.callback.words import format_duration
 from composer_replication.launch.display import Display, GroupView
 from composer_replication.launch.outer_readings import READINGS
 from composer_replication.launch.report import MAX_POINTS, thin_out, write_report
 from composer_replication.launch.run_record import (
     describe,
-    format_duration,
     last_lines,
     read_run,
     write_summary,

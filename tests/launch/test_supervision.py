@@ -78,12 +78,36 @@ def test_bad_input_is_not_tried_again(tmp_path):
     assert failed == {1: 2} and groups.started == []
 
 
+@pytest.mark.parametrize("start_retries", [0, 3])
+def test_what_the_callback_has_rejected_is_not_tried_again_whatever_the_status(
+    tmp_path, start_retries
+):
+    write(tmp_path, 0), write(tmp_path, 1, "rejected")
+    lives = {0: [None], 1: [1]}
+    failed, supervisor, groups = supervise(tmp_path, lives, start_retries=start_retries)
+    assert failed == {1: 2} and groups.started == [] and supervisor.records[1].deaths == [1]
+
+
 @pytest.mark.parametrize("phase", [None, "starting", "joining"])
 def test_an_error_of_its_own_before_it_joined_is_not_tried_again(tmp_path, phase):
     if phase is not None:
         write(tmp_path, 1, phase, syncs=0)
     failed, _, groups = supervise(tmp_path, {0: [None], 1: [1]})
     assert failed == {1: 1} and groups.started == []
+
+
+@pytest.mark.parametrize("lives", [[1, 1, 0], [1, -9, 1, 0]])
+def test_a_start_that_fails_is_tried_again_if_that_is_asked_for(tmp_path, lives):
+    failed, supervisor, _ = supervise(tmp_path, {"a": lives}, start_retries=2)
+    assert failed == {} and supervisor.restarts == {"a": len(lives) - 1}
+
+
+def test_a_start_that_fails_too_often_ends_the_run(tmp_path):
+    write(tmp_path, 0, "joining", syncs=0), write(tmp_path, 1, "starting", syncs=0)
+    failed, _, groups = supervise(tmp_path, {0: [None], 1: [1, 1, 1, 0]}, start_retries=1)
+    assert failed == {1: 1} and groups.started == [1]
+    failed, _, groups = supervise(tmp_path, {"a": [2]}, start_retries=3)
+    assert failed == {"a": 2} and groups.started == []
 
 
 @pytest.mark.parametrize(

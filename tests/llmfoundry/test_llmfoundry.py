@@ -4,47 +4,34 @@ Real: llm-foundry's own command in two processes on the CPU, MosaicML streaming,
 lighthouse, Gloo. The tokenizer and the text are made here, so that nothing is downloaded.
 """
 
-import importlib.metadata
 import json
 import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import foundry_jobs
 import pytest
 import torch
 import yaml
-
-
-def _has_llmfoundry():
-    # Not find_spec: this folder has the name of the package, and would do as a namespace package.
-    try:
-        importlib.metadata.version("llm-foundry")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
+from foundry_jobs import NUM_GROUPS, foundry_command, offline_environ, write_data
+from own_job import OwnJob
 
 pytestmark = [
     pytest.mark.llmfoundry,
     pytest.mark.timeout(500),  # more than DEADLINE_S: after it nobody would stop the groups
     pytest.mark.skipif(
-        not _has_llmfoundry(),
-        reason="llm-foundry is not installed; it has its own environment: make test-llmfoundry",
+        not foundry_jobs.is_installed(),
+        reason=foundry_jobs.NOT_INSTALLED,
     ),
 ]
 
 YAML = Path(__file__).with_name("mpt_tiny.yaml")
-NUM_GROUPS = 2
 DEADLINE_S = 400
-VOCAB_SIZE = 512
-NUM_TRAIN_SAMPLES = 128
-NUM_EVAL_SAMPLES = 8
-SAMPLE_CHARACTERS = 200
+FOUNDRY = "llmfoundry train my.yaml"
 
 
 @dataclass(frozen=True)
@@ -58,52 +45,6 @@ class GroupTrace:
     @property
     def digest_of_outer_step(self):
         return {sync["diloco/outer_step"]: sync["diloco/global_digest"] for sync in self.syncs}
-
-
-def foundry_command(*arguments):
-    return [str(Path(sys.executable).with_name("llmfoundry")), *map(str, arguments)]
-
-
-def offline_environ(**extra):
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    # One thread: two groups with a thread per core each would wait for each other's cores.
-    return os.environ | offline | {"OMP_NUM_THREADS": "1"} | extra
-
-
-def write_tokenizer(folder, texts):
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    end = "<|endoftext|>"
-    pairs = ByteLevelBPETokenizer()
-    pairs.train_from_iterator(texts, VOCAB_SIZE, special_tokens=[end], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=pairs._tokenizer, bos_token=end, eos_token=end, pad_token=end
-    )
-    tokenizer.save_pretrained(folder)
-
-
-def write_samples(folder, text):
-    from streaming import MDSWriter
-
-    for split, first, count in (
-        ("train", 0, NUM_TRAIN_SAMPLES),
-        ("val", NUM_TRAIN_SAMPLES, NUM_EVAL_SAMPLES),
-    ):
-        with MDSWriter(out=str(folder / split), columns={"text": "str"}) as writer:
-            for start in range(first, first + count):
-                sample = text[start * SAMPLE_CHARACTERS : (start + 1) * SAMPLE_CHARACTERS]
-                assert sample, f"{folder} has too little text for {count} samples of {split}"
-                writer.write({"text": sample})
-
-
-def write_data(folder):
-    """A tokenizer, and for each group its own samples, from the standard library's sources."""
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
-    texts = [path.read_text(encoding="utf-8") for path in sources]
-    write_tokenizer(folder / "tokenizer", texts)
-    for group in range(NUM_GROUPS):
-        write_samples(folder / f"group_{group}", "".join(texts[group::NUM_GROUPS]))
 
 
 class RunningGroups:
@@ -272,6 +213,33 @@ def test_three_lines_train_one_group_without_a_lighthouse(tmp_path):
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-4000:]
     assert "outer step 1, fragment 0: 1 replica groups" in output  # the sync at the end
+
+
+def test_readmes_commands_train_it_with_a_coordinator(tmp_path):
+    """The coordinator reads the settings out of llm-foundry's own YAML; its groups give none."""
+    write_data(tmp_path / "data")
+    (tmp_path / "my.yaml").write_text(YAML.read_text())
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with OwnJob(tmp_path, offline_environ(PATH=programs, TMPDIR=str(tmp_path))) as job:
+        job.start_coordinator()
+        groups = []
+        for group in range(NUM_GROUPS):
+            groups.append(job.start_group(group, FOUNDRY, f"variables.group={group}"))
+            deadline = time.monotonic() + DEADLINE_S / 2
+            # Not both at once: see the fixture ``groups``.
+            while "Initializing model..." not in job.said(f"group_{group}"):
+                assert groups[-1].poll() is None, job.said(f"group_{group}")
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        for group, process in enumerate(groups):
+            assert process.wait(timeout=DEADLINE_S / 2) == 0, job.said(f"group_{group}")[-4000:]
+        assert "settings: sync_every=4, num_fragments=2  (from my.yaml)" in job.said("coordinator")
+        # llm-foundry configures the logging: our lines are in it, once.
+        assert job.said("group_0").count("Started with groups 0 and 1; here is group 0") == 1
+        assert "[diloco]" not in job.said("group_0")
+    traces = [read_group(tmp_path / "run", group) for group in range(NUM_GROUPS)]
+    assert traces[0].result["global_digest"] == traces[1].result["global_digest"]
+    assert traces[0].digest_of_outer_step == traces[1].digest_of_outer_step
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def make_mean(wire_format, error_feedback=True, bucket_cap_mb=2**-9):
     return QuantizedMean(layout, wire_format=wire_format, error_feedback=error_feedback)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_format", ENCODED)
 @pytest.mark.parametrize("groups", [1, 2, 3, 5])
 def test_every_group_takes_over_the_same_bits_and_nothing_is_lost(wire_format, groups):
@@ -292,6 +293,7 @@ STREAMING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, STREAMING], ids=["vanilla", "streaming"])
 @pytest.mark.parametrize("wire_format", ENCODED)
 def test_groups_stay_equal_and_near_what_they_are_in_fp32(wire_format, settings):

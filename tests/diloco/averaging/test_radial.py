@@ -161,6 +161,7 @@ def test_nothing_at_all_moves_nothing(wire_format):
         assert taken == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_format", ["int8", "fp4"])
 @pytest.mark.parametrize("num_groups", [2, 3])
 def test_the_residual_is_of_the_pseudo_gradient_whatever_the_norms(wire_format, num_groups):

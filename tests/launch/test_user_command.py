@@ -1,0 +1,121 @@
+"""A command of the user's own as what groups run. Run: pytest tests/launch/test_user_command.py
+
+Real: files, and in the test of a script without the callback the processes and the lighthouse.
+"""
+
+import json
+import sys
+
+import pytest
+import typer
+
+from composer_replication.callback.run_folder import STATUS
+from composer_replication.launch.command_options import JobOptions
+from composer_replication.launch.job_options import job_of
+from composer_replication.launch.launcher import launch_groups
+from composer_replication.launch.start_watch import StartWatch
+from composer_replication.launch.user_command import command_job, group_command, read_settings
+from composer_replication.training.config import ConfigError, read_value, save_config
+
+
+def test_a_command_is_told_its_group_and_the_runs_folder(tmp_path):
+    command = ["llmfoundry", "train", "a.yaml", "data={run_dir}/{replica_id}", '{"lr": 1}', "{x}"]
+    own = group_command(command, None, tmp_path, 3)
+    assert own == [*command[:3], f"data={tmp_path}/3", '{"lr": 1}', "{x}"]
+    ranks = group_command(command, 2, tmp_path, 3)
+    assert ranks[:5] == [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2"]
+    assert ranks[-7:] == ["--command_mode", *own]
+
+
+def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "variables: {runs: /runs}\n"
+        "max_seq_len: ${not.ours}\n"
+        "callbacks:\n"
+        "  lr_monitor: {}\n"
+        "  diloco: {sync_every: 5, timeout: 9, run_dir: '${variables.runs}/a'}\n"
+    )
+    config, source = read_settings(path, ["sync_every=20", "outer_lr=0.5"])
+    assert config["callbacks"]["diloco"] == {"sync_every": 20, "outer_lr": 0.5}
+    assert source == f"{path} --set sync_every=20 --set outer_lr=0.5"
+    job = command_job(["true", "${HOME}", "job.yaml"], config, source)
+    assert job.config["run_dir"] == "/runs/a"
+    assert job.name == "job.yaml" and job.nproc is None
+    save_config(job.config, tmp_path / "config.yaml")
+    assert read_value(tmp_path / "config.yaml", "callbacks.diloco.sync_every") == 20
+    assert list(read_value(tmp_path / "config.yaml", "command")) == ["true", "${HOME}", "job.yaml"]
+
+
+def test_the_groups_have_the_certificates_of_the_settings():
+    job = command_job(["true"], *read_settings(None, ["tls_dir=/tls"]))
+    assert job.environ == {"COMPOSER_REPLICATION_TLS_DIR": "/tls"}
+
+
+class Line:
+    """The context of a command line, with what stands after ``--``."""
+
+    def __init__(self, command):
+        self.meta = {} if command is None else {f"{JobOptions.__module__}.command": command}
+
+
+def asked_for(command=None, **options):
+    context: typer.Context = Line(command)
+    return job_of(JobOptions(context=context, **options))
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (None, {}, "neither a config nor a command"),
+        (None, {"config": "python"}, "or write -- before a command of your own"),
+        (None, {"set": ["sync_every=3"]}, "--set without a command after --"),
+        (None, {"config": "a", "resume": True}, "--resume without a command after --"),
+        (["true"], {"config": "a.yaml"}, "give settings for a command with --settings"),
+        ([], {}, "there is no command after --"),
+        (["no-such-program"], {}, "no command 'no-such-program': give the path"),
+        (["true"], {"settings": "/no/file"}, "there is no file /no/file"),
+    ],
+)
+def test_what_the_command_line_lacks_or_has_twice_is_said(tmp_path, command, options, message):
+    paths = {name: tmp_path / v for name, v in options.items() if name in ("config", "settings")}
+    with pytest.raises(ConfigError, match=message):
+        asked_for(command, **options | paths)
+
+
+def test_a_command_line_with_settings_alone_is_a_job(tmp_path):
+    job = asked_for(["true"], set=["sync_every=3"], run_dir=tmp_path, resume=True, nproc=2)
+    assert job.config["callbacks"] == {"diloco": {"sync_every": 3}}
+    assert job.config["run_dir"] == str(tmp_path) and job.config["autoresume"] is True
+    assert job.nproc == 2 and job.source == "--set sync_every=3"
+
+
+def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("composer_replication.launch.start_watch.LOOK_EVERY_S", 0.0)
+    for replica_id, status in enumerate(({"phase": "joining", "inner_steps": 0}, {"phase": "x"})):
+        (tmp_path / f"replica_{replica_id}").mkdir()
+        (tmp_path / f"replica_{replica_id}" / STATUS).write_text(json.dumps(status))
+    said = []
+    watch = StartWatch(tmp_path, range(3), 0.0, "Add the callback", said.append)
+    watch.look(), watch.look()
+    assert said == ["Replica group 1, 2 has not joined after 0 seconds. Add the callback"]
+    patient = StartWatch(tmp_path, range(3), 60.0, "Add the callback", said.append)
+    patient.look()
+    StartWatch(tmp_path, range(3), 0.0, "", said.append).look()
+    assert len(said) == 1
+
+
+@pytest.mark.integration
+def test_a_script_without_the_callback_is_told_the_line_to_add(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("composer_replication.launch.start_watch.LOOK_EVERY_S", 0.1)
+    trains = "import time; print('epoch 1'); time.sleep(2)"
+    (tmp_path / "a.yaml").write_text("callbacks: {diloco: {start_timeout_s: 0.5}}")
+    settings = read_settings(tmp_path / "a.yaml", ["sync_every=3"])
+    command = [sys.executable, "-c", trains]
+    job = command_job(command, *settings, run_dir=tmp_path / "run")
+    assert launch_groups(job, replicas=2) == 1
+    said = capsys.readouterr()
+    assert "Replica group 0, 1 has not joined after 0 seconds" in said.out
+    assert "callbacks=[DiLoCoCallback()]" in said.out
+    assert "replica_0/result.json is missing" in said.err and "epoch 1" in said.err
+    assert "callbacks=[DiLoCoCallback()]" in said.err

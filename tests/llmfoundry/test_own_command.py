@@ -1,0 +1,61 @@
+"""The launcher with a command of the user's own that needs packages which only llm-foundry brings.
+
+Run: make test-llmfoundry. Real: everything. The data are made here.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import foundry_jobs
+import pytest
+from foundry_jobs import foundry_command, offline_environ, write_data
+
+pytestmark = [
+    pytest.mark.llmfoundry,
+    pytest.mark.timeout(500),  # more than that of the launcher: after it nobody would stop it
+    pytest.mark.skipif(not foundry_jobs.is_installed(), reason=foundry_jobs.NOT_INSTALLED),
+]
+
+YAML = Path(__file__).with_name("mpt_tiny.yaml")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def launch(folder, *options_and_command):
+    ours = ["-m", "composer_replication", "launch", "--replicas", "2", "--run-dir", folder / "run"]
+    done = subprocess.run(
+        [sys.executable, *map(str, (*ours, *options_and_command))],
+        env=offline_environ(TMPDIR=str(folder)),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=450,
+    )
+    logs = [log.read_text()[-2000:] for log in sorted(folder.glob("run/replica_*/log.txt"))]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert len({replica["global_digest"] for replica in summary["replicas"]}) == 1
+    assert len(summary["replicas"]) == 2 and (folder / "run" / "loss.png").exists()
+    return summary
+
+
+def test_a_script_with_a_hugging_face_model_in_groups_of_two_ranks(tmp_path):
+    pytest.importorskip("transformers")
+    script = [sys.executable, EXAMPLES / "train_hf.py", "30ba"]
+    options = ["--nproc", "2", "--set", "sync_every=10"]
+    assert launch(tmp_path, *options, "--", *script)["outer_steps"] == 3
+    assert (tmp_path / "run" / "replica_1" / "log_rank1.txt").stat().st_size
+
+
+def test_llmfoundrys_own_command_with_its_own_yaml(tmp_path):
+    write_data(tmp_path / "data")
+    places = [
+        "variables.group={replica_id}",
+        f"variables.data={tmp_path / 'data'}",
+        "variables.run_dir={run_dir}",
+    ]
+    settings = ["--settings", YAML]
+    summary = launch(tmp_path, *settings, "--", *foundry_command("train", YAML, *places))
+    assert summary["outer_steps"] > 2
+    assert summary["eval"]
