@@ -4,6 +4,7 @@ Real: Ray, its lighthouse, two workers, and a worker that is killed.
 """
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -14,10 +15,23 @@ import psutil
 import pytest
 from pace import paced
 
+
+def this_host_resolves():
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return False
+    return True
+
+
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install '.[test]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install '.[dev]'"),
+    # torchft's lighthouse, which Ray starts, names itself by the host name (docs/ray.md).
+    pytest.mark.skipif(
+        not this_host_resolves(), reason=f"the host name {socket.gethostname()} does not resolve"
+    ),
 ]
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "ray" / "train.py"
@@ -34,6 +48,7 @@ def test_a_killed_worker_comes_back_and_the_groups_end_equal(tmp_path):
         "COMPOSER_REPLICATION_TOKEN": "secret-of-the-run",
         "COMPOSER_REPLICATION_HOSTNAME": "127.0.0.1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "HOME": str(tmp_path),  # Ray writes a token of its own there
     }
     environ.pop("COMPOSER_REPLICATION_NO_TOKEN", None)
     with (tmp_path / "out.txt").open("w") as out:
@@ -49,7 +64,10 @@ def test_a_killed_worker_comes_back_and_the_groups_end_equal(tmp_path):
         deadline = time.monotonic() + 240
         while not is_so():
             said = (tmp_path / "out.txt").read_text(errors="replace")
-            assert process.poll() is None and time.monotonic() < deadline, said[-5000:]
+            mine = "\n".join(
+                line for line in said.splitlines() if "PlacementGroupCleaner" not in line
+            )
+            assert process.poll() is None and time.monotonic() < deadline, mine[-5000:]
             time.sleep(0.2)
 
     def commits(participants, since):
