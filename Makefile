@@ -1,17 +1,19 @@
 # make train: install, then train two replica groups on this machine. make test: install, then test.
 # make check: lint, types and the quick tests, in a minute.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
+# make test-ray: the test of the example for Ray Train.
 # make gpu-check: the tests and benchmarks that need a GPU.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLMFOUNDRY := .venv-llmfoundry
+RAY := .venv-ray
 TORCH_NEW := .venv-torch-new
 
 # Where Python may not keep what it compiles, each of some hundred processes compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check check-tests gpu-check lint test-torch-new test-llmfoundry clean
+.PHONY: train test check check-tests gpu-check lint test-torch-new test-llmfoundry test-ray clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
@@ -76,5 +78,15 @@ $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
 	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/llmfoundry/requirements.txt
 	touch $@
 
+# Ray starts some ten processes, which other tests would make wait.
+test-ray: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest tests/deploy/test_ray.py -rs
+
+$(RAY)/.installed: pyproject.toml
+	@echo "Installing Composer, torch and Ray into $(RAY): about 5 GB, some minutes."
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all,ray,test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TORCH_NEW) $(LLMFOUNDRY) dist build
+	rm -rf $(VENV) $(TORCH_NEW) $(LLMFOUNDRY) $(RAY) dist build

@@ -1,4 +1,4 @@
-"""The example for Ray Train. Run: pytest tests/deploy/test_ray.py
+"""The example for Ray Train. Run: make test-ray
 
 Real: Ray, its lighthouse, two workers, and a worker that is killed.
 """
@@ -27,7 +27,7 @@ def this_host_resolves():
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install '.[dev]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make test-ray"),
     # torchft's lighthouse, which Ray starts, names itself by the host name (docs/ray.md).
     pytest.mark.skipif(
         not this_host_resolves(), reason=f"the host name {socket.gethostname()} does not resolve"
