@@ -1,4 +1,4 @@
-"""The HTTP interface of ``doctor``: can this machine reach the caller, and how fast is the line?"""
+"""The HTTP interface of ``doctor``: can this machine reach the caller, and how fast is the link?"""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def reach_router(tokens: Collection[str], audit: Audit) -> APIRouter:
 
     @router.post("/bytes")
     async def receive(request: Request) -> Received:
-        """Read a body of any bytes and forget it, so that the caller can measure the line."""
+        """Read a body of any bytes and forget it, so that the caller can measure the link."""
         size = 0
         async for part in request.stream():
             size += len(part)
@@ -98,7 +98,7 @@ def reach_router(tokens: Collection[str], audit: Audit) -> APIRouter:
 
     @router.get("/bytes", response_class=StreamingResponse)
     def send(size: Annotated[int, Field(ge=1, le=LARGEST)]) -> StreamingResponse:
-        """Send random bytes, so that the caller can measure the line in this direction."""
+        """Send random bytes, so that the caller can measure the link in this direction."""
         headers = {"Content-Length": str(size)}
         return StreamingResponse(_bytes(size), 200, headers, "application/octet-stream")
 
@@ -106,7 +106,7 @@ def reach_router(tokens: Collection[str], audit: Audit) -> APIRouter:
 
 
 def _bytes(size: int) -> Iterator[bytes]:
-    chunk = os.urandom(CHUNK)  # a line that compresses would look faster than it is
+    chunk = os.urandom(CHUNK)  # a link that compresses would look faster than it is
     for start in range(0, size, CHUNK):
         yield chunk[: size - start]
 

@@ -122,6 +122,13 @@ def _outer_look() -> Iterator[Cell]:
         yield replace(TWO_MUON, outer_lr=outer_lr, outer_momentum=momentum)
 
 
+def _plain_average_look() -> Iterator[Cell]:
+    """Outer settings towards the plain average of the groups, in short rounds."""
+    yield replace(TWO_MUON, sync_every=15, outer_lr=1.0, outer_momentum=0.0)
+    yield replace(TWO_MUON, sync_every=15, outer_lr=0.9, outer_momentum=0.3)
+    yield replace(TWO_MUON, sync_every=15, outer_lr=1.0, outer_momentum=0.0, lr=1.2e-2)
+
+
 def _base() -> Iterator[Cell]:
     """Data parallel, which most arms are compared with."""
     for seed in CLAIM_SEEDS[:5]:
@@ -145,8 +152,10 @@ def _muon_lr_look() -> Iterator[Cell]:
 
 def _length_look() -> Iterator[Cell]:
     """Whether twice as many steps narrow the gap."""
-    yield replace(DATA_PARALLEL, steps=3600)
-    yield replace(TWO, steps=3600)
+    yield replace(TWO_MUON, sync_every=15, steps=3600)
+    yield replace(DATA_PARALLEL_MUON, steps=3600)
+    yield replace(TWO_MUON, steps=3600)
+    yield replace(DATA_PARALLEL_MUON, lr=8e-3, steps=3600)
 
 
 def _claims() -> Iterator[Cell]:
@@ -165,9 +174,10 @@ STAGES = {
     "muon groups look": _muon_groups_look,
     "outer look": _outer_look,
     "muon lr look": _muon_lr_look,
+    "length look": _length_look,
+    "plain average look": _plain_average_look,
     "base": _base,
     "quickstart": _quickstart,
-    "length look": _length_look,
     "claims": _claims,
 }
 

@@ -1,4 +1,4 @@
-"""What ``doctor`` asks a coordinator: to connect back, its time, and bytes to measure a line.
+"""What ``doctor`` asks a coordinator: to connect back, its time, and bytes to measure a link.
 
 Run: pytest tests/coordinator/test_reach_api.py. Real: the service, HTTP and sockets on loopback.
 """

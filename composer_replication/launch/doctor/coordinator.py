@@ -1,4 +1,4 @@
-"""Checks of the run's coordinator: it answers, agrees, and reaches this machine; and the line."""
+"""Checks of the run's coordinator: it answers, agrees, and reaches this machine; and the link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_replication import MissingExtraError, named_extra
 from composer_replication.diloco.settings import SettingsMismatch
-from composer_replication.launch.doctor.line import SIZES, Line, check_line, measure_line
+from composer_replication.launch.doctor.link import SIZES, Link, check_link, measure_link
 from composer_replication.launch.doctor.network import (
     check_clock,
     check_lighthouse_port,
@@ -36,7 +36,7 @@ class Found:
     """What the checks of a coordinator have found out for later ones."""
 
     info: RunInfo | None = None
-    line: Line | None = None
+    link: Link | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +130,12 @@ def _check_name(client: CoordinatorClient, info: RunInfo, replica_id: object) ->
 
 
 def _measure(client: CoordinatorClient, member: Member, found: Found) -> Iterator[Result]:
-    """Clock, way back and line; each alone may fail, at a coordinator of another version."""
+    """Clock, way back and link; each alone may fail, at a coordinator of another version."""
     try:
         yield from check_clock(client.clock)
     except (ValueError, ConnectionError) as error:
         yield warning(
-            "clock, way back, line",
+            "clock, way back, link",
             f"not checked: {error}",
             "install the same version of composer-replication there and here",
         )
@@ -148,12 +148,12 @@ def _measure(client: CoordinatorClient, member: Member, found: Found) -> Iterato
         except (ValueError, OSError) as error:
             yield warning("way back", f"not checked: {error}", "try again")
     try:
-        found.line = measure_line(client, str(member.options.coordinator_addr))
+        found.link = measure_link(client, str(member.options.coordinator_addr))
     except (ValueError, OSError) as error:
         yield failure(
-            "line",
+            "link",
             f"a transfer of up to {SIZES[-1] >> 20} MiB broke off: {error}",
             "look for a proxy or a limit between this machine and the coordinator",
         )
     else:
-        yield from check_line(found.line)
+        yield from check_link(found.link)

@@ -217,17 +217,17 @@ class Examination:
         yield from check_coordinator(member, self._found)
 
     def _check_plan(self) -> Iterator[Result]:
-        """Memory, timeouts and time of the run, with its settings and the measured line."""
+        """Memory, timeouts and time of the run, with its settings and the measured link."""
         if self._found.info is not None:
             self._settings = self._found.info.settings
         run = self._planned(ranks=self._asked.nproc)
         yield from check_memory(free_memory(), run, self._asked.nproc)
-        settings, step_s, line = self._settings, self._asked.step_time, self._found.line
+        settings, step_s, link = self._settings, self._asked.step_time, self._found.link
         yield from check_step_times(self._options, settings.sync_every, step_s)
         run = None
-        if line is not None and step_s is not None:
+        if link is not None and step_s is not None:
             run = self._planned(
-                link_bits_per_s=line.up, step_s=step_s, round_trip_s=line.round_trip_s
+                link_bits_per_s=link.up, step_s=step_s, round_trip_s=link.round_trip_s
             )
         yield from check_round(run)
         yield from check_transfer_times(self._options, settings, run)

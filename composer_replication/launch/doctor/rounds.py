@@ -47,14 +47,14 @@ def planned(
 
 
 def check_round(run: PlannedRun | None) -> Iterator[Result]:
-    """How much of a round trains over the measured line, and how long it had to be.
+    """How much of a round trains over the measured link, and how long it had to be.
 
     Args:
-        run: With the measured line; None if something of it is not known.
+        run: With the measured link; None if something of it is not known.
     """
     if run is None:
         yield skipped(
-            "round", "give --params and --step-time, and a coordinator to measure the line to"
+            "round", "give --params and --step-time, and a coordinator to measure the link to"
         )
         return
     share, least = run.sync_every * run.step_s / run.round_s, run.shortest_round(UTILISATION)
@@ -108,12 +108,12 @@ def check_step_times(
 def check_transfer_times(
     options: ReplicaOptions, settings: DiLoCoSettings, run: PlannedRun | None
 ) -> Iterator[Result]:
-    """``timeout`` leaves a message of a sync, and a joiner's download, their time on the line.
+    """``timeout`` leaves a message of a sync, and a joiner's download, their time on the link.
 
     Args:
         options: Of the group.
         settings: Of the run.
-        run: With the measured line; None if something of it is not known.
+        run: With the measured link; None if something of it is not known.
     """
     if run is None:
         return
@@ -124,17 +124,17 @@ def check_transfer_times(
         yield failure(
             "timeout",
             f"{options.timeout:g} s, and a message of {bucket / 2**20:.3g} MiB takes "
-            f"{message_s:.0f} s on this line: no sync would commit",
+            f"{message_s:.0f} s on this link: no sync would commit",
             f"timeout: {2 * message_s:.0f} in all groups, or a smaller bucket_cap_mb",
         )
     heal_s = 8 * STATE_BYTES * run.params / run.link_bits_per_s
     if heal_s > options.timeout / 4 and heal_s > run.round_s:
         yield warning(
             "joining",
-            f"a joiner fetches {STATE_BYTES} bytes a parameter in {heal_s:.0f} s on this line, "
+            f"a joiner fetches {STATE_BYTES} bytes a parameter in {heal_s:.0f} s on this link, "
             f"longer than a round ({run.round_s:.0f} s) and a quarter of timeout="
             f"{options.timeout:g}: it could never catch up",
             f"timeout: {4.5 * heal_s:.0f} in all groups, or a larger sync_every",
         )
     else:
-        yield ok("joining", f"a joiner fetches the state in {heal_s:.1f} s on this line")
+        yield ok("joining", f"a joiner fetches the state in {heal_s:.1f} s on this link")

@@ -18,7 +18,7 @@ from composer_replication.launch.doctor import (
     accelerators,
     composer_traps,
     folders,
-    line,
+    link,
     machine,
     network,
     rounds,
@@ -383,8 +383,8 @@ CASES = {
     "a clock that is ahead": (
         lambda _: network.check_clock(Skewed(-30)), WARNING, "30 s ahead of", "set-ntp true",
     ),
-    "a slow line": (
-        lambda _: line.check_line(line.Line(2e6, 90e6, 0.04)),
+    "a slow link": (
+        lambda _: link.check_link(link.Link(2e6, 90e6, 0.04)),
         WARNING, "2 Mbit/s to the coordinator, 90 from it, round trip 40 ms", "wire_format: fp4",
     ),
     "rounds that wait": (
@@ -446,7 +446,7 @@ def reports(path):
 
 def test_nothing_is_reported_that_no_case_provokes(tmp_path):
     modules = [
-        accelerators, composer_traps, folders, line, machine, network, rounds, settings, versions,
+        accelerators, composer_traps, folders, link, machine, network, rounds, settings, versions,
     ]  # fmt: skip
     files = {module.__file__: Path(module.__file__) for module in modules}
     executed = set()
@@ -525,7 +525,7 @@ WELL = {
     "one network": lambda _: network.check_interfaces("lo", "lo", {"GLOO_SOCKET_IFNAME": "eth,lo"}),
     "a way back": lambda _: network.check_way_back("127.0.0.1", True, lambda *_: ""),
     "the same clock": lambda _: network.check_clock(Skewed(0.2)),
-    "a line": lambda _: line.check_line(line.Line(9e8, 1e9, 0.001)),
+    "a link": lambda _: link.check_link(link.Link(9e8, 1e9, 0.001)),
     "rounds": lambda _: rounds.check_round(run(sync_every=800)),
     "rounds that are nearly long enough": lambda _: rounds.check_round(run(sync_every=500)),
     "timeouts": lambda _: rounds.check_step_times(ReplicaOptions(), 100, 1.0),
@@ -567,28 +567,28 @@ def test_an_architecture_runs_code_of_its_major_version_and_any_earlier_ptx():
     assert not Gpus(architectures=("sm_80", "sm_90")).runs_on((10, 0))
 
 
-def test_a_line_is_measured_by_transfers_that_grow_until_one_takes_long_enough(monkeypatch):
+def test_a_link_is_measured_by_transfers_that_grow_until_one_takes_long_enough(monkeypatch):
     now, sizes = [0.0], []
-    monkeypatch.setattr(line.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(link.time, "monotonic", lambda: now[0])
 
     def transfer(size):
         sizes.append(size)
         now[0] += 0.6 + size / 1e6  # a round trip of 0.6 s, and 8 Mbit/s
 
-    assert line.measured_rate(transfer, 0.6) == pytest.approx(8e6)
+    assert link.measured_rate(transfer, 0.6) == pytest.approx(8e6)
     assert sizes == [2**14, 2**16, 2**18, 2**20]
 
 
 def test_a_transfer_that_takes_no_time_beside_the_round_trip_measures_nothing(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(line.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(link.time, "monotonic", lambda: now[0])
 
     def transfer(size):
         now[0] += (
             0.04 if size < 2**20 else 0.05 + size / 1e8
         )  # quicker than the round trip at first
 
-    assert line.measured_rate(transfer, 0.05) == pytest.approx(8e8)
+    assert link.measured_rate(transfer, 0.05) == pytest.approx(8e8)
 
 
 def test_the_quickest_answer_of_the_clock_counts(monkeypatch):

@@ -15,7 +15,7 @@ from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.doctor import coordinator as checks
 from composer_replication.launch.doctor.coordinator import Found, check_coordinator
-from composer_replication.launch.doctor.line import Line
+from composer_replication.launch.doctor.link import Link
 from composer_replication.launch.doctor.results import State
 from composer_replication.replica.options import ReplicaOptions
 
@@ -38,9 +38,9 @@ def address(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_line(monkeypatch):
+def no_link(monkeypatch):
     """Transfers of up to 16 MiB take a second each, and one test makes them."""
-    monkeypatch.setattr(checks, "measure_line", lambda *_: Line(1e9, 2e9, 0.001))
+    monkeypatch.setattr(checks, "measure_link", lambda *_: Link(1e9, 2e9, 0.001))
 
 
 def asked_by(address, token=TOKEN, named=None, model=None, hostname="127.0.0.1", **options):
@@ -67,7 +67,7 @@ def test_a_group_that_fits_has_nothing_to_fix(address, monkeypatch):
         "peers": "no replica group is in training"
     }
     assert found.info.settings == DiLoCoSettings()
-    assert min(found.line.up, found.line.down) > 1e6 and 0 < found.line.round_trip_s < 1
+    assert min(found.link.up, found.link.down) > 1e6 and 0 < found.link.round_trip_s < 1
 
 
 def refused(address, name, *arguments, **options):
@@ -154,12 +154,12 @@ def test_without_a_token_nobody_is_asked_to_connect_back(tmp_path):
     coordinator.shutdown()
 
 
-def test_a_line_that_breaks_off(address, monkeypatch):
-    def measure_line(*_):
+def test_a_link_that_breaks_off(address, monkeypatch):
+    def measure_link(*_):
         raise ConnectionError("reset by a proxy")
 
-    monkeypatch.setattr(checks, "measure_line", measure_line)
-    value, fix = refused(address, "line")
+    monkeypatch.setattr(checks, "measure_link", measure_link)
+    value, fix = refused(address, "link")
     assert "reset by a proxy" in value and "look for a proxy" in fix
 
 
@@ -188,9 +188,9 @@ def test_a_coordinator_of_an_earlier_version(address, monkeypatch):
     troubles, found = examine(f"http://127.0.0.1:{server.server_port}")
     server.shutdown()
     server.server_close()
-    result = troubles["clock, way back, line"]
+    result = troubles["clock, way back, link"]
     assert result.state is State.WARNING and "Not Found" in result.value
-    assert "install the same version" in result.fix and found.line is None
+    assert "install the same version" in result.fix and found.link is None
 
 
 def test_without_the_extra_the_line_to_install_it_is_the_fix(monkeypatch):

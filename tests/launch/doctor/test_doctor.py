@@ -20,7 +20,7 @@ from composer_replication.launch.doctor import coordinator as coordinator_checks
 from composer_replication.launch.doctor import environment as environment_module
 from composer_replication.launch.doctor import examination
 from composer_replication.launch.doctor.accelerators import Gpus
-from composer_replication.launch.doctor.line import Line
+from composer_replication.launch.doctor.link import Link
 from composer_replication.launch.doctor.versions import Installed
 
 ROOT = Path(__file__).parents[3]
@@ -181,10 +181,10 @@ def test_a_lighthouse_without_a_coordinator(monkeypatch):
     assert asked == ["http://127.0.0.1:1"]
 
 
-def test_the_measured_line_is_planned_with(tmp_path, monkeypatch):
+def test_the_measured_link_is_planned_with(tmp_path, monkeypatch):
     # By hand: 100 M parameters in fp32, 2 groups: 400 MB at 100 Mbit/s are 32 s, and 0.6 s of the
     # host. 100 steps of 0.3 s are 30 s of 62.6, and 95 % are 19 * 32.6 / 0.3 = 2065 steps.
-    monkeypatch.setattr(coordinator_checks, "measure_line", lambda *_: Line(1e8, 1e8, 0.0))
+    monkeypatch.setattr(coordinator_checks, "measure_link", lambda *_: Link(1e8, 1e8, 0.0))
     token = "0123456789abcdef"
     monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", token)
     coordinator = Coordinator(
@@ -204,7 +204,7 @@ def test_the_measured_line_is_planned_with(tmp_path, monkeypatch):
     assert results["way back"]["state"] == "ok"
     assert results["round"]["value"] == "a round of 100 steps trains 48% of its time"
     assert results["round"]["fix"].startswith("sync_every: 2065 for 95%, or wire_format: bfloat16")
-    assert "in 64 s on this line, longer than a round (63 s)" in results["joining"]["value"]
+    assert "in 64 s on this link, longer than a round (63 s)" in results["joining"]["value"]
 
 
 def test_env_has_what_a_bug_report_needs_and_no_secret():

@@ -1,4 +1,4 @@
-"""Measures the line to the coordinator, which stands for that between groups."""
+"""Measures the link to the coordinator, in place of the links between groups."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 3.0
 SIZES = tuple(2**14 * 4**n for n in range(6))
-"""Bytes that are sent to measure the line: 16 KiB to 16 MiB."""
+"""Bytes that are sent to measure the link: 16 KiB to 16 MiB."""
 LONG_ENOUGH_S = 0.4
-"""A transfer that takes as long as this measures the line; a shorter one is repeated with more."""
+"""A transfer that takes as long as this measures the link; a shorter one is repeated with more."""
 SLOWEST_BITS_PER_S = 10e6
-"""A slower line is warned of, whatever the model."""
+"""A slower link is warned of, whatever the model."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A measured line: bits per second in each direction, and seconds of a round trip."""
+class Link:
+    """A measured link: bits per second in each direction, and seconds of a round trip."""
 
     up: float
     down: float
     round_trip_s: float
 
 
-def measure_line(client: CoordinatorClient, address: str) -> Line:
-    """Measure the line to the coordinator, in a few seconds.
+def measure_link(client: CoordinatorClient, address: str) -> Link:
+    """Measure the link to the coordinator, in a few seconds.
 
     Raises:
         ValueError: The coordinator refuses.
         OSError: It does not answer, or a transfer breaks off.
     """
-    # A line that compresses would look faster with other bytes than random ones.
+    # A link that compresses would look faster with other bytes than random ones.
     content, trip_s = os.urandom(SIZES[-1]), round_trip(address)
     up = measured_rate(lambda size: client.send_bytes(content[:size]), trip_s)
-    return Line(up, measured_rate(client.receive_bytes, trip_s), trip_s)
+    return Link(up, measured_rate(client.receive_bytes, trip_s), trip_s)
 
 
 def round_trip(address: str) -> float:
@@ -63,7 +63,7 @@ def round_trip(address: str) -> float:
 
 
 def measured_rate(transfer: Callable[[int], None], round_trip_s: float) -> float:
-    """Bits per second of a line, by transfers that grow until one takes long enough.
+    """Bits per second of a link, by transfers that grow until one takes long enough.
 
     Args:
         transfer: Transfers so many bytes.
@@ -80,17 +80,17 @@ def measured_rate(transfer: Callable[[int], None], round_trip_s: float) -> float
     return rate
 
 
-def check_line(line: Line) -> Iterator[Result]:
-    """The measured line; whether it is fast enough depends on the model, see ``check_round``."""
+def check_link(link: Link) -> Iterator[Result]:
+    """The measured link; whether it is fast enough depends on the model, see ``check_round``."""
     value = (
-        f"{_mbit(line.up)} Mbit/s to the coordinator, {_mbit(line.down)} from it, round trip "
-        f"{1e3 * line.round_trip_s:.3g} ms"
+        f"{_mbit(link.up)} Mbit/s to the coordinator, {_mbit(link.down)} from it, round trip "
+        f"{1e3 * link.round_trip_s:.3g} ms"
     )
-    if min(line.up, line.down) < SLOWEST_BITS_PER_S:
+    if min(link.up, link.down) < SLOWEST_BITS_PER_S:
         fix = "look for a limit on the way; otherwise large sync_every and wire_format: fp4"
-        yield warning("line", value, fix)
+        yield warning("link", value, fix)
     else:
-        yield ok("line", value)
+        yield ok("link", value)
 
 
 def _mbit(bits_per_s: float) -> str:
