@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from composer_replication.callback.run_folder import (
-    CONFIG,
-    METRICS,
-    RESULT,
-    log_path,
-    make_run_folder,
-)
-from composer_replication.callback.words import format_duration, plural
+from composer_replication.callback.run_folder import CONFIG, make_run_folder
 from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
@@ -31,14 +24,8 @@ from composer_replication.launch.display import Display
 from composer_replication.launch.errors import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.group_process import environment, place
 from composer_replication.launch.job import Job, check_launch
+from composer_replication.launch.outcome import conclude, explain_failure
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
-from composer_replication.launch.report import write_report
-from composer_replication.launch.run_record import (
-    describe,
-    last_lines,
-    read_run,
-    write_summary,
-)
 from composer_replication.launch.run_token import TOKEN_FILE, write_token_file
 from composer_replication.launch.start_watch import StartWatch
 from composer_replication.launch.supervision import (
@@ -129,17 +116,10 @@ def launch_groups(
     with Interrupts() as interrupts:
         try:
             with ReplicaGroups(run_dir, interrupts) as groups:
-
-                def start(replica_id: int) -> None:
-                    # Without this a restarted group would be rejected as a duplicate until its
-                    # predecessor's heartbeats have timed out.
-                    coordinator.group_has_ended(replica_id)
-                    environ = environment(replica_id, replicas, job.nproc, coordinator)
-                    environ |= place(replica_id, run_dir, hang_timeout_s)
-                    environ |= {TOKEN: ",".join(tokens), **job.environ}
-                    groups.start(replica_id, job.command(run_dir, replica_id), environ)
-
                 ids = range(replicas)
+                start = _GroupStarter(
+                    groups, job, run_dir, coordinator, replicas, hang_timeout_s, tokens
+                )
                 supervisor = Supervisor(
                     groups,
                     run_dir,
@@ -156,27 +136,38 @@ def launch_groups(
                 starts = StartWatch(run_dir, ids, group.start_timeout_s, job.advice, say)
                 failed = _watch(supervisor, display, starts, fault_injector)
                 for replica_id, status in failed.items():
-                    _explain_failure(run_dir, replica_id, status)
+                    explain_failure(run_dir, replica_id, status)
                 if interrupts.count:
                     console.print("Stopping the groups; Ctrl-C again kills them at once")
         finally:
             coordinator.shutdown()
-    if failed or interrupts.count:
-        is_bad_input = BAD_INPUT in failed.values()
-        return BAD_INPUT if is_bad_input else FAILED if failed else INTERRUPTED
-    given_up = [id for id, record in supervisor.records.items() if record.is_given_up]
-    if given_up:
-        _print_error(
-            f"Replica groups {', '.join(map(str, given_up))} died while the others finished, and "
-            "could not rejoin in time. The others' global parameters are complete"
-        )
-    left_out = {id: r.deaths[-1] for id, r in supervisor.records.items() if r.is_left_out}
-    finished = [id for id in range(replicas) if id not in given_up and id not in left_out]
-    seconds = time.monotonic() - began
-    status = finish(run_dir, finished, seconds, supervisor.restarts, job.advice)
-    for replica_id, exit_status in left_out.items():
-        _explain_failure(run_dir, replica_id, exit_status, "the others went on without it")
-    return FAILED if left_out else status
+    if failed:
+        return BAD_INPUT if BAD_INPUT in failed.values() else FAILED
+    if interrupts.count:
+        return INTERRUPTED
+    return conclude(run_dir, supervisor, time.monotonic() - began, job.advice)
+
+
+@dataclass(frozen=True)
+class _GroupStarter:
+    """Starts a group, for the first time or again, by its id."""
+
+    groups: ReplicaGroups
+    job: Job
+    run_dir: Path
+    coordinator: Coordinator
+    replicas: int
+    hang_timeout_s: float
+    tokens: Sequence[str]
+
+    def __call__(self, replica_id: int) -> None:
+        # Without this a restarted group would be rejected as a duplicate until its predecessor's
+        # heartbeats have timed out.
+        self.coordinator.group_has_ended(replica_id)
+        environ = environment(replica_id, self.replicas, self.job.nproc, self.coordinator)
+        environ |= place(replica_id, self.run_dir, self.hang_timeout_s)
+        environ |= {TOKEN: ",".join(self.tokens), **self.job.environ}
+        self.groups.start(replica_id, self.job.command(self.run_dir, replica_id), environ)
 
 
 def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
@@ -209,68 +200,3 @@ def _watch(
 
     with display:
         return supervisor.watch(show)
-
-
-def finish(
-    run_dir: Path,
-    finished: Sequence[int],
-    seconds: float,
-    restarts: Mapping[str, int],
-    advice: str = "",
-) -> int:
-    """Write the summary and the picture, and print the result.
-
-    Args:
-        run_dir: The run's folder.
-        finished: Ids of the groups that trained to the end.
-        seconds: Duration of the run.
-        restarts: How often each group was started again, by its id.
-        advice: What is probably wrong with a group that has no result. Empty: nobody knows.
-
-    Returns:
-        An exit status: 1 if a result is missing or the groups ended with different parameters, else
-        0.
-    """
-    run = read_run(run_dir)
-    missing = [id for id in finished if str(id) not in run.results]
-    if missing:
-        _print_error(f"{log_path(run_dir, missing[0]).parent}/{RESULT} is missing")
-        _explain_failure(run_dir, missing[0], 0)
-        if advice:
-            _print_error(advice)
-        return FAILED
-    write_summary(run, restarts)
-    try:
-        picture = write_report(run_dir)
-    except ValueError as error:
-        _print_error(str(error))
-        return FAILED
-    rows = describe(run)
-    if any(restarts.values()):
-        each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in restarts.items() if n)
-        rows.append(("started again", each))
-    rows += [("time", format_duration(seconds)), ("picture", str(picture))]
-    for name, value in [*rows, ("all files", str(run_dir))]:
-        print(f"{name:<24}{value}")
-    if len(set(run.digests.values())) > 1:
-        _print_error(
-            "The groups ended with different global parameters, so their last syncs differ. "
-            f"Compare diloco/num_participants at the end of replica_<id>/{METRICS}"
-        )
-        return FAILED
-    return 0
-
-
-def _explain_failure(
-    run_dir: Path, replica_id: int, status: int, consequence: str = "the run is stopped"
-) -> None:
-    end = f"ended with exit status {status}"
-    if status < 0:
-        end = f"was ended by {signal.Signals(-status).name}"
-    path = log_path(run_dir, replica_id)
-    _print_error(f"Replica group {replica_id} {end}, so {consequence}. {path} ends with:")
-    _print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
-
-
-def _print_error(text: str) -> None:
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from composer_replication.callback.run_folder import CONFIG, make_run_folder
 from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.display import Display
-from composer_replication.launch.launcher import finish
+from composer_replication.launch.outcome import finish
 from composer_replication.training.config import save_config
 
 

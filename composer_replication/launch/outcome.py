@@ -1,0 +1,110 @@
+"""What a launch prints at its end: the result, or why groups have failed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from composer_replication.callback.run_folder import METRICS, RESULT, log_path
+from composer_replication.callback.words import format_duration, plural
+from composer_replication.launch.errors import FAILED
+from composer_replication.launch.report import write_report
+from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
+from composer_replication.launch.supervision import Supervisor
+
+
+def conclude(run_dir: Path, supervisor: Supervisor, seconds: float, advice: str = "") -> int:
+    """Print the result of a run whose groups have all ended, and which of them failed on the way.
+
+    Args:
+        run_dir: The run's folder.
+        supervisor: Has watched the groups.
+        seconds: Duration of the run.
+        advice: As for ``finish``.
+
+    Returns:
+        An exit status: 1 if a group was left out, or for what ``finish`` returns 1, else 0.
+    """
+    records = supervisor.records
+    given_up = [id for id, record in records.items() if record.is_given_up]
+    if given_up:
+        print_error(
+            f"Replica groups {', '.join(map(str, given_up))} died while the others finished, and "
+            "could not rejoin in time. The others' global parameters are complete"
+        )
+    left_out = {id: record.deaths[-1] for id, record in records.items() if record.is_left_out}
+    finished = [id for id in records if id not in given_up and id not in left_out]
+    status = finish(run_dir, finished, seconds, supervisor.restarts, advice)
+    for replica_id, exit_status in left_out.items():
+        explain_failure(run_dir, replica_id, exit_status, "the others went on without it")
+    return FAILED if left_out else status
+
+
+def finish(
+    run_dir: Path,
+    finished: Sequence[int],
+    seconds: float,
+    restarts: Mapping[str, int],
+    advice: str = "",
+) -> int:
+    """Write the summary and the picture, and print the result.
+
+    Args:
+        run_dir: The run's folder.
+        finished: Ids of the groups that trained to the end.
+        seconds: Duration of the run.
+        restarts: How often each group was started again, by its id.
+        advice: What is probably wrong with a group that has no result. Empty: nobody knows.
+
+    Returns:
+        An exit status: 1 if a result is missing or the groups ended with different parameters, else
+        0.
+    """
+    run = read_run(run_dir)
+    missing = [id for id in finished if str(id) not in run.results]
+    if missing:
+        print_error(f"{log_path(run_dir, missing[0]).parent}/{RESULT} is missing")
+        explain_failure(run_dir, missing[0], 0)
+        if advice:
+            print_error(advice)
+        return FAILED
+    write_summary(run, restarts)
+    try:
+        picture = write_report(run_dir)
+    except ValueError as error:
+        print_error(str(error))
+        return FAILED
+    rows = describe(run)
+    if any(restarts.values()):
+        each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in restarts.items() if n)
+        rows.append(("started again", each))
+    rows += [("time", format_duration(seconds)), ("picture", str(picture))]
+    for name, value in [*rows, ("all files", str(run_dir))]:
+        print(f"{name:<24}{value}")
+    if len(set(run.digests.values())) > 1:
+        print_error(
+            "The groups ended with different global parameters, so their last syncs differ. "
+            f"Compare diloco/num_participants at the end of replica_<id>/{METRICS}"
+        )
+        return FAILED
+    return 0
+
+
+def explain_failure(
+    run_dir: Path, replica_id: int, status: int, consequence: str = "the run is stopped"
+) -> None:
+    """Print how a group ended, what follows from it, and the last lines of its log."""
+    end = f"ended with exit status {status}"
+    if status < 0:
+        end = f"was ended by {signal.Signals(-status).name}"
+    path = log_path(run_dir, replica_id)
+    print_error(f"Replica group {replica_id} {end}, so {consequence}. {path} ends with:")
+    print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
+
+
+def print_error(text: str) -> None:
+    """Print a text in red on stderr."""
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
