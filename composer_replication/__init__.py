@@ -65,7 +65,7 @@ def named_extra(who: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
 def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package: a public name is imported when it is asked for.
 
-    torch takes a second to import and Composer several, and the command refuses a bad config before
+    torch takes a second to import and Composer several, and the command rejects a bad config before
     that. Without an extra, the names that do not need it are there.
 
     Args:

@@ -274,8 +274,8 @@ def certificates(
     print(f"{folder}: certificate valid until {until:%Y-%m-%d}")
     print(f"Set COMPOSER_REPLICATION_TLS_DIR={folder} for a group, launch and the coordinator.")
     print(
-        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: whoever has this key can "
-        "join the run, so keep it on one machine."
+        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: everybody who has this "
+        "key can join the run, so keep it on one machine."
     )
 
 

@@ -129,7 +129,7 @@ class RunInfo:
         """Compare what is installed here with what the coordinator runs on.
 
         Raises:
-            RejectedByCoordinatorError: A version differs, so registration would be refused.
+            RejectedByCoordinatorError: A version differs, so registration would be rejected.
         """
         for name, own, run in (
             ("composer_replication", __version__, self.version),
@@ -150,7 +150,7 @@ class CoordinatorClient(CoordinatorHttp):
     """The coordinator's requests as methods. Arguments: see ``CoordinatorHttp``.
 
     Every method raises ``CoordinatorAwayError`` if nobody has answered for ``retry_s``, and
-    ``RejectedByCoordinatorError`` with the reason if the coordinator refuses.
+    ``RejectedByCoordinatorError`` with the reason if the coordinator rejects.
     """
 
     def info(self) -> RunInfo:

@@ -30,7 +30,7 @@ class CoordinatorAwayError(ConnectionError):
 
 
 class RejectedByCoordinatorError(ValueError):
-    """The coordinator refuses a request; the message says why."""
+    """The coordinator rejects a request; the message says why."""
 
 
 class NameTakenError(RejectedByCoordinatorError):
@@ -133,7 +133,7 @@ class CoordinatorHttp:
 
         Raises:
             CoordinatorAwayError: There is no such answer.
-            RejectedByCoordinatorError: The coordinator refuses; ``NameTakenError`` for status 409.
+            RejectedByCoordinatorError: The coordinator rejects; ``NameTakenError`` for status 409.
         """
         return self._checked(self._send(method, path, json=body), fields)
 
@@ -162,7 +162,7 @@ class CoordinatorHttp:
         detail = answer.get("detail") if isinstance(answer, dict) else None
         if response.is_client_error and detail is not None:
             refusal = NameTakenError if response.status_code == 409 else RejectedByCoordinatorError
-            raise refusal(f"the coordinator at {self.address} refuses: {detail}")
+            raise refusal(f"the coordinator at {self.address} rejects: {detail}")
         if response.is_success and isinstance(answer, dict) and _has_fields(answer, fields):
             return answer
         raise CoordinatorAwayError(

@@ -39,7 +39,7 @@ def ask_for_run(options: ReplicaOptions) -> RunInfo:
     Raises:
         CoordinatorAwayError: It does not answer.
         SettingsMismatch: It lacks a setting that this version has, or the other way round.
-        ValueError: It refuses the token, or this group would look dead to it between two
+        ValueError: It rejects the token, or this group would look dead to it between two
             heartbeats.
     """
     client = client_of(options)
@@ -73,7 +73,7 @@ class Membership:
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.
-        RejectedByCoordinatorError: It refuses; the message says why.
+        RejectedByCoordinatorError: It rejects; the message says why.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Membership:
             self._newest_version = client.heartbeat(self.replica_id, progress)
         except RejectedByCoordinatorError as error:
             # The coordinator has lost its state, or another group has this one's name. In the
-            # latter case it refuses the registration too.
+            # latter case it rejects the registration too.
             self._newest_version = client.register(self._registration)
             log.warning("Registered again: %s", error)
 

@@ -41,7 +41,7 @@ def pseudo_gradient(
     optimizer it walks back uphill with a learning rate of 0.7, loses more each round the more the
     groups have learnt, and still commits every sync with equal digests everywhere: nothing but the
     loss tells. torchft had it reversed (its pull request 233), and code written then compensates
-    with ``SGD(maximize=True)``. Both together ascend, so ``check_sign`` refuses the latter.
+    with ``SGD(maximize=True)``. Both together ascend, so ``check_sign`` rejects the latter.
     """
     return torch.sub(global_parameter, local_parameter.to(global_parameter.dtype), out=into)
 

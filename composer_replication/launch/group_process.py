@@ -61,7 +61,9 @@ def per_rank(command: list[str], nproc: int | None, folder: Path) -> list[str]:
     ]
 
 
-def place(replica_id: str | int, run_dir: Path, hang_timeout_s: float) -> dict[str, str]:
+def group_environment(
+    replica_id: str | int, run_dir: Path, hang_timeout_s: float
+) -> dict[str, str]:
     """The environment variables that a replica group needs on any machine.
 
     Args:
@@ -78,7 +80,7 @@ def place(replica_id: str | int, run_dir: Path, hang_timeout_s: float) -> dict[s
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without a place in a job, which a group would take for its own."""
+    """The environment without the ranks of another job, which a group would take for its own."""
     return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
 
 

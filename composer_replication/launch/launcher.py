@@ -22,7 +22,7 @@ from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.coordinator_command import settings_of, tls_dir_of
 from composer_replication.launch.display import Display
 from composer_replication.launch.errors import BAD_INPUT, FAILED, INTERRUPTED
-from composer_replication.launch.group_process import environment, place
+from composer_replication.launch.group_process import environment, group_environment
 from composer_replication.launch.job import Job, check_launch
 from composer_replication.launch.outcome import conclude, explain_failure
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
@@ -165,7 +165,7 @@ class _GroupStarter:
         # heartbeats have timed out.
         self.coordinator.group_has_ended(replica_id)
         environ = environment(replica_id, self.replicas, self.job.nproc, self.coordinator)
-        environ |= place(replica_id, self.run_dir, self.hang_timeout_s)
+        environ |= group_environment(replica_id, self.run_dir, self.hang_timeout_s)
         environ |= {TOKEN: ",".join(self.tokens), **self.job.environ}
         self.groups.start(replica_id, self.job.command(self.run_dir, replica_id), environ)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from composer_replication.callback.run_folder import log_path
 from composer_replication.launch.errors import INTERRUPTED
-from composer_replication.launch.group_process import place, without_ranks
+from composer_replication.launch.group_process import group_environment, without_ranks
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.launch.start_watch import StartWatch
 from composer_replication.launch.supervision import Supervisor
@@ -81,7 +81,7 @@ def run_group(
         groups = opened.enter_context(ReplicaGroups(None, interrupts))
         # A command that starts its own ranks may need what an engine says about its nodes.
         inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
-        variables = inherited | place(replica_id, folder, hang_timeout_s)
+        variables = inherited | group_environment(replica_id, folder, hang_timeout_s)
 
         def start(replica_id: ReplicaId) -> None:
             groups.start(replica_id, group_command(command, nproc, folder, replica_id), variables)

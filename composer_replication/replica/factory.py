@@ -203,13 +203,15 @@ def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:
     if tokens:
         return tokens
     if env.no_token:
-        log.warning("%s is set: whoever reaches the lighthouse can take this run's state", NO_TOKEN)
+        log.warning(
+            "%s is set: everybody who reaches the lighthouse can take this run's state", NO_TOKEN
+        )
     elif not is_loopback(urlsplit(lighthouse_addr).hostname or ""):
         raise ValueError(
-            f"{TOKEN} is not set, and whoever reaches the lighthouse at {lighthouse_addr} could "
-            f"take this run's state and change its model. In all groups `export {TOKEN}=...` the "
-            f"same secret, for example of `openssl rand -hex 16`, or `export {NO_TOKEN}=1` if only "
-            "people you trust can reach them"
+            f"{TOKEN} is not set, and everybody who reaches the lighthouse at {lighthouse_addr} "
+            f"could take this run's state and change its model. In all groups `export {TOKEN}=...` "
+            f"the same secret, for example of `openssl rand -hex 16`, or `export {NO_TOKEN}=1` if "
+            "only people you trust can reach them"
         )
     return ()
 

@@ -71,7 +71,7 @@ class ReplicaManager(InterruptibleManager):
         **arguments: torchft's own (``Manager.__init__``).
 
     Raises:
-        ValueError: ``pg`` is a process group of torch's own, or torchft's Manager refuses it.
+        ValueError: ``pg`` is a process group of torch's own, or torchft's Manager rejects it.
     """
 
     LOG_EVERY_S = 30.0

@@ -6,7 +6,7 @@ Faked: the cores and GPUs of the machine, by what names them; the coordinator's 
 import os
 import sys
 
-from composer_replication.launch.group_process import environment, place, train_command
+from composer_replication.launch.group_process import environment, group_environment, train_command
 
 
 def test_several_processes_start_under_composers_launcher(tmp_path):
@@ -53,8 +53,8 @@ def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(monkey
     assert environment(1, 2, 2, Addresses())["OMP_NUM_THREADS"] == "5"
 
 
-def test_a_group_is_told_its_place(tmp_path):
-    assert place("site-a", tmp_path, 15.0) == {
+def test_a_group_gets_its_id_and_its_folder_from_the_environment(tmp_path):
+    assert group_environment("site-a", tmp_path, 15.0) == {
         "REPLICA_GROUP_ID": "site-a",
         "COMPOSER_REPLICATION_RUN_DIR": str(tmp_path),
         "COMPOSER_REPLICATION_HANG_TIMEOUT_S": "15",

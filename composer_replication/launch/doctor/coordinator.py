@@ -92,7 +92,7 @@ def check_coordinator(member: Member, found: Found) -> Iterator[Result]:
 
 
 def _compare(info: RunInfo, member: Member) -> Iterator[Result]:
-    """What a registration would be refused for."""
+    """What a registration would be rejected for."""
     address = str(member.options.coordinator_addr)
     checks: dict[str, Callable[[], None]] = {
         "run's versions": info.check_versions,

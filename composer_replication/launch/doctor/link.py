@@ -37,7 +37,7 @@ def measure_link(client: CoordinatorClient, address: str) -> Link:
     """Measure the link to the coordinator, in a few seconds.
 
     Raises:
-        ValueError: The coordinator refuses.
+        ValueError: The coordinator rejects.
         OSError: It does not answer, or a transfer breaks off.
     """
     # A link that compresses would look faster with other bytes than random ones.

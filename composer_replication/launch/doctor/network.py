@@ -177,7 +177,7 @@ def check_way_back(
         why_unreached: Asks the coordinator to connect to a name and port, and to read a proof.
 
     Raises:
-        ValueError: The coordinator refuses.
+        ValueError: The coordinator rejects.
         ConnectionError: It does not answer.
     """
     proof = secrets.token_hex(16)
