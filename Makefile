@@ -1,4 +1,5 @@
-# make train: install, then train two replica groups on this machine. make test: install, then test.
+# make train: install, then train two replica groups on this machine.
+# make test: install, then test. make test-alone: the tests that measure time in seconds.
 # make check: lint, types and the quick tests, in a minute.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
 # make test-ray: the test of the example for Ray Train.
@@ -13,7 +14,7 @@ TORCH_NEW := .venv-torch-new
 # Where Python may not keep what it compiles, each of some hundred processes compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check check-tests gpu-check lint test-torch-new test-llmfoundry test-ray clean
+.PHONY: train test test-alone check check-tests gpu-check lint test-torch-new test-llmfoundry test-ray clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
@@ -21,13 +22,16 @@ train: $(VENV)/.installed
 # Two workers a core: most tests wait for other processes.
 WORKERS ?= $(shell expr 2 \* $$(nproc))
 PYTEST := $(BIN)/python -m pytest
-# Tests that measure time run apart from those that compute, two at a time.
 test: $(VENV)/.installed-dev
-test-torch-new: $(TORCH_NEW)/.installed
-test-torch-new: PYTEST := $(TORCH_NEW)/bin/python -m pytest -rs
-test test-torch-new:
 	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone'
-	$(PYTEST) -n 2 --dist worksteal -m alone
+
+# What measures time runs apart from what computes. Three at a time, they mostly wait.
+test-alone: $(VENV)/.installed-dev
+	$(PYTEST) -n 3 --dist worksteal -m alone
+
+test-torch-new: $(TORCH_NEW)/.installed
+	$(MAKE) --no-print-directory -o $(VENV)/.installed-dev test test-alone \
+		PYTEST='$(TORCH_NEW)/bin/python -m pytest -rs'
 
 # What starts no group, and is quick; beside it, lint.
 check: $(VENV)/.installed-dev

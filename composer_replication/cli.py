@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -101,9 +102,13 @@ def train(config: Config, overrides: Overrides = None) -> None:
     ignore_output_errors()
     checked = load_config(config, overrides or [])
     check_group(checked)
-    # Imported here: it takes seconds, and errors in the input should be printed before.
+    # Imported here: it takes seconds, and errors in the input should be printed before. The
+    # garbage collector would take one of them, to find that a million objects are all in use.
+    gc.disable()
     from composer_replication.training.trainer import train as run
 
+    gc.freeze()
+    gc.enable()
     run(checked)
 
 
