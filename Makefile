@@ -1,6 +1,6 @@
 # make train: install, then train two replica groups on this machine.
 # make test: install, then test. make test-alone: the tests that measure time in seconds.
-# make check: lint, types and the quick tests, in a minute.
+# make check: lint, types and the quick tests, in 90 s on two cores.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
 # make test-ray: the test of the example for Ray Train.
 # make gpu-check: the tests and benchmarks that need a GPU.

@@ -120,6 +120,7 @@ def test_the_core_depends_on_what_it_imports_and_on_no_more():
     assert found == distributions(PROJECT["dependencies"])
 
 
+@pytest.mark.slow
 def test_every_other_module_is_brought_by_the_extra_that_is_named():
     everything = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
     beyond_core = others_modules(everything) - others_modules(CORE)
@@ -236,6 +237,7 @@ def test_without_its_extra_the_command_says_which():
         ("simulate examples/image_classifier.yaml run_dir={tmp}/run", "hydra", "launch"),
     ],
 )
+@pytest.mark.slow
 def test_a_command_without_its_extra_says_which(tmp_path, command, missing, extra):
     result = run(COMMAND, *command.format(tmp=tmp_path).split(), hidden={missing})
     needed = "Composer" if missing == "composer" else missing

@@ -146,6 +146,7 @@ def test_what_is_in_flight_is_formed_anew_if_a_part_of_it_was_not_loaded(tmp_pat
 
 
 @pytest.mark.parametrize("wire_format", ["float32", "int8"])
+@pytest.mark.slow
 def test_groups_that_are_given_the_same_new_head_go_on_together(tmp_path, wire_format):
     diloco = HEAD_FIRST | {"wire_format": wire_format}
     train_and_save(tmp_path, diloco=diloco, max_duration="7ba", interval="7ba")

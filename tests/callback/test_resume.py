@@ -217,6 +217,7 @@ def test_the_result_of_any_job_has_its_last_evaluation(tmp_path, interval):
     assert reported == written == {"MeanSquaredError": seen}
 
 
+@pytest.mark.slow
 def test_training_is_bitwise_the_same_with_and_without_evaluations():
     def replica(sim, interval):
         losses = Losses()
@@ -298,6 +299,7 @@ def test_after_the_fit_evaluators_and_savers_see_the_global_weights(tmp_path, fi
 
 
 @pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
+@pytest.mark.slow
 def test_a_run_whose_end_is_put_off_goes_on_as_if_it_had_never_ended(tmp_path, diloco):
     # Saved before the final sync, which the longer run does not have there.
     whole = train_and_save(tmp_path / "whole", diloco=diloco, max_duration="13ba")
@@ -352,6 +354,7 @@ def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(
                     assert same(value, resumed[key]), (start, batch, key)
 
 
+@pytest.mark.slow
 def test_auto_in_a_resumed_group_is_what_the_run_began_with_whatever_num_replicas_says(tmp_path):
     auto = {"outer_lr": "auto", "outer_momentum": "auto"}
     train_and_save(tmp_path, diloco=auto, num_replicas=2)
@@ -389,6 +392,7 @@ def test_a_checkpoint_that_has_the_manager_s_step_still_loads(tmp_path):
     assert callback.result["outer_steps"] == 3
 
 
+@pytest.mark.slow
 def test_groups_that_have_waited_long_for_others_take_over_from_a_newer_checkpoint(tmp_path):
     train_and_save(tmp_path, num_replicas=3, max_duration="12ba")
     have_waited = threading.Event()

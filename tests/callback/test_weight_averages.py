@@ -204,6 +204,7 @@ def test_ema_is_of_global_weights_and_leaves_training_alone_at_all_intervals(
 
 
 @pytest.mark.parametrize("batches", [4, 5])
+@pytest.mark.slow
 def test_ema_that_is_updated_at_the_end_of_an_epoch_is_so_too(tmp_path, batches):
     # The checkpoint of the epoch's last batch has left EMA's weights in the model by then.
     ema = EMA(half_life="1ep", update_interval="1ep")
@@ -424,6 +425,7 @@ class Swap(Callback):
 @pytest.mark.parametrize("outer", [{}, PLAIN], ids=["default", "plain"])
 @pytest.mark.parametrize("sync_every", [3, 5])
 @pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.slow
 def test_swa_to_the_end_leaves_the_average_of_global_weights(num_replicas, sync_every, outer):
     def replica(sim):
         swa = SWA(swa_start="0.3dur", swa_end="1dur", update_interval="1ba")

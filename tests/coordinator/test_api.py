@@ -223,6 +223,7 @@ def test_a_config_that_has_changed_is_a_new_version_where_groups_can_adopt_it(tm
 
 @pytest.mark.parametrize("sync_every", [30, 100])
 @pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.slow
 def test_auto_is_chosen_once_for_the_run_and_kept(tmp_path, clock, groups, sync_every):
     def serve(replicas, **changes):
         auto = {"sync_every": sync_every, "outer_lr": "auto", "outer_momentum": "auto"} | changes
@@ -484,6 +485,7 @@ def test_a_full_disk_is_told_as_such(tmp_path, clock):
 # ---- the boundary ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_heartbeats_are_answered_while_the_disk_stands_still(client, tmp_path):
     """Also when as many other requests wait for it as there are threads."""
     database = client.app_state["database"]

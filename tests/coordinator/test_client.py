@@ -144,6 +144,7 @@ def wait_until(condition) -> None:
 
 
 @pytest.mark.parametrize("odd", ODD)
+@pytest.mark.slow
 def test_what_is_not_the_coordinators_json_is_no_answer(service, odd):
     client = CoordinatorClient(service.address, "secret", retry_s=0.0)
     service.answer = ODD[odd]
@@ -163,6 +164,7 @@ def test_what_is_not_the_coordinators_json_is_no_answer(service, odd):
 
 
 @pytest.mark.parametrize("odd", ODD)
+@pytest.mark.slow
 def test_heartbeats_and_reports_go_on_after_an_odd_answer(service, member_of, odd):
     member = member_of()
     service.answer = ODD[odd]
@@ -208,6 +210,7 @@ def test_each_attempt_of_a_report_says_how_old_the_sync_is_by_then(service):
     assert len(ages) >= 2 and all(b - a >= 0.1 for a, b in zip(ages, ages[1:], strict=False))
 
 
+@pytest.mark.slow
 def test_a_database_that_stands_still_delays_no_heartbeat_past_the_limit(service, member_of):
     member = member_of()
     service.hangs = "/v1/commits"

@@ -87,6 +87,7 @@ def keys(node, path=()):
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS)
+@pytest.mark.slow
 def test_each_misspelt_key_is_found(manifest):
     paths = list(keys(manifest))
     assert len(paths) > 5

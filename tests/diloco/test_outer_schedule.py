@@ -117,6 +117,7 @@ def test_without_a_row_that_applies_a_schedule_changes_no_bit():
 
 
 @pytest.mark.parametrize("at", range(3, 17))
+@pytest.mark.slow
 def test_a_resume_goes_on_in_the_row_in_which_it_stopped(at):
     def whole(sim):
         replica, saved = Replica(sim), {}

@@ -47,6 +47,7 @@ def summed(globals_, deltas, weights):
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
+@pytest.mark.slow
 def test_every_bit_is_that_of_torch(outer, dtype, alpha):
     model = Model(dtype)
     assert not model.conv.weight.is_contiguous()

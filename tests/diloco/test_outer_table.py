@@ -170,6 +170,7 @@ def test_a_joiner_is_refused_for_a_number_that_it_names():
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.slow
 def test_a_resume_with_another_number_of_groups_keeps_it_and_a_number_changes_it(groups, caplog):
     before = simulate(lambda sim: train(sim, 40, sync_every=30), num_replicas=groups)
     others = {2: 8, 4: 8, 8: 2}[groups]

@@ -262,6 +262,7 @@ def test_settings_that_the_state_does_not_allow_are_refused_with_both_values(cha
         simulate(lambda sim: resume(sim, saved, 7, STREAMING | changed), num_replicas=1)
 
 
+@pytest.mark.slow
 def test_two_groups_that_resume_with_different_settings_find_out_before_they_train():
     settings = {"sync_every": 4, "start_timeout_s": 1.0}
     _, saved = run_whole(settings)
@@ -315,6 +316,7 @@ def test_a_group_with_nothing_in_a_run_that_has_begun_refuses_when_all_are_there
         simulate(replica, num_replicas=2)
 
 
+@pytest.mark.slow
 def test_one_group_that_must_not_begin_holds_back_one_that_might():
     def replica(sim):
         why = WHY if sim.replica_id == 0 else None
@@ -349,6 +351,7 @@ def test_a_group_that_must_not_begin_joins_one_that_has_the_state():
     assert first == second and first[-1][0] < 10.0
 
 
+@pytest.mark.slow
 def test_groups_that_resume_wait_for_each_other():
     # The first would otherwise train by itself, and so would the second, without a word.
     def replica(sim):

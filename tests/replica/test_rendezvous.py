@@ -58,6 +58,7 @@ def test_one_that_cannot_tells_all_whomever_it_cannot_reach(boards, declining, c
     assert seconds < 5
 
 
+@pytest.mark.slow
 def test_one_that_never_answers_is_named(boards):
     with ThreadPoolExecutor(2) as pool:
         waits = [rendezvous(boards, name, limit_s=0.5).wait_for_all for name in NAMES[:2]]

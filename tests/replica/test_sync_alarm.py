@@ -39,6 +39,7 @@ def stays_silent(alarms, seconds=0.6):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_one_member_tells_all_and_no_other_connection(board):
     one, another = members(board, 1), members(board, 2)
     stays_silent([*one, *another])

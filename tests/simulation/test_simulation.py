@@ -62,6 +62,7 @@ def test_an_exception_in_one_replica_ends_all_and_says_which():
     assert isinstance(e.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.slow
 def test_a_peer_that_never_comes_is_a_timeout():
     def replica(sim):
         if sim.replica_id == 0:

@@ -23,6 +23,7 @@ def test_the_five_configs_are_there():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_config_builds_its_trainer_and_splits_its_model(path):
     config = load_config(path, SMALL)
 

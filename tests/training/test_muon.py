@@ -337,6 +337,7 @@ def test_a_scheduler_of_composer_scales_both_kinds_of_groups():
 
 
 @pytest.mark.parametrize("settings", [{"sync_every": 4}, STREAMING])
+@pytest.mark.slow
 def test_two_groups_end_equal_and_one_that_is_resumed_in_mid_round_is_the_same(tmp_path, settings):
     job = {"optimizer": muon, "diloco": settings, "max_duration": "10ba"}
 
@@ -451,6 +452,7 @@ def config(tmp_path):
     return lambda *overrides: load_config(path, overrides)
 
 
+@pytest.mark.slow
 def test_a_config_names_it_and_the_loss_falls(config):
     one, other = simulate_replicas(config(), num_replicas=2)
     assert one["global_digest"] == other["global_digest"]

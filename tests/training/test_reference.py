@@ -44,6 +44,7 @@ def reference(tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_it_is_shown_for_that_text_and_as_many_tokens_of_all_groups(reference):
     tokens = 4 * 2 * 2 * 16  # steps, samples of a group, groups, bytes
     assert reference(tokens) == {2.5}

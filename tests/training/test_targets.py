@@ -233,6 +233,7 @@ main()
     ("model._target_=here.Modle", "Error: model: here has no 'Modle': did you mean here.Model?\n"),
     ("optimizer.lrr=1", "Error: optimizer has no 'lrr': did you mean 'lr'? Allowed: "),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_the_command_answers_before_it_starts_or_imports_anything(tmp_path, override, message):
     """In the folder that it is started in, whose modules it finds."""
     (tmp_path / "here.py").write_text("import torch\nclass Model(torch.nn.Module): ...\n")

@@ -92,6 +92,7 @@ def test_every_group_takes_over_the_same_bits_and_nothing_is_lost(wire_format, g
 
 @pytest.mark.parametrize("wire_format", ENCODED)
 @pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.slow
 def test_the_sum_of_all_means_is_the_true_one_but_for_what_is_kept_back(
     wire_format, groups, monkeypatch
 ):
@@ -249,6 +250,7 @@ def test_a_group_whose_values_are_not_finite_changes_nothing_and_keeps_its_resid
     ("wire_format", "ratio", "allowed"),
     [("float32", 1, 1.0), ("bfloat16", 1 / 2, 1.01), ("int8", 1 / 4, 1.02), ("fp4", 1 / 8, 1.07)],
 )
+@pytest.mark.slow
 def test_reported_bytes_are_those_of_the_format_whatever_the_number_of_groups(
     wire_format, ratio, allowed, groups
 ):

@@ -192,6 +192,7 @@ def test_the_residual_is_of_the_pseudo_gradient_whatever_the_norms(wire_format, 
 
 
 @pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.slow
 def test_what_one_group_wants_averaged_plainly_all_average_plainly(wire_format):
     groups = [values_of(group) for group in range(3)]
 

@@ -89,6 +89,7 @@ def test_the_folder_of_the_checkpoints_is_that_of_the_run(tmp_path):
         ("run_dir=/proc/none", "run folder", "/proc/none cannot be written", "run_dir: another"),
     ],
 )
+@pytest.mark.slow
 def test_a_config_of_ours_is_checked_as_train_does_and_more(override, name, value, fix):
     if name == "device" and Gpus.here().capabilities:
         pytest.skip("there is a GPU")

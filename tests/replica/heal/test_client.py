@@ -155,6 +155,7 @@ def reflector():
 
 
 @pytest.mark.parametrize("reflects", [True, False])
+@pytest.mark.slow
 def test_a_joiner_s_own_proof_is_no_proof_of_the_donor(reflector, reflects):
     reflector.reflects = reflects
     address = f"http://127.0.0.1:{reflector.server_address[1]}"

@@ -206,6 +206,7 @@ def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once():
     assert line.options["timeout"] is None and socket.SO_SNDTIMEO in line.options
 
 
+@pytest.mark.slow
 def test_a_joiner_that_takes_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(heal_server, "SILENT_S", 1)
     ours, theirs = socket.socketpair()
@@ -344,6 +345,7 @@ def test_one_that_has_been_overtaken_is_fetched_again_in_the_quorum(transports, 
     assert receive(joiner, donor, step=5)["user"]["diloco"]["outer_step"] == 3
 
 
+@pytest.mark.slow
 def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transports, in_training):
     _, now = in_training
     now |= {"delay_s": 0.6, "commits": True}
@@ -353,6 +355,7 @@ def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transpor
         fetch_ahead(transports(), timeout=2.0)
 
 
+@pytest.mark.slow
 def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_another(
     transports, in_training, monkeypatch, rogue, caplog
 ):
@@ -375,6 +378,7 @@ def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_anothe
             fetch_ahead(transports())
 
 
+@pytest.mark.slow
 def test_a_slow_line_is_no_matter_if_the_others_sync_more_slowly(transports, in_training, caplog):
     caplog.set_level(logging.INFO)
     _, now = in_training
