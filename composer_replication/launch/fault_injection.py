@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from composer_replication.replica.json_files import read_json, replace_json
@@ -23,7 +24,9 @@ REQUEST_FILE = "fault_request.json"
 """In the group's folder: the newest request for a fault."""
 BEGAN_FILE = "fault_began.json"
 """In the group's folder: when the newest fault began."""
-IN_GROUP_KINDS = ("hang", "unreachable", "one_way")
+IN_SYNC_KINDS = ("unreachable", "one_way")
+"""Kinds of faults that begin with a sync."""
+IN_GROUP_KINDS = ("hang", *IN_SYNC_KINDS)
 """Kinds of faults that a group inflicts on itself."""
 AT_START = Path(__file__).parent / "at_start"
 """A folder for ``PYTHONPATH``."""
@@ -89,7 +92,7 @@ class GroupFaults:
         Returns:
             Whether a fault has begun.
         """
-        if self._request == self._stale_request or self._began is not None:
+        if not any(map(self.is_wanted, IN_SYNC_KINDS)):
             return False
         self._begin()
         return True
@@ -102,16 +105,26 @@ class GroupFaults:
         is_over = request.seconds is not None and time.monotonic() > began + request.seconds
         return None if is_over else request
 
+    def is_wanted(self, kind: str) -> bool:
+        """Whether a fault of this kind is requested and has not begun."""
+        request = self._request
+        if request is None or request == self._stale_request or self._began is not None:
+            return False
+        return request.kind == kind
+
     def _watch(self) -> None:
         while True:
             request = self._read_request()
             if request not in (self._request, self._stale_request):
                 self._request, self._began = request, None
-                if request is not None and request.kind == "hang":
-                    os.kill(os.getpid(), signal.SIGUSR1)
+            if self.is_wanted("hang"):
+                os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(POLL_S)
 
-    def _hang(self, *signal_and_frame: object) -> None:
+    def _hang(self, number: int, frame: FrameType | None) -> None:
+        """Hang if the main thread trains; in a sync, which has timeouts, wait for its end."""
+        if _is_in_sync(frame) or not self.is_wanted("hang"):
+            return
         self._begin()
         while True:  # a signal handler runs in the main thread, which trains; others go on
             time.sleep(1.0)
@@ -126,6 +139,18 @@ class GroupFaults:
     def _read_request(self) -> FaultRequest | None:
         request = read_json(self._folder / REQUEST_FILE)
         return FaultRequest(**request) if request else None
+
+
+def _is_in_sync(frame: FrameType | None) -> bool:
+    """Whether a call of ours is on the stack of this frame: of a sync, or of the callback."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_IN_SYNC):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_IN_SYNC = tuple(f"composer_replication.{name}." for name in ("callback", "diloco", "replica"))
 
 
 def install(faults: GroupFaults) -> None:

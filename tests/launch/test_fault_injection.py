@@ -65,6 +65,48 @@ def test_only_the_main_thread_of_a_process_that_hangs_stands_still(tmp_path):
         process.communicate()
 
 
+SYNCS = """
+import sys, threading, time
+
+def sync():
+    for _ in range(10):
+        print("sync", flush=True)
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.integration
+def test_a_group_hangs_where_it_trains_and_not_in_a_sync(tmp_path):
+    """What a sync waits for has timeouts, and its time is no hang to the group's own watch."""
+    program = HANGS.replace('say("step")', "") + (
+        f"namespace = {{'__name__': 'composer_replication.diloco.test'}}\n"
+        f"exec({SYNCS!r}, namespace)\n"
+        "sys.stdin.readline()\n"
+        "namespace['sync']()\n"
+        "say('step')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        while process.stdout.readline() != "sync\n":
+            pass
+        request_fault(tmp_path, FaultRequest(1, "hang"))
+        wait_until(lambda: fault_began_at(tmp_path, 1) is not None)
+        lines = [process.stdout.readline() for _ in range(60)]
+        # Two threads write, so that a line may hold both words.
+        assert "".join(lines).count("sync") == 9 and "".join(lines).count("step") <= 3
+        assert set(lines[-10:]) == {"beat\n"} and process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
 IMPORTS = """
 import sys
 import composer_replication
