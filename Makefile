@@ -25,9 +25,9 @@ PYTEST := $(BIN)/python -m pytest
 test: $(VENV)/.installed-dev
 	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone'
 
-# What measures time runs apart from what computes. Three at a time, they mostly wait.
+# What measures time runs apart from what computes. Two at a time, they mostly wait.
 test-alone: $(VENV)/.installed-dev
-	$(PYTEST) -n 3 --dist worksteal -m alone
+	$(PYTEST) -n 2 --dist worksteal -m alone
 
 test-torch-new: $(TORCH_NEW)/.installed
 	$(MAKE) --no-print-directory -o $(VENV)/.installed-dev test test-alone \
