@@ -26,7 +26,7 @@ from results import command_line, count, report
 from still import Still, build_model
 from torch import Tensor
 
-from composer_replication.diloco import outer_optimizer
+from composer_replication.diloco import global_parameters
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.simulation.manager import SimulatedManager
 from composer_replication.simulation.shared_buffer import SharedBuffer
@@ -56,7 +56,7 @@ def measure(
     kinds: dict[str, tuple[DiLoCo, Still]] = {}
     for kind in ("shared", "whole"):
         if kind == "whole":  # the very same outer step, on all of them
-            outer_optimizer._is_elementwise = lambda *_: False
+            global_parameters._is_elementwise = lambda *_: False
         model = build_model(arguments.params, arguments.tensors)
         inner = Still(model.parameters())
 
