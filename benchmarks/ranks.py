@@ -74,9 +74,11 @@ def measure(
     digests = {diloco.global_digest() for diloco, _ in kinds.values()}
     if len(digests) > 1:
         raise RuntimeError("shared and whole differ")
-    for kind, (diloco, _) in kinds.items():
-        held = bytes_held(diloco) / arguments.params
-        taken[f"{kind}, bytes a parameter"] = [held] * arguments.repetitions
+    held = {kind: bytes_held(diloco) / arguments.params for kind, (diloco, _) in kinds.items()}
+    if arguments.groups > 1 and not held["whole"] > held["shared"]:
+        raise RuntimeError(f"whole is not compared with: bytes a parameter are {held}")
+    for kind, each in held.items():
+        taken[f"{kind}, bytes a parameter"] = [each] * arguments.repetitions
     barrier.wait()
     out.put(taken)
 
