@@ -92,7 +92,7 @@ class Hosts:
         _ip("-n", self._router, "link", "set", f"host{host}", "down")
 
     def plug(self, host: int) -> None:
-        """Give the link back."""
+        """Set the link of a host up again."""
         _ip("-n", self._router, "link", "set", f"host{host}", "up")
 
     def silence(self, host: int) -> None:

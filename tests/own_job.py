@@ -12,7 +12,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def section() -> str:
-    """README's section on own jobs."""
+    """Return the text of README's section on own jobs."""
     return README.read_text().partition("## In your own Composer job\n")[2].partition("\n## ")[0]
 
 

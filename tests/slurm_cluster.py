@@ -132,7 +132,7 @@ class SlurmCluster:
             self.kill_node(name)
 
     def start_node(self, name: str) -> None:
-        """Start the slurmd of a node."""
+        """Start the slurmd of a node, also after it was killed."""
         stepd = self._sbin / "slurmstepd-wlm"
         self._start(name, "slurmd-wlm", "-D", "-N", name, "-d", str(stepd))
 

@@ -29,7 +29,7 @@ IN_SYNC_KINDS = ("unreachable", "one_way")
 IN_GROUP_KINDS = ("hang", *IN_SYNC_KINDS)
 """Kinds of faults that a group inflicts on itself."""
 AT_START = Path(__file__).parent / "at_start"
-"""A folder for ``PYTHONPATH``."""
+"""A folder for ``PYTHONPATH``: its ``sitecustomize.py`` makes a Python process obey requests."""
 NOWHERE = "127.0.0.1:9"
 """An address at which nothing listens."""
 

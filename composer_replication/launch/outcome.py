@@ -106,5 +106,5 @@ def explain_failure(
 
 
 def print_error(text: str) -> None:
-    """Print a text in red on stderr."""
+    """Print an error in red on stderr, with its own line breaks only."""
     Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -131,7 +131,7 @@ class Config(dict[str, Any]):
 
     @property
     def written(self) -> dict[str, Any]:
-        """The values as the file has them."""
+        """The config as its file has it, with ``${...}`` unresolved."""
         return OmegaConf.to_container(self.source)  # pyright: ignore[reportReturnType]
 
     def unresolved(self) -> dict[str, Any]:

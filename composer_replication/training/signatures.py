@@ -32,7 +32,7 @@ _Found = tuple[inspect.Signature, bool]
 
 
 class _Unclear(Exception):
-    """Only importing tells."""
+    """The source does not show the signature, so the module has to be imported."""
 
 
 def signatures_of(path: str, *, may_import: bool = True) -> Iterator[inspect.Signature]:

@@ -108,7 +108,7 @@ def _short_round_look() -> Iterator[Cell]:
 
 
 def _muon_groups_look() -> Iterator[Cell]:
-    """More groups with Muon inside."""
+    """Four and eight groups with Muon inside, and eight of them with the radial merge."""
     muon = replace(TWO, inner="muon", lr=8e-3)
     yield replace(muon, groups=4)
     yield replace(DATA_PARALLEL, inner="muon", lr=5.6e-3)
@@ -136,7 +136,7 @@ def _base() -> Iterator[Cell]:
 
 
 def _quickstart() -> Iterator[Cell]:
-    """What the quickstart is."""
+    """The training of the quickstart, on the first five seeds of the claims."""
     for seed in CLAIM_SEEDS[:5]:
         yield replace(TWO_MUON, sync_every=15).with_seed(seed)
 

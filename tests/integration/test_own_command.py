@@ -56,6 +56,6 @@ def test_a_script_under_faults_loses_nothing(tmp_path):
     ours = ["-c", CHAOS, "chaos", *options, "--set", "sync_every=10"]
     script = [sys.executable, SCRIPT, "1000000ba"]
     run(*ours, "--run-dir", tmp_path / "run", "--", *script, env=paced(0.03))
-    told = json.loads((tmp_path / "run" / "chaos.json").read_text())
-    assert told["is_clean"] and told["violations"] == []
-    assert {fault["kind"] for fault in told["injected"]} == {"one_way"}
+    report = json.loads((tmp_path / "run" / "chaos.json").read_text())
+    assert report["is_clean"] and report["violations"] == []
+    assert {fault["kind"] for fault in report["injected"]} == {"one_way"}

@@ -23,9 +23,9 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
-    """What the watchdog has been told last: the process groups that it would end."""
-    path = tmp_path / "told"
+def expect_order(tmp_path, monkeypatch):
+    """Wait for the newest order to the watchdog: the process groups that it would end."""
+    path = tmp_path / "orders"
     monkeypatch.setattr(processes, "_WATCHDOG", f"exec cat > '{path}'")
 
     def read(expected):
@@ -41,28 +41,28 @@ def pid_of(groups, replica_id):
     return min(process.pid for process in groups.members(replica_id))
 
 
-def test_the_watchdog_ends_only_groups_that_live_and_no_pid_of_a_past_life(tmp_path, told):
+def test_the_watchdog_ends_only_groups_that_live_and_no_pid_of_a_past_life(tmp_path, expect_order):
     with ReplicaGroups(tmp_path, Interrupts()) as groups:
         groups.start(0, SLEEP, dict(os.environ))
         groups.start(1, SLEEP, dict(os.environ))
         first, second = pid_of(groups, 0), pid_of(groups, 1)
-        told(f"-{first} -{second}")
+        expect_order(f"-{first} -{second}")
         groups.end(0)
-        told(f"-{second}")
+        expect_order(f"-{second}")
         while groups.exit_statuses()[0] is None:
             time.sleep(0.02)
         groups.start(0, SLEEP, dict(os.environ))
-        told(f"-{second} -{pid_of(groups, 0)}")
+        expect_order(f"-{second} -{pid_of(groups, 0)}")
 
 
-def test_a_watchdog_that_was_killed_is_replaced_and_ends_no_group(tmp_path, told):
+def test_a_watchdog_that_was_killed_is_replaced_and_ends_no_group(tmp_path, expect_order):
     with ReplicaGroups(tmp_path, Interrupts()) as groups:
         groups.start(0, SLEEP, dict(os.environ))
-        told(f"-{pid_of(groups, 0)}")
+        expect_order(f"-{pid_of(groups, 0)}")
         groups._watchdog.kill()
         groups._watchdog.wait()
         groups.start(1, SLEEP, dict(os.environ))
-        told(f"-{pid_of(groups, 0)} -{pid_of(groups, 1)}")
+        expect_order(f"-{pid_of(groups, 0)} -{pid_of(groups, 1)}")
         assert groups.exit_statuses() == {0: None, 1: None}
 
 

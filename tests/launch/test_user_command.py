@@ -18,7 +18,7 @@ from composer_replication.launch.user_command import command_job, group_command,
 from composer_replication.training.config import ConfigError, read_value, save_config
 
 
-def test_a_command_is_told_its_group_and_the_runs_folder(tmp_path):
+def test_a_command_gets_its_group_and_the_runs_folder(tmp_path):
     command = ["llmfoundry", "train", "a.yaml", "data={run_dir}/{replica_id}", '{"lr": 1}', "{x}"]
     own = group_command(command, None, tmp_path, 3)
     assert own == [*command[:3], f"data={tmp_path}/3", '{"lr": 1}', "{x}"]
@@ -106,7 +106,7 @@ def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path, m
 
 
 @pytest.mark.integration
-def test_a_script_without_the_callback_is_told_the_line_to_add(tmp_path, capsys, monkeypatch):
+def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("composer_replication.launch.start_watch.LOOK_EVERY_S", 0.1)
     trains = "import time; print('epoch 1'); time.sleep(2)"
     (tmp_path / "a.yaml").write_text("callbacks: {diloco: {start_timeout_s: 0.5}}")

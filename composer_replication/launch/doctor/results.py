@@ -115,7 +115,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
-    """The results as JSON has them."""
+    """Return what ``doctor --json`` prints: our version, whether all is well, and each result."""
     return {
         "version": __version__,
         "ok": not has_failed(results),

@@ -209,15 +209,15 @@ def test_the_measured_link_is_planned_with(tmp_path, monkeypatch):
 
 
 def test_env_has_what_a_bug_report_needs_and_no_secret():
-    told = dict(
+    shown = dict(
         environment_module.environment(
             Installed.here(),
             {"COMPOSER_REPLICATION_TOKEN": "secret", "NCCL_DEBUG": "INFO", "HOME": "/root"},
         )
     )
-    assert told["torch"] and told["torchft-nightly"] and told["mosaicml"] and told["python"]
-    assert told["NCCL_DEBUG"] == "INFO" and told["COMPOSER_REPLICATION_TOKEN"] == "(set)"
-    assert "HOME" not in told and "secret" not in str(told)
+    assert shown["torch"] and shown["torchft-nightly"] and shown["mosaicml"] and shown["python"]
+    assert shown["NCCL_DEBUG"] == "INFO" and shown["COMPOSER_REPLICATION_TOKEN"] == "(set)"
+    assert "HOME" not in shown and "secret" not in str(shown)
 
 
 def test_env_runs_composers_own_or_torchs_where_there_is_no_composer(monkeypatch):
