@@ -82,8 +82,10 @@ class LeaseRun(Run):
         self.num_starts += 1
 
     def kill(self, replica_id):
+        # All before the first is waited for: a rank whose peer has died fails, with status 1.
         for process in self.groups[replica_id]:
             os.kill(process.pid, signal.SIGKILL)
+        for process in self.groups[replica_id]:
             process.join()
 
     def wait_for_outer_steps(self, count):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -26,18 +27,37 @@ from composer_replication.replica import factory as replica
 from composer_replication.replica.lighthouse import start_lighthouse
 
 HANGS = """
-import pathlib, sys, threading, time
+import os, pathlib, sys, threading, time
 from composer_replication.launch.fault_injection import GroupFaults
 
 def say(word):
+    os.write(1, word.encode() + b"\\n")  # one call, so that no line of another thread is in it
+
+def repeat(word):
     while True:
-        sys.stdout.write(word + "\\n")
-        sys.stdout.flush()
+        say(word)
         time.sleep(0.1)
 
-GroupFaults(pathlib.Path(sys.argv[1])).watch()
-threading.Thread(target=say, args=["beat"], daemon=True).start()
-say("step")
+class Counted(GroupFaults):
+    num_signals = 0
+
+    def _hang(self, number, frame):
+        self.num_signals += 1
+        super()._hang(number, frame)
+
+faults = Counted(pathlib.Path(sys.argv[1]))
+faults.watch()
+threading.Thread(target=repeat, args=["beat"], daemon=True).start()
+"""
+TRAINS = 'repeat("step")'
+SYNCS = """
+import time
+
+def sync():
+    say("sync")
+    while faults.num_signals < 3:
+        time.sleep(0.02)
+    say("end of sync")
 """
 
 
@@ -48,63 +68,49 @@ def wait_until(condition, within_s=90.0):
         time.sleep(0.02)
 
 
-@pytest.mark.integration
-def test_only_the_main_thread_of_a_process_that_hangs_stands_still(tmp_path):
+@contextmanager
+def process_of(program, folder):
+    """A process of the program, whose lines are read from `stdout`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGS, tmp_path], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, folder], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert {process.stdout.readline() for _ in range(6)} == {"beat\n", "step\n"}
-        request_fault(tmp_path, FaultRequest(1, "hang"))
-        wait_until(lambda: fault_began_at(tmp_path, 1) is not None)
-        time.sleep(0.2)
-        lines = [process.stdout.readline() for _ in range(60)]
-        assert set(lines[-10:]) == {"beat\n"} and process.poll() is None
+        yield process
     finally:
         process.kill()
         process.communicate()
 
 
-SYNCS = """
-import sys, threading, time
+def read_until(line, process):
+    """Read up to this line, for 90 s of beats at most."""
+    assert line in (process.stdout.readline() for _ in range(900))
 
-def sync():
-    for _ in range(10):
-        print("sync", flush=True)
-        time.sleep(0.1)
-"""
+
+def check_that_only_the_main_thread_hangs(process, folder):
+    wait_until(lambda: fault_began_at(folder, 1) is not None)
+    time.sleep(0.2)
+    lines = [process.stdout.readline() for _ in range(60)]
+    assert set(lines[-10:]) == {"beat\n"} and process.poll() is None
+
+
+@pytest.mark.integration
+def test_only_the_main_thread_of_a_process_that_hangs_stands_still(tmp_path):
+    with process_of(HANGS + TRAINS, tmp_path) as process:
+        assert {process.stdout.readline() for _ in range(6)} == {"beat\n", "step\n"}
+        request_fault(tmp_path, FaultRequest(1, "hang"))
+        check_that_only_the_main_thread_hangs(process, tmp_path)
 
 
 @pytest.mark.integration
 def test_a_group_hangs_where_it_trains_and_not_in_a_sync(tmp_path):
     """What a sync waits for has timeouts, and its time is no hang to the group's own watch."""
-    program = HANGS.replace('say("step")', "") + (
-        f"namespace = {{'__name__': 'composer_replication.diloco.test'}}\n"
-        f"exec({SYNCS!r}, namespace)\n"
-        "sys.stdin.readline()\n"
-        "namespace['sync']()\n"
-        "say('step')\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        while process.stdout.readline() != "sync\n":
-            pass
+    module = "{'__name__': 'composer_replication.diloco.test', 'say': say, 'faults': faults}"
+    sync = f"namespace = {module}\nexec({SYNCS!r}, namespace)\nnamespace['sync']()\n"
+    with process_of(HANGS + sync + TRAINS, tmp_path) as process:
+        read_until("sync\n", process)
         request_fault(tmp_path, FaultRequest(1, "hang"))
-        wait_until(lambda: fault_began_at(tmp_path, 1) is not None)
-        lines = [process.stdout.readline() for _ in range(60)]
-        # Two threads write, so that a line may hold both words.
-        assert "".join(lines).count("sync") == 9 and "".join(lines).count("step") <= 3
-        assert set(lines[-10:]) == {"beat\n"} and process.poll() is None
-    finally:
-        process.kill()
-        process.communicate()
+        read_until("end of sync\n", process)  # which comes after the third order to hang
+        check_that_only_the_main_thread_hangs(process, tmp_path)
 
 
 IMPORTS = """
