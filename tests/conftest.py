@@ -1,6 +1,7 @@
 """For all tests."""
 
 import gc
+import itertools
 import os
 
 import pytest
@@ -12,6 +13,7 @@ os.environ.setdefault("COMPOSER_REPLICATION_NO_TOKEN", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # Models here are tiny: more threads in each of many processes only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all tests are imported: it would look at all that they import
 
 
 @pytest.hookimpl(trylast=True)  # after -m has left some out
@@ -25,19 +27,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     computing = [item for item in items if item.get_closest_marker("integration") is None]
     waiting = [item for item in items if item.get_closest_marker("integration") is not None]
-    longest = [item for item in waiting if item.get_closest_marker("slow") is not None]
-    waiting = [item for item in waiting if item.get_closest_marker("slow") is None]
+    longest = [item for item in waiting if _is_first(item)]
+    longest_of = _deal(longest, workers)
+    waiting_of = _deal([item for item in waiting if not _is_first(item)], workers)
     ordered: list[pytest.Item] = []
-    for worker in range(workers):
+    for worker, (own, processes) in enumerate(zip(longest_of, waiting_of, strict=True)):
         end = (worker + 1) * len(items) // workers
-        own, processes = longest[worker::workers], waiting[worker::workers]
         number = max(0, end - len(ordered) - len(own) - len(processes))
         computes, computing = computing[:number], computing[number:]
         ordered += own + (computes + processes if worker % 2 else processes + computes)
     items[:] = ordered + computing
 
 
+def _is_first(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in ("slow", "together"))
+
+
+def _deal(items: list[pytest.Item], workers: int) -> list[list[pytest.Item]]:
+    """Deal tests out to workers, those of a module that is marked ``together`` to one of them."""
+    hands: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    hand_of: dict[str, list[pytest.Item]] = {}
+    turns = itertools.cycle(hands)
+    for item in items:
+        is_together = item.get_closest_marker("together") is not None
+        key = item.nodeid.partition("::")[0] if is_together else item.nodeid
+        if key not in hand_of:
+            hand_of[key] = next(turns)
+        hand_of[key].append(item)
+    return hands
+
+
 def pytest_collection_finish() -> None:
     """Keep the collector from looking at a million objects of imported modules, which stay."""
     gc.collect()
     gc.freeze()
+    gc.enable()

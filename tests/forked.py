@@ -18,15 +18,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-PRELOAD = [
-    "pytest",
-    "composer",
-    "composer.algorithms",
-    "composer_replication.callback.callback",
-    "composer_replication.replica.factory",
-    "torch._dynamo",  # building the first optimizer imports it
-    "tests.forked_imports",  # the server's path begins at the folder in which pytest was started
-]
+# The server's path begins at the folder in which pytest was started.
+PRELOAD = ["tests.forked_imports"]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)  # before the first fork, which starts the server
@@ -41,6 +34,7 @@ def begin_fork() -> None:
     threads = os.listdir(f"/proc/{os.getppid()}/task")
     assert len(threads) == 1, f"the fork server has {len(threads)} threads: see tests/forked.py"
     gc.freeze()
+    gc.enable()
 
 
 class Script:

@@ -13,7 +13,7 @@ import pytest
 import stand_in_device
 import torch
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.together]
 
 TESTS = Path(__file__).parent
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from own_job import OwnJob, blocks, section
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.together]
 
 TRAIN = """
 import torch
