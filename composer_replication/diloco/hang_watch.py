@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import resource
 import sys
@@ -28,7 +29,7 @@ class HangWatch:
     Each call of ``note_progress`` is progress. Without progress, a process counts as hung after
     ``timeout_s`` if it was idle, and after ``BUSY_FACTOR`` times ``timeout_s`` if it was busy: a
     long backward pass, evaluation batch or save uses the processor or the disk, and a thread that
-    waits uses neither.
+    waits uses neither. While it waits for others it has the time limit of the wait in addition.
 
     Args:
         timeout_s: How long a process may be without progress, in seconds; ``math.inf``: for any
@@ -45,7 +46,7 @@ class HangWatch:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._progress_at = self._alive_at = time.monotonic()
-        self._waits = 0
+        self._wait_limit_s = 0.0
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -64,13 +65,19 @@ class HangWatch:
         self._progress_at = time.monotonic()
 
     @contextmanager
-    def waiting_for_others(self) -> Iterator[None]:
-        """A context whose time does not count, since the wait for others has its own timeouts."""
-        self._waits += 1
+    def waiting_for_others(self, limit_s: float = math.inf) -> Iterator[None]:
+        """A context in which this process may be idle for longer, since it waits for others.
+
+        Args:
+            limit_s: After how long the wait itself gives up, or calls ``note_progress``, in
+                seconds. ``math.inf``: in this context nothing counts as a hang.
+        """
+        outer_limit_s, self._wait_limit_s = self._wait_limit_s, max(self._wait_limit_s, limit_s)
+        self.note_progress()
         try:
             yield
         finally:
-            self._waits -= 1
+            self._wait_limit_s = outer_limit_s
             self.note_progress()
 
     def stop(self) -> None:
@@ -88,16 +95,15 @@ class HangWatch:
                 self._alive_at += passed
             cpu_s, blocks = now_used[0] - used[0], now_used[1] - used[1]
             is_busy = cpu_s > self.BUSY_CPU * passed or blocks > self.BUSY_BLOCKS_PER_S * passed
-            if is_busy or self._waits:
+            if is_busy:
                 self._alive_at = now
-            if self._waits:
-                self._progress_at = now
             self._alive_at = max(self._alive_at, self._progress_at)
             used, looked_at = now_used, now
-            if now - self._alive_at > self.timeout_s:
-                self._end(f"nothing for {now - self._alive_at:.0f} s")
-            elif now - self._progress_at > self.BUSY_FACTOR * self.timeout_s:
-                self._end(f"no step, sync, save or evaluation for {now - self._progress_at:.0f} s")
+            idle_s, without_progress_s = now - self._alive_at, now - self._progress_at
+            if idle_s > self.timeout_s + self._wait_limit_s:
+                self._end(f"nothing for {idle_s:.0f} s")
+            elif without_progress_s > self.BUSY_FACTOR * self.timeout_s + self._wait_limit_s:
+                self._end(f"no step, sync, save or evaluation for {without_progress_s:.0f} s")
 
     def _used(self) -> tuple[float, int]:
         """Processor seconds and blocks of storage traffic that this process has used so far."""
@@ -105,12 +111,14 @@ class HangWatch:
         return used.ru_utime + used.ru_stime, used.ru_inblock + used.ru_oublock
 
     def _end(self, why: str) -> None:
+        waits = f" and the {self._wait_limit_s:g} s of its wait" if self._wait_limit_s else ""
         log.error(
-            "This replica group hangs: it has completed %s, above hang_timeout_s=%g. It ends, so "
+            "This replica group hangs: it has completed %s, above hang_timeout_s=%g%s. It ends, so "
             "that the others can continue; the stacks of its threads follow on stderr. "
             "Raise hang_timeout_s if the group was only slow",
             why,
             self.timeout_s,
+            waits,
         )
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)

@@ -20,7 +20,7 @@ from composer_replication.diloco.retries import SyncError, SyncRetries
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_clock import SyncClock
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager
+from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager, longest_wait_s
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class OuterLoop:
         state: The global state of all fragments.
         settings: The run's settings.
         arguments: What ``DiLoCo`` was built with.
-        hang_watch: Does not count the time in which this group waits for others.
+        hang_watch: Allows a sync the time for which it may wait for others.
 
     Attributes:
         fragments: The fragments in the order of their turns.
@@ -62,7 +62,7 @@ class OuterLoop:
         self._inner_optimizer = arguments.inner_optimizer
         self._digest_every = arguments.digest_every
         self._give_up_after_s = arguments.give_up_after_s
-        self.clock = SyncClock(hang_watch)
+        self.clock = SyncClock(hang_watch, longest_wait_s(manager))
         self.fragments: list[FragmentSync] = []
         self.peer_table = PeerTable(manager, state, self.fragments, arguments.digest_every)
         device = arguments.message_device

@@ -13,11 +13,14 @@ class SyncClock:
     """Measures how long training is blocked, from one committed sync to the next.
 
     Args:
-        hang_watch: While training is blocked it waits for other groups, which is no hang.
+        hang_watch: Gives blocked training, which waits for other groups, the time for that.
+        wait_limit_s: The longest that it may take until a quorum has formed, and from there until
+            the vote is over, in seconds. What takes longer is a hang and no wait.
     """
 
-    def __init__(self, hang_watch: HangWatch) -> None:
+    def __init__(self, hang_watch: HangWatch, wait_limit_s: float) -> None:
         self._hang_watch = hang_watch
+        self._wait_limit_s = wait_limit_s
         self._began = self._waiting_since = time.monotonic()
         self._blocked_since: float | None = None
         self._blocked_s = self._waited_s = 0.0
@@ -27,7 +30,7 @@ class SyncClock:
         """A context whose time counts as blocked. It begins with the wait for a quorum."""
         self._blocked_since = self._waiting_since = time.monotonic()
         try:
-            with self._hang_watch.waiting_for_others():
+            with self._hang_watch.waiting_for_others(self._wait_limit_s):
                 yield
         finally:
             self._blocked_s += time.monotonic() - self._blocked_since
@@ -36,10 +39,12 @@ class SyncClock:
     def quorum_formed(self) -> None:
         """Record that the wait for a quorum is over."""
         self._waited_s += time.monotonic() - self._waiting_since
+        self._hang_watch.note_progress()
 
     def vote_over(self) -> None:
         """Record that the vote is over: a retry begins with a wait for another quorum."""
         self._waiting_since = time.monotonic()
+        self._hang_watch.note_progress()
 
     def read(self) -> tuple[float, float, float]:
         """Return seconds blocked, seconds waited and the fraction spent training; reset all."""

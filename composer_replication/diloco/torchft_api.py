@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -58,6 +59,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_quorum_id",
         "_reconfigure_pg",
         "_store",
+        "_quorum_timeout",
         "_timeout",
         "_user_state_dicts",
     ),
@@ -105,6 +107,15 @@ class DiLoCoManager(Protocol):
     ) -> None: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+
+def longest_wait_s(manager: Any) -> float:
+    """Return how long one wait of a sync may take, in seconds: for a quorum, or for a collective.
+
+    Unlimited with the simulated manager, whose waits have no timeouts.
+    """
+    limits = getattr(manager, "_quorum_timeout", None), getattr(manager, "_timeout", None)
+    return sum(math.inf if limit is None else limit.total_seconds() for limit in limits)
 
 
 def fault_of_last_sync(manager: Any) -> str | None:

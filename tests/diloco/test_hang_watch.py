@@ -1,11 +1,16 @@
 """What is taken for a hang and what is not, each in a process of its own, which it may end."""
 
+import math
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+
+from composer_replication.diloco.torchft_api import longest_wait_s
 
 # Of half a second: when others have the processor, a busy process is taken for an idle one.
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
@@ -16,6 +21,7 @@ BEGIN = """
 import logging, sys, time
 logging.basicConfig()
 from composer_replication.diloco.hang_watch import HangWatch
+from composer_replication.diloco.sync_clock import SyncClock
 def wait_in_vain(seconds):
     time.sleep(seconds)
 watch = HangWatch(0.5)
@@ -43,6 +49,12 @@ NO_HANG = {
     "a long computation": "end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass",
     "an evaluation that moves": "for _ in range(15): wait_in_vain(0.1); watch.note_progress()",
     "a wait for other groups": "with watch.waiting_for_others():\n    wait_in_vain(1.5)",
+    "a wait as long as it may be": "with watch.waiting_for_others(1.5):\n    wait_in_vain(1.5)",
+    "a wait in a wait": "with watch.waiting_for_others(1.5), watch.waiting_for_others(0.1):\n"
+    "    wait_in_vain(1.5)",
+    "a sync whose attempts end": "clock = SyncClock(watch, 0.5)\nwith clock.blocking():\n"
+    "    for _ in range(3):\n"
+    "        wait_in_vain(0.5); clock.quorum_formed(); wait_in_vain(0.5); clock.vote_over()",
     "what comes after training": "watch.stop()\nwait_in_vain(1.5)",
 }
 
@@ -51,6 +63,25 @@ NO_HANG = {
 def test_no_hang_is(training):
     ended, _ = run(training + "\nprint('went on')")
     assert ended.stdout == "went on\n", ended.stderr
+
+
+@pytest.mark.parametrize("before", ["", "clock.quorum_formed(); ", "clock.vote_over(); "])
+def test_a_sync_that_takes_longer_than_any_wait_of_it_may_is_a_hang(before):
+    training = "clock = SyncClock(watch, 1.0)\nwith clock.blocking():\n    "
+    ended, seconds = run(f"{training}{before}wait_in_vain(20.0)")
+    assert ended.returncode == HANG_STATUS and 1.5 < seconds < 15
+    assert "hang_timeout_s=0.5 and the 1 s of its wait" in ended.stderr
+
+
+def test_after_a_wait_the_limit_is_the_usual_one():
+    ended, seconds = run("with watch.waiting_for_others(): pass\nwait_in_vain(20.0)")
+    assert ended.returncode == HANG_STATUS and seconds < 15
+
+
+def test_a_wait_of_a_sync_is_as_long_as_the_managers_timeouts():
+    seconds = {"_quorum_timeout": timedelta(seconds=30), "_timeout": timedelta(seconds=5)}
+    assert longest_wait_s(SimpleNamespace(**seconds)) == 35.0
+    assert longest_wait_s(SimpleNamespace()) == math.inf
 
 
 def test_a_computation_without_end_is_a_hang_in_the_end():
