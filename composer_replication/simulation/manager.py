@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from composer_replication.simulation.shared_buffer import Quorum, SharedBuffer, Stopped
+from composer_replication.simulation.shared_buffer import (
+    Connection,
+    Quorum,
+    Request,
+    SharedBuffer,
+    Stopped,
+)
 
 
 class SimulatedWork:
@@ -17,7 +23,8 @@ class SimulatedWork:
 
     Args:
         manager: The manager that started the collective.
-        number: Number of the collective within its quorum, from 0.
+        connection: Through which the members send.
+        number: Number of the collective within its connection, from 0.
         result: The tensor that receives the result.
         combine: Computes the result from the tensors of all members, in the order of the members.
     """
@@ -25,11 +32,13 @@ class SimulatedWork:
     def __init__(
         self,
         manager: SimulatedManager,
+        connection: Connection,
         number: int,
         result: Tensor,
         combine: Callable[[list[Tensor]], Tensor],
     ) -> None:
         self._manager = manager
+        self._connection = connection
         self._number = number
         self._result = result
         self._combine = combine
@@ -44,7 +53,9 @@ class SimulatedWork:
             Whether the collective succeeded. An error is reported to the manager, as in torchft.
         """
         del timeout
-        return self._manager.finish_collective(self._number, self._result, self._combine)
+        return self._manager.finish_collective(
+            self._connection, self._number, self._result, self._combine
+        )
 
 
 class SimulatedManager:
@@ -65,6 +76,7 @@ class SimulatedManager:
         self._batches_committed = 0
         self._quorum: Quorum | None = None
         self._num_collectives = 0
+        self._has_failed = False
         self._error: Exception | None = None
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
 
@@ -94,25 +106,26 @@ class SimulatedManager:
         Raises:
             Stopped: A scripted fault kills this replica here.
         """
-        self._error = None
-        self._num_collectives = 0
-        self._quorum = quorum = self._network.join_quorum(
-            self._replica_id, self._step, self._user_state_dict
-        )
+        has_failed = self._has_failed or self._error is not None
+        request = Request(self._step, has_failed, self._user_state_dict)
+        before, self._error, self._has_failed = self.connection, None, False
+        self._quorum = quorum = self._network.join_quorum(self._replica_id, request)
+        if self.connection != before:
+            self._num_collectives = 0
         if self._fault_happens("kill"):
             raise Stopped
         if self._fault_happens("restart"):
             raise Stopped(restarts=True)
         if self._fault_happens("stale_quorum"):
-            self._network.isolate(quorum, self._replica_id)
+            self._network.isolate(quorum.connection, self._replica_id)
         if self._fault_happens("fail_allreduce"):
-            self._network.break_quorum(quorum)
+            self._network.break_connection(quorum.connection)
         if self._step < quorum.max_step:
             assert quorum.state is not None, "a quorum with someone behind has a donor's state"
             if self._network.consume_fault("kill_in_heal", self._replica_id, quorum.max_step):
                 raise Stopped
             if self._network.consume_fault("fail_heal", self._replica_id, quorum.max_step):
-                self._network.break_quorum(quorum)
+                self._network.break_connection(quorum.connection)
                 self.report_error(ConnectionError("scripted fault: fail_heal"))
                 return
             self._step = quorum.max_step
@@ -138,6 +151,11 @@ class SimulatedManager:
     def members(self) -> tuple[str, ...]:
         """The ids of the replicas in the quorum; empty before the first one."""
         return tuple(map(str, self._quorum.members)) if self._quorum else ()
+
+    @property
+    def connection(self) -> int | None:
+        """The number of the connection to the members of the quorum; None before the first one."""
+        return self._quorum.connection.number if self._quorum else None
 
     def participating_rank(self) -> int | None:
         """The rank of this replica in the quorum; None before the first one."""
@@ -202,15 +220,20 @@ class SimulatedManager:
         number = self._num_collectives
         self._num_collectives += 1
         if self._error is None:
-            self._network.send(self._quorum, number, self._replica_id, sent)
-        return SimulatedWork(self, number, result, combine)
+            self._network.send(self._quorum.connection, number, self._replica_id, sent)
+        return SimulatedWork(self, self._quorum.connection, number, result, combine)
 
     def finish_collective(
-        self, number: int, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
+        self,
+        connection: Connection,
+        number: int,
+        result: Tensor,
+        combine: Callable[[list[Tensor]], Tensor],
     ) -> bool:
         """Wait for the tensors of all members and combine them; ``SimulatedWork.wait`` calls it.
 
         Args:
+            connection: Through which the members have sent.
             number: Number of the collective.
             result: The tensor that receives the result.
             combine: Computes the result from the tensors of all members.
@@ -218,10 +241,9 @@ class SimulatedManager:
         Returns:
             Whether the collective succeeded.
         """
-        assert self._quorum is not None, "wait before start_quorum"
         if self._error is not None:
             return False
-        parts = self._network.receive(self._quorum, number)
+        parts = self._network.receive(connection, number, self._replica_id)
         if parts is None:
             self.report_error(ConnectionError("a peer left during a collective"))
             return False
@@ -251,6 +273,7 @@ class SimulatedManager:
         if self._fault_happens("fail_commit"):
             self.report_error(RuntimeError("scripted fault: fail_commit"))
         if self._error is not None or self.num_participants() < self._min_replica_size:
+            self._has_failed = True
             return False
         if self._fault_happens("kill_after_vote"):
             raise Stopped

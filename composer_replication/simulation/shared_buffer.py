@@ -75,28 +75,60 @@ class Stopped(Exception):
 
 
 @dataclass
-class Quorum:
-    """One quorum: its members, the donor's state, and the buffers of its collectives.
+class Connection:
+    """The buffers of the collectives between the members of one quorum, or of several in a row.
+
+    As in torchft, members connect anew when their set has changed and after a failure.
 
     Attributes:
-        number: Number of the quorum, from 0.
+        number: Number of the connection, from 0.
         members: Ids of the replicas in it, in ascending order.
-        max_step: The largest step of a member. Members that are behind heal to it.
-        state: State of a member at ``max_step``; None if nobody has to heal.
         is_broken: Whether the collectives that have not completed fail.
         isolated: Members whose tensors are replaced by zeros.
-        buffers: Tensors received so far, by collective and member.
+        buffers: Tensors sent so far, by collective and member.
         complete: Tensors of all members in their order, by collective.
+        has_received: Members that have received a complete collective, by collective.
     """
 
     number: int
     members: tuple[int, ...]
-    max_step: int
-    state: dict[str, Any] | None
     is_broken: bool = False
     isolated: set[int] = field(default_factory=set)
     buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     complete: dict[int, list[Tensor]] = field(default_factory=dict)
+    has_received: dict[int, set[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a replica tells when it asks for a quorum.
+
+    Attributes:
+        step: Its step.
+        has_failed: Whether its last sync failed, so that all connect anew.
+        save: Returns its state; called if the replica becomes a donor.
+    """
+
+    step: int
+    has_failed: bool
+    save: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """One quorum.
+
+    Attributes:
+        members: Ids of the replicas in it, in ascending order.
+        max_step: The largest step of a member. Members that are behind heal to it.
+        state: State of a member at ``max_step``; None if nobody has to heal.
+        connection: Through which its members send.
+    """
+
+    members: tuple[int, ...]
+    max_step: int
+    state: dict[str, Any] | None
+    connection: Connection
 
 
 class SharedBuffer:
@@ -121,7 +153,7 @@ class SharedBuffer:
         self._faults = list(faults)
         self._late = {fault.replica_id: fault.step for fault in faults if fault.kind == "late"}
         self._alive = set(range(num_replicas)) - self._late.keys()
-        self._requests: dict[int, tuple[int, Callable[[], dict[str, Any]]]] = {}
+        self._requests: dict[int, Request] = {}
         self._quorum: Quorum | None = None
         self._is_stopped = False
 
@@ -169,7 +201,7 @@ class SharedBuffer:
         with self._changed:
             self._alive.discard(replica_id)
             if self._quorum is not None and replica_id in self._quorum.members:
-                self._quorum.is_broken = True
+                self._quorum.connection.is_broken = True
             self._form_quorum()
             self._changed.notify_all()
 
@@ -179,23 +211,22 @@ class SharedBuffer:
             self._is_stopped = True
             self._changed.notify_all()
 
-    def join_quorum(self, replica_id: int, step: int, save: Callable[[], dict[str, Any]]) -> Quorum:
+    def join_quorum(self, replica_id: int, request: Request) -> Quorum:
         """Request a quorum and wait until it has formed.
 
         Args:
             replica_id: The replica that requests it.
-            step: The replica's step.
-            save: Returns the replica's state. It is called if the replica becomes a donor.
+            request: What it tells.
 
         Returns:
             The quorum, of which the replica is a member.
         """
         with self._changed:
             before = self._quorum
-            self._requests[replica_id] = (step, save)
+            self._requests[replica_id] = request
             # From here on a quorum waits for the late replicas whose step has been reached.
-            self._alive |= {late for late, due in self._late.items() if due <= step}
-            self._late = {late: due for late, due in self._late.items() if due > step}
+            self._alive |= {late for late, due in self._late.items() if due <= request.step}
+            self._late = {late: due for late, due in self._late.items() if due > request.step}
             self._form_quorum()
             self._changed.notify_all()
             self._wait_until(
@@ -207,23 +238,34 @@ class SharedBuffer:
     def _form_quorum(self) -> None:
         if not self._requests or not self._alive <= self._requests.keys():
             return
-        max_step = max(step for step, _ in self._requests.values())
-        behind = any(step < max_step for step, _ in self._requests.values())
-        donors = (save for _, (step, save) in sorted(self._requests.items()) if step == max_step)
+        requests = [self._requests[member] for member in sorted(self._requests)]
+        members = tuple(sorted(self._requests))
+        max_step = max(request.step for request in requests)
+        behind = any(request.step < max_step for request in requests)
+        donor = next(request for request in requests if request.step == max_step)
         self._quorum = Quorum(
-            number=self._quorum.number + 1 if self._quorum else 0,
-            members=tuple(sorted(self._requests)),
+            members=members,
             max_step=max_step,
-            state=copy.deepcopy(next(donors)()) if behind else None,  # no memory is shared
+            state=copy.deepcopy(donor.save()) if behind else None,  # no memory is shared
+            connection=self._connect(members, any(request.has_failed for request in requests)),
         )
         self._requests.clear()
 
-    def send(self, quorum: Quorum, number: int, replica_id: int, tensor: Tensor) -> None:
-        """Store a member's tensor for one collective of a quorum.
+    def _connect(self, members: tuple[int, ...], has_failed: bool) -> Connection:
+        if self._quorum is None:
+            return Connection(0, members)
+        last = self._quorum.connection
+        if last.members == members and not (last.is_broken or has_failed):
+            return last
+        last.is_broken = True
+        return Connection(last.number + 1, members)
+
+    def send(self, connection: Connection, number: int, replica_id: int, tensor: Tensor) -> None:
+        """Store a member's tensor for one collective of a connection.
 
         Args:
-            quorum: The quorum.
-            number: Number of the collective within the quorum.
+            connection: The connection.
+            number: Number of the collective within the connection.
             replica_id: The member.
             tensor: The member's tensor, which is copied.
         """
@@ -232,21 +274,26 @@ class SharedBuffer:
             # it before the device has written it.
             torch.accelerator.synchronize()
         with self._changed:
-            buffer = quorum.buffers.setdefault(number, {})
+            buffer = connection.buffers.setdefault(number, {})
             buffer[replica_id] = tensor.detach().clone()
-            if len(buffer) == len(quorum.members) and not quorum.is_broken:
+            if len(buffer) == len(connection.members) and not connection.is_broken:
                 shapes = {tuple(part.shape) for part in buffer.values()}
                 if len(shapes) > 1:
-                    quorum.is_broken = True
+                    connection.is_broken = True
                 else:
-                    for member in quorum.isolated:
+                    for member in connection.isolated:
                         buffer[member].zero_()
-                    quorum.complete[number] = [buffer[member] for member in quorum.members]
-                del quorum.buffers[number]
+                    connection.complete[number] = [buffer[each] for each in connection.members]
+                del connection.buffers[number]
             self._changed.notify_all()
 
-    def receive(self, quorum: Quorum, number: int) -> list[Tensor] | None:
+    def receive(self, connection: Connection, number: int, replica_id: int) -> list[Tensor] | None:
         """Wait for the tensors of all members for one collective.
+
+        Args:
+            connection: The connection.
+            number: Number of the collective within the connection.
+            replica_id: The member that receives them, once.
 
         Returns:
             The tensors, in the order of the members; None if the collective failed. All members
@@ -254,23 +301,30 @@ class SharedBuffer:
         """
         with self._changed:
             self._wait_until(
-                lambda: number in quorum.complete or quorum.is_broken, f"collective {number}"
+                lambda: number in connection.complete or connection.is_broken,
+                f"collective {number}",
             )
             # From `complete`: a member that leaves later does not fail a collective that is over.
-            return quorum.complete.get(number)
+            tensors = connection.complete.get(number)
+            received = connection.has_received.setdefault(number, set())
+            received.add(replica_id)
+            if len(received) == len(connection.members):
+                connection.complete.pop(number, None)
+                del connection.has_received[number]
+            return tensors
 
-    def isolate(self, quorum: Quorum, replica_id: int) -> None:
-        """Replace everything that this member sends in the quorum by zeros."""
+    def isolate(self, connection: Connection, replica_id: int) -> None:
+        """Replace everything that this member sends through the connection by zeros."""
         with self._changed:
-            quorum.isolated.add(replica_id)
+            connection.isolated.add(replica_id)
 
     def rejoin(self, replica_id: int) -> None:
         """Count a replica that was killed among the live ones again."""
         with self._changed:
             self._alive.add(replica_id)
 
-    def break_quorum(self, quorum: Quorum) -> None:
-        """Fail the open collectives of this quorum in every member."""
+    def break_connection(self, connection: Connection) -> None:
+        """Fail the open collectives of this connection in every member."""
         with self._changed:
-            quorum.is_broken = True
+            connection.is_broken = True
             self._changed.notify_all()
