@@ -37,7 +37,7 @@ QUICK = {"params": 8_000_000, "repetitions": 3}
 def bytes_held(diloco: DiLoCo) -> int:
     """Memory of global parameters and outer momentum, each storage counted once."""
     tensors: list[Tensor] = []
-    for fragment in diloco._fragments:
+    for fragment in diloco._outer.fragments:
         tensors += fragment.globals.theta.values()
         tensors += [s["momentum_buffer"] for s in fragment.globals.optimizer.state.values()]
     storages = [tensor.untyped_storage() for tensor in tensors]

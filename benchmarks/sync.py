@@ -71,7 +71,7 @@ class Phases:
 
     def watch(self, diloco: DiLoCo) -> None:
         """Measure the phases of every sync from now on."""
-        for fragment in diloco._fragments:
+        for fragment in diloco._outer.fragments:
             for phase, name, thing in (
                 ("pack", "_save_grads", fragment),
                 ("send", "_average_grads", fragment),
@@ -158,7 +158,7 @@ def measure(
             for phase, value in seconds.items():
                 taken.setdefault(phase, []).append(value)
             if arguments.merge != MERGES[0]:
-                fragment: Any = ours._fragments[0]
+                fragment: Any = ours._outer.fragments[0]
                 merged = fragment.mean
                 fragment.mean = plain = plain or make_mean(
                     fragment.layout, arguments.wire_format, error_feedback=True

@@ -24,7 +24,7 @@ from composer_replication.diloco.parameter_checks import check_none_thawed, left
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retries import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
-from composer_replication.diloco.saved_state import load_saved_state, saved_state, send_again
+from composer_replication.diloco.saved_state import load_saved_state, saved_state
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -81,7 +81,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             arguments.inner_optimizer,
             [global_parameters.optimizer for global_parameters in owned],
             settings.sync_every,
-            fragment_sync_delay=settings.fragment_sync_delay,
+            fragment_sync_delay=settings.delay_in_turn,
             fragment_update_alpha=settings.fragment_update_alpha,
         )
         synced = [global_parameters.local for global_parameters in owned]
@@ -95,7 +95,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager), owned, self._state, settings, arguments, self.hang_watch
         )
-        self._fragments = cast(Any, self._outer.fragments)
+        self._fragments = cast(Any, [self._outer])  # whichever fragment has its turn
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
@@ -114,7 +114,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._samples = 0
         counted = self._local_step
         with self._outer.clock.blocking():
-            if counted + 1 == self._sync_every and any(f.unsent for f in self._outer.fragments):
+            if counted + 1 == self._sync_every and self._outer.has_unsent_turn:
                 # torchft's hook sends only at one inner step of a round, which has passed.
                 self._manager.allow_state_dict_read()
                 self._outer.send()
@@ -124,7 +124,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 self._follow_schedule()
 
     def _current_fragment(self) -> int:
-        return self._outer.turn
+        return 0
 
     def _register_state_dict_fn(self) -> None:
         """torchft's own heal state is not used; the outer loop registers ours."""
@@ -148,7 +148,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             if self.has_joined_others:
                 # The others apply this sync after the delay: this puts the next sync at the same
                 # time in all groups.
-                self._local_step = -self.settings.fragment_sync_delay
+                self._local_step = -self.settings.delay_in_turn
             elif self._outer.has_healed:
                 self._local_step = 0  # all are resuming, and this group's checkpoint was older
             self._follow_schedule()
@@ -165,7 +165,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         last sync, and its next inner step begins a new round.
         """
         self._outer.sync_idle()
-        self._local_step = -self.settings.fragment_sync_delay
+        self._local_step = -self.settings.delay_in_turn
         self._follow_schedule()
 
     def final_sync(self) -> None:
@@ -337,7 +337,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, the state has to be written before
                 the next inner step; that saves host memory of twice the model's size.
         """
-        return saved_state(self._state, self._outer.fragments, copies=copies) | {
+        in_flight = self._outer.in_flight_state()
+        return saved_state(self._state, self._outer.fragments, in_flight, copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
         }
@@ -353,11 +354,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer optimizer.
         """
         load_saved_state(state_dict, self._state, self._outer.fragments)
-        self._outer.set_torchft_step()
         self._outer.inner_steps = state_dict["inner_steps"]
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
-        before_prepare = self._sync_every - self.settings.fragment_sync_delay - 1
-        if in_flight and before_prepare < self._local_step < self._sync_every:
-            send_again(self._outer.fragments[in_flight["fragment"]], in_flight)
-        else:  # under a new sync_every or delay, the pseudo-gradient is computed anew
+        before_prepare = self._sync_every - self.settings.delay_in_turn - 1
+        is_in_turn = before_prepare < self._local_step < self._sync_every
+        if not self._outer.resume_in_flight(in_flight, is_in_turn=is_in_turn):
             self._local_step = min(self._local_step, before_prepare)

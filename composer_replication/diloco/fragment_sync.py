@@ -34,6 +34,7 @@ class Packed:
         position: The position in the sample stream.
         is_replacing: Whether the local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
+        is_dropped: Whether the local parameters have been reset since.
         local: The local parameters, kept while the sync is in flight; None without a delay.
     """
 
@@ -41,6 +42,7 @@ class Packed:
     samples: int = 0
     position: int = 0
     is_replacing: bool = False
+    is_dropped: bool = False
     local: list[Tensor] | None = None
 
 
@@ -57,6 +59,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
       back into the model, while they are in cache; the step of the outer optimizer that torchft
       takes next finds no gradients;
     * ``_merge_parameters``: nothing is left to do.
+
+    With a delay longer than a turn, other fragments are sent before this one is applied. If the
+    groups connect anew meanwhile, it sends what it has packed again.
 
     Nothing is applied before the vote, so a sync that did not commit leaves no trace and can be
     tried again.
@@ -129,22 +134,48 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
+        self.sends_again = False
+        """Whether it is to send again what it has packed, and not to pack anew."""
         self.replaces_global = False
         """Whether the local parameters are to be the global ones, from the next sync on."""
         self.frozen: list[bool] = []
         """Whether this group had frozen each tensor at the last pseudo-gradient."""
+        self.synced_samples = SyncedSamples(0, 0, 0)
+        """How much of this group's samples is in the model once the sync that was sent last has
+        committed."""
 
     # ---- a sync, in the order of torchft ---------------------------------------------------------
 
     def prepare_sync(self) -> None:
         """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
-        self._clock.quorum_formed()
         self.committed = False
         try:
             super().prepare_sync()
         except BaseException as error:
             self._report(error)
             raise
+
+    def send_again(self, *, packs_anew: bool) -> None:
+        """Start the sync in flight again, whose connections are closed or whose vote failed.
+
+        Args:
+            packs_anew: Whether the pseudo-gradient is that of the present local parameters, and not
+                the one that was sent before.
+        """
+        self._allreduce_work = []
+        self.sends_again = not packs_anew
+        self.prepare_sync()
+        self.sends_again = False
+
+    def abandon(self) -> None:
+        """Forget the sync in flight."""
+        self._allreduce_work = []
+        self.mean.abandon()
+        self._packed = Packed()
+
+    def wait_for_table(self) -> None:
+        """Wait for the table of this sync alone, and read it."""
+        self._allreduce_work[-1].wait()
 
     def _save_grads(self) -> None:
         self._state.go_on_from_healed()
@@ -167,6 +198,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _average_grads(self) -> None:
         # The table is sent first, because a quantized mean sends more messages after the first ones
         # have arrived. It is waited for last.
+        self.synced_samples = self._state.ledger.send(
+            self.fragment_id, self._packed.position, self.mean.contribution > 0
+        )
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
         self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
@@ -179,7 +213,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             if self.is_in_flight:  # not yet at the vote
                 self._report(error)
             raise
-        self._packed.local = None  # no longer in flight
+        if self.committed or not self._settings.turns_in_flight:
+            self._packed.local = None  # no longer in flight
         self._clock.vote_over()
         return self.committed
 
@@ -203,14 +238,17 @@ class FragmentSync(_StreamingDiLoCoFragment):
     # ---- what is sent, with which weight, and what stays of the local parameters -----------------
 
     def _pack(self) -> Packed:
-        if self.unsent is not None and not self.is_joining:
+        if self.is_joining:
+            return Packed(position=self._state.ledger.position)
+        if self.unsent is not None:
             return self.unsent
+        if self.sends_again:
+            return self._packed
         kept = None
-        if self._settings.fragment_sync_delay and not self.is_joining:
+        if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
         position = self._state.ledger.position
-        replaces = self.replaces_global and not self.is_joining
-        return Packed(self.inner_steps, self.samples, position, replaces, kept)
+        return Packed(self.inner_steps, self.samples, position, self.replaces_global, local=kept)
 
     def local(self) -> list[Tensor]:
         """The local parameters, as this rank holds them; not copies."""
@@ -279,7 +317,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
             return
         if self.mean.contribution > 0:
             self._state.ledger.has_synced(self.fragment_id, self._packed.position)
-        if self._write_back_alpha:
+        if self._packed.is_dropped:
+            pass  # what was counted since has been trained since
+        elif self._write_back_alpha:
             self.inner_steps -= self._packed.inner_steps
             self.samples -= self._packed.samples
         else:
@@ -299,6 +339,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def forget_local(self) -> None:
         """What has been trained here since the last sync is none of this group's to send."""
         self.inner_steps = self.samples = 0
+        self._packed.is_dropped = True
         self.replaces_global = False
         self.unsent = None
         self.mean.forget_residual()
@@ -324,9 +365,3 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def is_replacing(self) -> bool:
         """Whether the local parameters that were sent are to be the global ones."""
         return self._packed.is_replacing
-
-    @property
-    def synced_samples(self) -> SyncedSamples:
-        """How much of this group's samples is in the model once this sync has committed."""
-        contributes = self.mean.contribution > 0
-        return self._state.ledger.after_sync(self.fragment_id, self._packed.position, contributes)

@@ -35,6 +35,8 @@ class Syncing(Protocol):
     device: torch.device
     frozen: list[bool]
     mean: WeightedMean
+    synced_samples: SyncedSamples
+    """How much of this group's samples the sync will have brought into the model."""
 
     @property
     def is_replacing(self) -> bool:
@@ -44,11 +46,6 @@ class Syncing(Protocol):
     @property
     def has_more(self) -> bool:
         """Whether this group has something to send that no sync has brought in."""
-        ...
-
-    @property
-    def synced_samples(self) -> SyncedSamples:
-        """How much of this group's samples the sync will have brought into the model."""
         ...
 
 

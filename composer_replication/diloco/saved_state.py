@@ -12,7 +12,11 @@ from composer_replication.diloco.global_state import GlobalState
 
 
 def saved_state(
-    state: GlobalState, fragments: Sequence[FragmentSync], *, copies: bool
+    state: GlobalState,
+    fragments: Sequence[FragmentSync],
+    in_flight: dict[str, Any] | None,
+    *,
+    copies: bool,
 ) -> dict[str, Any]:
     """The global state, and what each fragment has trained and sent since its last sync.
 
@@ -21,14 +25,14 @@ def saved_state(
     Args:
         state: The global state.
         fragments: In the order of their turns.
+        in_flight: What ``in_flight_state`` returned.
         copies: Whether to copy the tensors.
     """
-    in_flight = map(_in_flight_state, fragments)
     return state.whole_state_dict(copies=copies) | {
         "since_sync": [[fragment.inner_steps, fragment.samples] for fragment in fragments],
         "replaces_global": [fragment.replaces_global for fragment in fragments],
         "reading": state.ledger.local_state(),
-        "in_flight": next(filter(None, in_flight), None),
+        "in_flight": in_flight,
         "residual": {
             name: tensor.clone() if copies else tensor
             for fragment in fragments
@@ -40,7 +44,7 @@ def saved_state(
 def load_saved_state(
     saved: dict[str, Any], state: GlobalState, fragments: Sequence[FragmentSync]
 ) -> None:
-    """Put it back, but for a sync in flight, which depends on the schedule.
+    """Put it back, but for the syncs in flight, which depend on the schedule.
 
     Raises:
         SettingsMismatch: It was saved for another model, other fragments or another kind of outer
@@ -59,23 +63,57 @@ def load_saved_state(
     state.ledger.load_local_state(saved["reading"])
 
 
-def send_again(fragment: FragmentSync, in_flight: dict[str, Any]) -> None:
-    """Have a fragment's next sync send what was in flight in a checkpoint."""
-    values = {key: value for key, value in in_flight.items() if key not in ("fragment", "local")}
-    local = [in_flight["local"][name] for name in fragment.globals.theta]
-    fragment.unsent = Packed(**values, local=local)
-
-
-def _in_flight_state(fragment: FragmentSync) -> dict[str, Any] | None:
-    """What a resumed group has to send again; None if no sync is in flight.
+def in_flight_state(fragments: Sequence[FragmentSync], num_turns: int) -> dict[str, Any] | None:
+    """What a resumed group has to send again; None if nothing is in flight.
 
     Without a delay a sync is in flight only if it was interrupted. It is then computed anew.
+
+    Args:
+        fragments: Those in flight, the oldest first.
+        num_turns: How many turns they are of, without the one that has begun.
     """
-    packed = fragment.in_flight
-    if packed is None or packed.local is None:
+    packs = [(fragment, packed) for fragment in fragments if (packed := fragment.in_flight)]
+    local = {
+        name: tensor
+        for fragment, packed in packs
+        if packed.local is not None
+        for name, tensor in zip(fragment.globals.theta, packed.local, strict=True)
+    }
+    if not packs or not (local or num_turns):
         return None
-    local = dict(zip(fragment.globals.theta, packed.local, strict=True))
-    return {"fragment": fragment.fragment_id, **vars(packed), "local": local}
+    plain = [
+        {"fragment": fragment.fragment_id, **vars(packed), "local": None}
+        for fragment, packed in packs
+    ]
+    return {"packs": plain, "num_turns": num_turns, "local": local}
+
+
+def load_in_flight(
+    saved: dict[str, Any] | None, fragments: Sequence[FragmentSync]
+) -> tuple[list[FragmentSync], int]:
+    """Have the fragments' next syncs send what ``in_flight_state`` returned.
+
+    Args:
+        saved: What it returned, perhaps of a version that had one sync in flight at most.
+        fragments: All, in the order of their turns.
+
+    Returns:
+        The fragments, the oldest first, and how many turns they are of, without the one that has
+        begun.
+    """
+    if not saved:
+        return [], 0
+    if "packs" not in saved:
+        saved = {"packs": [{**saved, "local": None}], "num_turns": 0, "local": saved["local"]}
+    loaded = []
+    for pack in saved["packs"]:
+        fragment = fragments[pack["fragment"]]
+        values = {key: value for key, value in pack.items() if key not in ("fragment", "local")}
+        local = [saved["local"].get(name) for name in fragment.globals.theta]
+        # A group that had just joined had sent nothing, and so has no local parameters there.
+        fragment.unsent = Packed(**values, local=None if None in local else local)
+        loaded.append(fragment)
+    return loaded, saved["num_turns"]
 
 
 def _residual(fragment: FragmentSync) -> dict[str, Tensor]:

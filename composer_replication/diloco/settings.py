@@ -172,6 +172,21 @@ class DiLoCoSettings:
         return self.num_fragments if self.fragment_patterns is None else len(self.fragment_patterns)
 
     @property
+    def steps_between_syncs(self) -> int:
+        """Inner steps between two syncs, each of another fragment."""
+        return self.sync_every // self.fragment_count
+
+    @property
+    def delay_in_turn(self) -> int:
+        """Inner steps between the end of a fragment's turn and its pseudo-gradient before it."""
+        return self.fragment_sync_delay % self.steps_between_syncs
+
+    @property
+    def turns_in_flight(self) -> int:
+        """How many further turns a sync is in flight when its own has ended."""
+        return self.fragment_sync_delay // self.steps_between_syncs
+
+    @property
     def discards_overlapped_steps(self) -> bool:
         """Whether the inner steps taken while a sync is in flight are thrown away (alpha 0)."""
         return self.fragment_sync_delay > 0 and self.fragment_update_alpha == 0.0
@@ -227,10 +242,10 @@ class DiLoCoSettings:
 
 
 def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
-    """Check that every fragment gets its turn in a round, one at a time.
+    """Check that every fragment gets its turn in a round, and its sync ends within a round.
 
-    torchft has the same rule (``torchft/local_sgd.py``, ``DiLoCo.__init__``), but its error message
-    states the opposite.
+    torchft (``torchft/local_sgd.py``, ``DiLoCo.__init__``) needs a delay below the inner steps
+    between two syncs, since it has one sync in flight.
 
     Raises:
         ValueError: The rounds cannot be divided among the fragments, or the delay is too long.
@@ -241,12 +256,10 @@ def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int
         raise ValueError(
             f"sync_every={sync_every} is not divisible by num_fragments={num_fragments}: use {fits}"
         )
-    between = sync_every // num_fragments
-    if fragment_sync_delay >= between:
+    if fragment_sync_delay >= sync_every:
         raise ValueError(
-            f"fragment_sync_delay={fragment_sync_delay} is not below the {between} inner steps "
-            f"between two syncs (sync_every={sync_every} / num_fragments={num_fragments}): "
-            f"use at most {between - 1}"
+            f"fragment_sync_delay={fragment_sync_delay} is not below sync_every={sync_every}, so a "
+            f"fragment would be sent again before its last sync ends: use at most {sync_every - 1}"
         )
 
 

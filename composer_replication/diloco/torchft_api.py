@@ -109,6 +109,15 @@ class DiLoCoManager(Protocol):
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
 
 
+def connection_of(manager: Any) -> object:
+    """Return what changes whenever the groups of a quorum have connected anew.
+
+    A ``ReplicaManager`` and the simulated manager number their connections. torchft's own Manager
+    connects anew when the quorum's id has changed.
+    """
+    return manager.connection if hasattr(manager, "connection") else manager._quorum_id
+
+
 def longest_wait_s(manager: Any) -> float:
     """Return how long one wait of a sync may take, in seconds: for a quorum, or for a collective.
 

@@ -39,7 +39,7 @@ def stock(manager, model, inner):
 
 def ours(manager, model, inner):
     diloco = DiLoCo(manager, model, inner, sync_every=INNER_STEPS)
-    return diloco, diloco._fragments[0].globals.optimizer
+    return diloco, diloco._outer.fragments[0].globals.optimizer
 
 
 def replica(sim, build, start):

@@ -139,7 +139,7 @@ def test_what_is_in_flight_is_formed_anew_if_a_part_of_it_was_not_loaded(tmp_pat
     run = {"diloco": HEAD_FIRST, "num_replicas": 1, "interval": "1ba", "max_duration": "8ba"}
     train_and_save(tmp_path, **run)
     path = tmp_path / "0" / f"ba{batch}.pt"
-    assert saved_in(path)[1]["in_flight"]["fragment"] == int(is_kept)
+    assert saved_in(path)[1]["in_flight"]["packs"][0]["fragment"] == int(is_kept)
     callback, start, _ = resume_alone(path, NEW_HEAD, diloco=HEAD_FIRST, seed=5, batches=16)
     assert bool(start.packed["in_flight"]) == is_kept
     assert callback.result["outer_steps"] > 2

@@ -71,7 +71,7 @@ def test_an_embedding_in_a_fragment_of_its_own_is_averaged_too():
         fragments = [model.embedding, nn.ModuleList([model.matrix, model.head])]
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         diloco = DiLoCo(sim.manager, fragments, inner, plain_sgd(), 2, merge="rda")
-        return [fragment.globals.merged_radially for fragment in diloco._fragments]
+        return [fragment.globals.merged_radially for fragment in diloco._outer.fragments]
 
     assert simulate(replica, num_replicas=1) == [[[], [0]]]
 

@@ -144,7 +144,7 @@ def test_what_was_in_flight_matters():
     def replica(sim):
         replica = Replica(sim, STREAMING | {"num_replicas": 2}, seed=5)
         state, *others = torch.load(io.BytesIO(saved[sim.replica_id][7]), weights_only=True)
-        assert state["in_flight"]["fragment"] == 1
+        assert state["in_flight"]["packs"][0]["fragment"] == 1
         file = io.BytesIO()
         torch.save([state | {"in_flight": None}, *others], file)
         replica.load(file.getvalue())

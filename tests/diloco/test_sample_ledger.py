@@ -182,12 +182,12 @@ def test_standing_by_syncs_in_mid_round_and_costs_the_others_nothing():
 def test_synced_samples_by_hand():
     ledger = Ledger(num_fragments=2)
     ledger.read_from(7)
-    assert ledger.after_sync(0, 10, contributes=True) == SyncedSamples(7, 0, 10)
-    own = ledger.after_sync(0, 10, contributes=True)
+    assert ledger.send(0, 10, contributes=True) == SyncedSamples(7, 0, 10)
+    own = ledger.send(0, 10, contributes=True)
     ledger.commit([own, SyncedSamples(8, 3, 4), SyncedSamples(0, 9, 9)])
     ledger.has_synced(0, 10)
-    assert ledger.after_sync(1, 12, contributes=True) == SyncedSamples(7, 10, 12)
-    assert ledger.after_sync(1, 12, contributes=False) == SyncedSamples(7, 0, 10)
+    assert ledger.send(1, 12, contributes=True) == SyncedSamples(7, 10, 12)
+    assert ledger.send(1, 12, contributes=False) == SyncedSamples(7, 0, 10)
     ledger.commit([SyncedSamples(8, 1, 9)])
     assert ledger.rows() == [[7, 0, 10], [8, 3, 9]]  # what is in the model stays in it
 

@@ -77,8 +77,8 @@ def train(ranks, settings, outer=None, state=None, steps=9):
 
 def bytes_held(diloco):
     """Memory of global parameters and outer state, each storage counted once."""
-    tensors = [theta for f in diloco._fragments for theta in f.globals.theta.values()]
-    for fragment in diloco._fragments:
+    tensors = [theta for f in diloco._outer.fragments for theta in f.globals.theta.values()]
+    for fragment in diloco._outer.fragments:
         for state in fragment.globals.optimizer.state.values():
             tensors += [t for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -237,3 +237,7 @@ class WeightedMean:
         """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""
         self._memory.give_back(self.flat)
         self.messages, self._sums = [], None
+
+    def abandon(self) -> None:
+        """Forget what was sent, while connections that are about to close may still use it."""
+        self.messages, self._sums = [], None
