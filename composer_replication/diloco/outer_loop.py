@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 class OuterLoop:
     """Runs the syncs of all fragments, turn by turn.
 
-    In each turn there is one quorum and one vote. After the quorum the next fragment is sent; before
-    the vote the oldest fragment in flight is waited for, and after it that one takes its outer step.
-    With a delay below a turn's inner steps that is the same fragment, as in torchft. With a longer
-    one, the fragments of ``turns_in_flight`` further turns are in flight between the two.
+    A turn has one quorum and one vote. After the quorum the next fragment is sent. Before the vote
+    the oldest fragment in flight is waited for, and after it that one takes its outer step. With a
+    delay below the inner steps of a turn it is the same fragment, as in torchft. With a longer one,
+    those of ``turns_in_flight`` further turns are in flight between the two.
 
-    torchft's step counts turns, so groups with the same step have the same fragments in flight, and
-    a group with a lower one is healed. If the groups connect anew, they send all fragments in flight
-    again, in order, before the next one: each gets its mean from one connection.
+    torchft's step counts turns. So groups with the same step have the same fragments in flight, and
+    a group with a lower one is healed. If the groups connect anew, they send all fragments in
+    flight again, in order, before the next one: each mean is from one connection.
 
     Args:
         manager: The torchft manager, or its simulated double.

@@ -243,12 +243,17 @@ class PeerTableWork:
 
     def __init__(self, peer_table: PeerTable, work: Any, table: Tensor) -> None:
         self._peer_table = peer_table
-        self._work = work
+        self._work: Any = work
         self._table = table
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the table and read it. The manager's timeout bounds the wait."""
+        """Wait for the table and read it. The manager's timeout bounds the wait.
+
+        A joiner may do so twice: when it joins, and when the sync ends, some turns later.
+        """
         del timeout
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         self._peer_table.read(self._table)
         return True
