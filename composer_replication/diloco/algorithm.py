@@ -114,6 +114,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._samples = 0
         counted = self._local_step
         with self._outer.clock.blocking():
+            if counted + 1 == self._sync_every - self._fragment_sync_delay:
+                self._outer.before_quorum()  # torchft's hook asks for one
             if counted + 1 == self._sync_every and self._outer.has_unsent_turn:
                 # torchft's hook sends only at one inner step of a round, which has passed.
                 self._manager.allow_state_dict_read()

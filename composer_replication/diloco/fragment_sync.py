@@ -123,6 +123,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             settings.error_feedback,
             global_parameters.merged_radially,
         )
+        self.mean.has_others_in_flight = settings.turns_in_flight > 0
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator

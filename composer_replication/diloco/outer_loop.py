@@ -137,15 +137,26 @@ class OuterLoop:
 
     def send(self) -> None:
         """Begin a turn: compute the next fragment's pseudo-gradient and send it."""
+        self.before_quorum()
         self.manager.start_quorum()
         self.prepare_sync()
 
     def sync(self) -> None:
         """Run one turn from quorum to vote, and retry it until it commits."""
         with self.clock.blocking():
+            self.before_quorum()
             self.manager.start_quorum()
             self.sync_in_quorum()
             self.finish_sync()
+
+    def before_quorum(self) -> None:
+        """Start the second messages of quantized syncs in flight, before others are sent.
+
+        All groups start their messages in the same order. The quorum may connect the groups anew,
+        and nothing of an earlier turn may then be sent through the new connections.
+        """
+        for fragment in self.in_flight:
+            fragment.mean.advance()
 
     def sync_in_quorum(self) -> None:
         """Make one attempt at a turn: send, wait for the mean, vote, and step if it commits."""
@@ -216,6 +227,8 @@ class OuterLoop:
         What a checkpoint had in flight is still to be sent. A group that has taken over another
         one's checkpoint sends nothing in its place.
         """
+        for fragment in self.in_flight:
+            fragment.abandon()
         if self.has_healed:
             self.in_flight.pop()
         else:

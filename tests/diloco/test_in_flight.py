@@ -230,3 +230,30 @@ def test_groups_of_unequal_lengths_end_equal(schedule):
 def test_alone_it_is_the_reference_too(schedule):
     ((trace, _, _),) = simulate(lambda sim: train(sim, schedule, 61), num_replicas=1)
     check(trace, Reference(schedule, 1), 0)
+
+
+@schedules
+@pytest.mark.parametrize("num_groups", [2, 3])
+@pytest.mark.parametrize("more", [
+    {"wire_format": "bfloat16"},
+    {"wire_format": "int8"},
+    {"wire_format": "fp4"},
+    {"wire_format": "int8", "merge": "rda"},
+    {"merge": "rda"},
+], ids=str)  # fmt: skip
+def test_in_every_wire_format_all_end_equal_and_near_the_mean(schedule, num_groups, more):
+    """Near, since numbers are rounded; a radial merge is another one."""
+    faults = [Fault("fail_allreduce", 0, 6), Fault("late", num_groups, 11), Fault("kill", 1, 15)]
+    whole = simulate(lambda sim: train(sim, schedule, 61, **more), num_replicas=num_groups)
+    for group, (trace, _, _) in enumerate(whole):
+        if "merge" in more:
+            continue
+        reference = Reference(schedule, num_groups)
+        for _ in trace:
+            reference.step()
+        assert trace[-1][1] == pytest.approx(reference.theta, rel=0.2, abs=1.0), group
+    results = simulate(
+        lambda sim: train(sim, schedule, 61, **more), num_replicas=num_groups + 1, faults=faults
+    )
+    assert results[1] is None
+    assert len({result[1] for result in results if result is not None}) == 1

@@ -22,6 +22,11 @@ STREAMING = {
     "fragment_sync_delay": 2,
     "fragment_update_alpha": 0.5,
 }
+SEVERAL_IN_FLIGHT = {
+    "sync_every": 8,
+    "fragment_patterns": ["*.0.weight", "*.0.bias", "*.2.*", "*"],
+    "fragment_sync_delay": 5,
+}
 STEPS = 20
 
 
@@ -109,6 +114,11 @@ def assert_equal(ones, others):
         pytest.param(STREAMING, id="streaming"),
         pytest.param({"sync_every": 4, "wire_format": "int8"}, id="int8"),
         pytest.param({**STREAMING, "merge": "rda"}, id="streaming, merged radially"),
+        pytest.param(SEVERAL_IN_FLIGHT, id="several in flight"),
+        pytest.param(
+            {**SEVERAL_IN_FLIGHT, "sync_every": 4, "fragment_sync_delay": 2}, id="a step a turn"
+        ),
+        pytest.param({**SEVERAL_IN_FLIGHT, "wire_format": "int8"}, id="several in flight, int8"),
         # What the others show already, in other settings.
         slow({"sync_every": 4, "weight_by": "steps"}, id="weighted"),
         slow({"sync_every": 6, "num_fragments": 3}, id="fragments"),

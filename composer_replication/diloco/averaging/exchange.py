@@ -24,7 +24,8 @@ class Exchange:
 
     Each bucket takes two messages. A thread computes what goes into the second one, so that
     training continues meanwhile. All groups must start their collectives in the same order,
-    therefore the caller starts no other collective before ``wait`` has returned.
+    therefore the caller starts no other collective before ``wait`` has returned. A caller that has
+    to, since more syncs are in flight, has no thread, and calls ``advance`` first.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -33,6 +34,7 @@ class Exchange:
         keeps_error: Whether the buckets keep their rounding errors, for error feedback.
         memory: uint8, as large as the ``memory_bytes`` of all buckets together.
         before: A Work to wait for before values are averaged, if there is one.
+        has_thread: Whether a thread starts the second messages, and not ``advance`` or ``wait``.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Exchange:
         keeps_error: bool,
         memory: Tensor,
         before: Any = None,
+        *,
+        has_thread: bool = True,
     ) -> None:
         self.buckets = buckets
         self._manager = manager
@@ -56,22 +60,33 @@ class Exchange:
                 bucket.start_first(manager, contribution, part)
                 for bucket, part in zip(buckets, parts, strict=True)
             ]
+        self._following: list[Any] = []
+        self._is_advanced = False
         # Without a thread the second messages would start only when training next waits, and the
         # sync would not overlap with it.
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
-        self._thread.start()
+        self._has_thread = has_thread
+        if has_thread:
+            self._thread.start()
 
     def _run(self) -> None:
+        self.advance()
+        self._wait_for_second()
+
+    def advance(self) -> None:
+        """Wait for the first messages, and start the second ones.
+
+        A caller without a thread calls it in all groups at the same place among their collectives.
+        """
+        if self._is_advanced:
+            return
+        self._is_advanced = True
         try:
             with torch.no_grad(), get_stream_context(self._stream):
                 if self._before is not None:
                     self._before.wait()
-                following = [
-                    self._start_second(bucket, work)
-                    for bucket, work in zip(self.buckets, self._works, strict=True)
-                ]
-                for work in filter(None, following):
-                    work.wait()
+                for bucket, work in zip(self.buckets, self._works, strict=True):
+                    self._following.append(self._start_second(bucket, work))
         except _PeerFailed:
             pass
         except Exception as error:
@@ -81,6 +96,16 @@ class Exchange:
             # up, its peers would wait for its messages until their timeout.
             self._works.clear()
             self._before = None
+
+    def _wait_for_second(self) -> None:
+        try:
+            with torch.no_grad(), get_stream_context(self._stream):
+                for work in filter(None, self._following):
+                    work.wait()
+        except Exception as error:
+            self._manager.report_error(error)
+        finally:
+            self._following.clear()
 
     def _start_second(self, bucket: QuantizedBucket, work: Any) -> Any:
         work.wait()
@@ -96,5 +121,8 @@ class Exchange:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the last message. Errors are reported to the manager, not raised."""
         del timeout  # the manager's timeout bounds each message
-        self._thread.join()
+        if self._has_thread:
+            self._thread.join()
+        else:
+            self._run()
         return True

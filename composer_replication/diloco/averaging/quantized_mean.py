@@ -102,8 +102,20 @@ class QuantizedMean(WeightedMean):
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
         keeps_error = self.residual is not None
         memory = self._message_memory(sum(bucket.memory_bytes for bucket in buckets))
-        self._exchange = Exchange(manager, buckets, self.contribution, keeps_error, memory, norms)
+        self._exchange = Exchange(
+            manager,
+            buckets,
+            self.contribution,
+            keeps_error,
+            memory,
+            norms,
+            has_thread=not self.has_others_in_flight,
+        )
         return [self._exchange]
+
+    def advance(self) -> None:
+        if self._exchange is not None and self.has_others_in_flight:
+            self._exchange.advance()
 
     def _message_memory(self, num_bytes: int) -> Tensor:
         if self._messages is None or self._messages.num_elements != -(-num_bytes // 4):
@@ -130,6 +142,10 @@ class QuantizedMean(WeightedMean):
         if self._messages is not None and self._taken is not None:
             self._messages.give_back(self._taken)
             self._taken = None
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._exchange = self._messages = self._taken = None
 
     def gather_residual(self) -> Tensor | None:
         if self.residual is None:

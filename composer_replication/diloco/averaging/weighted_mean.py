@@ -91,6 +91,8 @@ class WeightedMean:
         self._bucket = elements_of(bucket_cap_mb)
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
         self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
+        self.has_others_in_flight = False
+        """Whether other means are sent before this one is finished."""
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
@@ -171,6 +173,13 @@ class WeightedMean:
         radial = [] if self._radial is None else [self._radial.send(manager, self.contribution)]
         sums = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
         return radial + sums
+
+    def advance(self) -> None:
+        """Start those messages that need others to have arrived; here there are none.
+
+        With ``has_others_in_flight`` it is called in all groups at the same place among their
+        collectives. Otherwise a thread starts such messages.
+        """
 
     @property
     def is_finite(self) -> bool:
