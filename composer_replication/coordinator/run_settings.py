@@ -11,7 +11,7 @@ from typing import Any
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.diloco.outer_table import resolve
-from composer_replication.diloco.settings import CHANGEABLE, DiLoCoSettings
+from composer_replication.diloco.settings import CHANGEABLE, DiLoCoSettings, check_turns
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class RunSettings:
         version, settings, source = self.newest()
         try:
             changed = DiLoCoSettings(**asdict(settings) | dict(changes))
+            check_turns(settings, changed)
         except (TypeError, ValueError) as error:
             raise RejectedError(str(error)) from error
         scheduled = sorted(changes.keys() & {"outer_lr", "outer_momentum"})

@@ -25,7 +25,7 @@ from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retries import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_saved_state, saved_state
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.settings import DiLoCoSettings, check_turns
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -264,9 +264,14 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Args:
             versions: The settings by version, from 1. At the first call the newest version is the
                 one that this object was built with.
+
+        Raises:
+            ValueError: One of them would have more or fewer turns in flight.
         """
         if not versions:
             return
+        for settings in versions.values():
+            check_turns(self.settings, settings)
         known = self._outer.known_settings
         known.update(versions)
         self._outer.peer_table.known_version = max(known)

@@ -59,7 +59,9 @@ class DiLoCoSettings:
             that matches it. A LoRA parameter that no pattern matches is also matched under the
             name that PEFT saves it with (``lora_A.weight``, without the adapter's name).
         fragment_sync_delay: Inner steps between computing a fragment's pseudo-gradient and applying
-            the outer step (tau in 2501.18512). With 0 the sync waits for the allreduce at once.
+            the outer step (tau in 2501.18512), below ``sync_every``. With 0 the sync waits for the
+            allreduce at once. With more than the ``sync_every / num_fragments`` inner steps between
+            two syncs, several fragments are in flight (H = P = 24 and tau = 2 in 2604.21428).
         fragment_update_alpha: The share of the local parameters that a sync keeps:
             ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1]. None:
             0.5 with a delay, 0 without. With a delay, 0 throws away the inner steps taken
@@ -223,7 +225,8 @@ class DiLoCoSettings:
         The outer optimizer is not among them: it may be the user's own, so ``DiLoCo`` describes it.
         The schedule has a row 0, the numbers in force before its own first row, and says of each
         row whether its momentum is Nesterov's: it is all that a group needs to follow it.
-        ``sync_every`` may differ if ``weight_by`` weights groups by what they have trained.
+        ``sync_every`` may differ if ``weight_by`` weights groups by what they have trained, and
+        the same number of turns is in flight.
         """
         agreed = asdict(self)
         for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
@@ -238,6 +241,8 @@ class DiLoCoSettings:
             ]
         if self.weight_by != "uniform":
             del agreed["sync_every"]
+        if self.turns_in_flight:
+            agreed["turns_in_flight"] = self.turns_in_flight
         return agreed
 
 
@@ -261,6 +266,26 @@ def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int
             f"fragment_sync_delay={fragment_sync_delay} is not below sync_every={sync_every}, so a "
             f"fragment would be sent again before its last sync ends: use at most {sync_every - 1}"
         )
+
+
+def check_turns(before: DiLoCoSettings, after: DiLoCoSettings) -> None:
+    """Check that a change in mid-run leaves as many turns in flight.
+
+    Raises:
+        ValueError: It does not; the message has the values of ``sync_every`` that do.
+    """
+    turns = before.turns_in_flight
+    if after.turns_in_flight == turns:
+        return
+    count, delay = before.fragment_count, before.fragment_sync_delay
+    fits = f"at least {(delay // (turns + 1) + 1) * count}"
+    if turns:
+        fits += f" and at most {delay // turns * count}"
+    raise ValueError(
+        f"sync_every={after.sync_every} with fragment_sync_delay={delay} and {count} fragments "
+        f"would have {after.turns_in_flight} further turns in flight and not {turns}, which cannot "
+        f"change while the run goes on: use {fits}"
+    )
 
 
 def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:

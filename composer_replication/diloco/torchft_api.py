@@ -20,6 +20,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "torchft.local_sgd.DiLoCo": (
         "_manager",
         "_fragments",
+        "_fragment_sync_delay",
         "_local_optimizer",
         "_local_step",
         "_sync_every",
@@ -112,8 +113,7 @@ class DiLoCoManager(Protocol):
 def connection_of(manager: Any) -> object:
     """Return what changes whenever the groups of a quorum have connected anew.
 
-    A ``ReplicaManager`` and the simulated manager number their connections. torchft's own Manager
-    connects anew when the quorum's id has changed.
+    Our managers count their connections. torchft's own connects anew when the quorum's id changes.
     """
     return manager.connection if hasattr(manager, "connection") else manager._quorum_id
 

@@ -70,6 +70,9 @@ class ReplicaManager(InterruptibleManager):
         store: The group's TCPStore if this process hosts it, so that it lives as long as this.
         **arguments: torchft's own (``Manager.__init__``).
 
+    Attributes:
+        connection: How often the members of a quorum have connected so far.
+
     Raises:
         ValueError: ``pg`` is a process group of torch's own, or torchft's Manager rejects it.
     """
@@ -101,6 +104,7 @@ class ReplicaManager(InterruptibleManager):
         self._lighthouse_addr = lighthouse_addr
         self._tokens = tuple(tokens)
         self._is_shut_down = False
+        self.connection = 0
         self._board = NoticeBoard(hostname, tokens)
         self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
         self._client = self._watch = QuorumWatch(
@@ -220,6 +224,7 @@ class ReplicaManager(InterruptibleManager):
         addresses that the store still has from the last quorum of that id.
         """
         self._watch.disconnected()
+        self.connection += 1
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None

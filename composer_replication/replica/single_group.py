@@ -27,6 +27,8 @@ class SingleGroupManager:
 
     _use_async_quorum = False
     _min_replica_size = 1
+    connection = 0
+    """There is none that could change."""
 
     def __init__(self) -> None:
         self._step = 0

@@ -271,8 +271,8 @@ CASES = {
         FAILURE, "sync_every=10 is not divisible by num_fragments=3", "use 9 or 12",
     ),
     "a delay that is too long": (
-        lambda _: section(sync_every=10, num_fragments=2, fragment_sync_delay=5),
-        FAILURE, "fragment_sync_delay=5 is not below the 5 inner steps", "use at most 4",
+        lambda _: section(sync_every=10, num_fragments=2, fragment_sync_delay=10),
+        FAILURE, "fragment_sync_delay=10 is not below sync_every=10", "use at most 9",
     ),
     "an option out of range": (
         lambda _: section(num_replicas=2, min_replica_size=3),
