@@ -1,117 +1,21 @@
 """Several fragments in flight: a trace by hand, an independent reference, and every fault.
 
-``pytest tests/diloco/test_in_flight.py``: simulated network. The reference is plain Python, with
-one number for each fragment of each group.
+``pytest tests/diloco/test_in_flight.py``: simulated network. The reference is in in_flight.py.
 """
 
 import pytest
 import torch
 from common import Constant, plain_sgd, take_step
+from in_flight import SCHEDULES, Reference, check, numbers, train
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.simulation.simulation import Fault
 
-LR, OUTER_LR, MOMENTUM, ALPHA = 0.1, 0.7, 0.6, 0.5
-
-ONE_STEP_A_TURN = {"sync_every": 24, "num_fragments": 24, "fragment_sync_delay": 2}
-THREE_IN_FLIGHT = {"sync_every": 12, "num_fragments": 4, "fragment_sync_delay": 7}
-SCHEDULES = {"H = P = 24, tau = 2": ONE_STEP_A_TURN, "H = 12, P = 4, tau = 7": THREE_IN_FLIGHT}
 schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
 
-def target(group, fragment):
-    """What a group's inner steps pull the number of a fragment to."""
-    return float((3 * group + 1) * (fragment % 5 + 1))
-
-
-class Reference:
-    """The algorithm, without a network and without tensors.
-
-    Args:
-        schedule: The settings of the schedule.
-        num_groups: How many groups train from the beginning.
-        lost: By group: from which sync on it contributes nothing, since it has died.
-    """
-
-    def __init__(self, schedule, num_groups, lost=None):
-        self.num_fragments = schedule["num_fragments"]
-        self.between = schedule["sync_every"] // self.num_fragments
-        self.turns, self.delay = divmod(schedule["fragment_sync_delay"], self.between)
-        self.theta, self.momentum = [10.0] * self.num_fragments, [0.0] * self.num_fragments
-        self.local = {group: list(self.theta) for group in range(num_groups)}
-        self.lost = lost or {}
-        self.in_flight, self.num_sent, self.num_steps = [], 0, 0
-
-    def step(self):
-        self.num_steps += 1
-        for group, local in self.local.items():
-            for fragment, value in enumerate(local):
-                local[fragment] = value - LR * (value - target(group, fragment))
-        if (self.num_steps + self.delay) % self.between == 0:
-            fragment = self.num_sent % self.num_fragments
-            moved = {g: self.theta[fragment] - own[fragment] for g, own in self.local.items()}
-            self.in_flight.append((self.num_sent, fragment, moved))
-            self.num_sent += 1
-        if self.num_steps % self.between == 0 and len(self.in_flight) > self.turns:
-            self._take_outer_step(*self.in_flight.pop(0))
-
-    def _take_outer_step(self, number, fragment, moved):
-        given = [m for g, m in moved.items() if number < self.lost.get(g, number + 1)]
-        mean = sum(given) / len(given)
-        self.momentum[fragment] = MOMENTUM * self.momentum[fragment] + mean
-        self.theta[fragment] -= OUTER_LR * (mean + MOMENTUM * self.momentum[fragment])
-        for local in self.local.values():
-            kept = ALPHA * local[fragment]
-            local[fragment] = kept + (1 - ALPHA) * self.theta[fragment]
-
-
-class Pulled(torch.nn.Module):
-    """A number for each fragment."""
-
-    def __init__(self, num_fragments):
-        super().__init__()
-        for index in range(num_fragments):
-            self.register_parameter(f"f{index:02d}", torch.nn.Parameter(torch.tensor([10.0])))
-
-
-def build(sim, schedule, **more):
-    model = Pulled(schedule["num_fragments"])
-    inner = torch.optim.SGD(model.parameters(), lr=LR)
-    patterns = [f"f{index:02d}" for index in range(schedule["num_fragments"])]
-    settings = {key: value for key, value in schedule.items() if key != "num_fragments"}
-    settings |= {"outer_lr": OUTER_LR, "outer_momentum": MOMENTUM, "fragment_patterns": patterns}
-    return model, inner, DiLoCo(sim.manager, model, inner, **settings | more)
-
-
-def pull(model, inner, group):
-    for fragment, parameter in enumerate(model.parameters()):
-        parameter.grad = parameter.detach() - target(group, fragment)
-    inner.step()
-
-
-def numbers(tensors):
-    return [tensor.item() for tensor in tensors]
-
-
-def train(sim, schedule, steps, **more):
-    """The (local, global) numbers after each inner step, and at the end the digest."""
-    model, inner, diloco = build(sim, schedule, **more)
-    trace = []
-    with diloco:
-        for _ in range(steps):
-            pull(model, inner, sim.replica_id)
-            theta = numbers(diloco.global_parameters().values())
-            trace.append((numbers(model.parameters()), theta))
-        diloco.final_sync()
-        assert numbers(model.parameters()) == numbers(diloco.global_parameters().values())
-        return trace, diloco.global_digest(), diloco.pop_finished_syncs()
-
-
-def check(trace, reference, group):
-    for local, theta in trace:
-        reference.step()
-        assert theta == pytest.approx(reference.theta, abs=1e-6, rel=1e-6), reference.num_steps
-        assert local == pytest.approx(reference.local[group], abs=1e-6, rel=1e-6)
+def train_in(sim, schedule, steps, **more):
+    return train(sim.manager, sim.replica_id, schedule, steps, **more)
 
 
 def test_by_hand_a_sync_is_applied_two_turns_after_its_own():
@@ -140,7 +44,7 @@ def test_by_hand_a_sync_is_applied_two_turns_after_its_own():
 
 @schedules
 def test_it_is_the_reference(schedule):
-    results = simulate(lambda sim: train(sim, schedule, 61), num_replicas=3)
+    results = simulate(lambda sim: train_in(sim, schedule, 61), num_replicas=3)
     for group, (trace, _, _) in enumerate(results):
         check(trace, Reference(schedule, 3), group)
     assert len({digest for _, digest, _ in results}) == 1
@@ -151,7 +55,7 @@ def test_it_is_the_reference(schedule):
 def test_survivors_of_a_death_keep_what_was_formed(schedule, kind):
     """Turn 7: what it votes on has the dead group's part, and what is in flight is sent again."""
     faults = [Fault(kind, replica_id=2, step=8)]
-    results = simulate(lambda sim: train(sim, schedule, 61), num_replicas=3, faults=faults)
+    results = simulate(lambda sim: train_in(sim, schedule, 61), num_replicas=3, faults=faults)
     assert results[2] is None
     turns = Reference(schedule, 3).turns
     for group in (0, 1):
@@ -163,7 +67,7 @@ def test_survivors_of_a_death_keep_what_was_formed(schedule, kind):
 @pytest.mark.parametrize("kind", ["fail_allreduce", "stale_quorum"])
 def test_a_turn_that_fails_in_all_groups_changes_nothing(schedule, kind):
     faults = [Fault(kind, replica_id=1, step=8)]
-    results = simulate(lambda sim: train(sim, schedule, 61), num_replicas=3, faults=faults)
+    results = simulate(lambda sim: train_in(sim, schedule, 61), num_replicas=3, faults=faults)
     for group, (trace, _, reports) in enumerate(results):
         check(trace, Reference(schedule, 3), group)
         # A broken connection fails what is sent next, and here all of that is sent again in time.
@@ -174,7 +78,7 @@ def test_a_turn_that_fails_in_all_groups_changes_nothing(schedule, kind):
 @schedules
 def test_a_group_that_misses_a_commit_takes_over_from_the_others(schedule):
     faults = [Fault("fail_commit", replica_id=1, step=8)]
-    results = simulate(lambda sim: train(sim, schedule, 61), num_replicas=3, faults=faults)
+    results = simulate(lambda sim: train_in(sim, schedule, 61), num_replicas=3, faults=faults)
     assert len({digest for _, digest, _ in results}) == 1
     reports = results[1][2]
     assert sum(report.healed for report in reports) == 1
@@ -188,7 +92,7 @@ def test_a_group_that_misses_a_commit_takes_over_from_the_others(schedule):
 def test_a_joiner_comes_while_fragments_are_in_flight(schedule, step):
     """Also in the first turns, when fewer are in flight."""
     faults = [Fault("late", replica_id=2, step=step)]
-    results = simulate(lambda sim: train(sim, schedule, 49), num_replicas=3, faults=faults)
+    results = simulate(lambda sim: train_in(sim, schedule, 49), num_replicas=3, faults=faults)
     assert len({digest for _, digest, _ in results}) == 1
     alone = Reference(schedule, 2)
     turns = alone.turns
@@ -202,7 +106,7 @@ def test_a_joiner_comes_while_fragments_are_in_flight(schedule, step):
 @schedules
 def test_a_group_that_restarts_is_back_and_all_end_equal(schedule):
     faults = [Fault("restart", replica_id=2, step=8), Fault("kill", replica_id=1, step=12)]
-    results = simulate(lambda sim: train(sim, schedule, 61), num_replicas=3, faults=faults)
+    results = simulate(lambda sim: train_in(sim, schedule, 61), num_replicas=3, faults=faults)
     assert results[1] is None and results[0][1] == results[2][1]
 
 
@@ -210,7 +114,7 @@ def test_a_group_that_restarts_is_back_and_all_end_equal(schedule):
 @schedules
 def test_a_heal_that_breaks_off_costs_the_healthy_nothing(schedule, kind):
     faults = [Fault("late", replica_id=2, step=8), Fault(kind, replica_id=2, step=8)]
-    results = simulate(lambda sim: train(sim, schedule, 49), num_replicas=3, faults=faults)
+    results = simulate(lambda sim: train_in(sim, schedule, 49), num_replicas=3, faults=faults)
     digests = {result[1] for result in results if result is not None}
     assert len(digests) == 1 and (results[2] is None) is (kind == "kill_in_heal")
     if kind == "kill_in_heal":
@@ -221,14 +125,14 @@ def test_a_heal_that_breaks_off_costs_the_healthy_nothing(schedule, kind):
 @schedules
 def test_groups_of_unequal_lengths_end_equal(schedule):
     results = simulate(
-        lambda sim: train(sim, schedule, (61, 30, 47)[sim.replica_id]), num_replicas=3
+        lambda sim: train_in(sim, schedule, (61, 30, 47)[sim.replica_id]), num_replicas=3
     )
     assert len({digest for _, digest, _ in results}) == 1
 
 
 @schedules
 def test_alone_it_is_the_reference_too(schedule):
-    ((trace, _, _),) = simulate(lambda sim: train(sim, schedule, 61), num_replicas=1)
+    ((trace, _, _),) = simulate(lambda sim: train_in(sim, schedule, 61), num_replicas=1)
     check(trace, Reference(schedule, 1), 0)
 
 
@@ -244,7 +148,7 @@ def test_alone_it_is_the_reference_too(schedule):
 def test_in_every_wire_format_all_end_equal_and_near_the_mean(schedule, num_groups, more):
     """Near, since numbers are rounded; a radial merge is another one."""
     faults = [Fault("fail_allreduce", 0, 6), Fault("late", num_groups, 11), Fault("kill", 1, 15)]
-    whole = simulate(lambda sim: train(sim, schedule, 61, **more), num_replicas=num_groups)
+    whole = simulate(lambda sim: train_in(sim, schedule, 61, **more), num_replicas=num_groups)
     for group, (trace, _, _) in enumerate(whole):
         if "merge" in more:
             continue
@@ -253,7 +157,7 @@ def test_in_every_wire_format_all_end_equal_and_near_the_mean(schedule, num_grou
             reference.step()
         assert trace[-1][1] == pytest.approx(reference.theta, rel=0.2, abs=1.0), group
     results = simulate(
-        lambda sim: train(sim, schedule, 61, **more), num_replicas=num_groups + 1, faults=faults
+        lambda sim: train_in(sim, schedule, 61, **more), num_replicas=num_groups + 1, faults=faults
     )
     assert results[1] is None
     assert len({result[1] for result in results if result is not None}) == 1

@@ -52,6 +52,15 @@ SETTINGS["schedule"] = (
     SETTINGS["in_flight"][0] | {"outer_schedule": [[1, 0.5, 0.0], [3, 0.7, 0.9]]},
     7,
 )
+# Three fragments in flight, of which the last has just been sent.
+SETTINGS["several"] = (
+    {
+        "sync_every": 6,
+        "fragment_patterns": ["*layers.0.*", "*layers.2.*", "*"],
+        "fragment_sync_delay": 5,
+    },
+    7,
+)
 SETTINGS["int8"] = (SETTINGS["in_flight"][0] | {"wire_format": "int8"}, 7)
 
 
@@ -156,7 +165,7 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
                 for optimizer in ("adamw", "sgd")
             ]
             + [case("in_flight", "adamw", None, dtype="bfloat16"), case("int8", "adamw", None)]
-            + [case("schedule", "adamw", None)]
+            + [case("schedule", "adamw", None), case("several", "adamw", None)]
             + [case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba")]
             + [case("in_flight", "muon", None), case("vanilla", "muon", None, dtype="bfloat16")],
             id="monolithic",
@@ -170,6 +179,7 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
             ]
             + [case("in_flight", "adamw", "full"), case("int8", "adamw", "sharded")]
             + [case("int8", "adamw", None), case("schedule", "adamw", "sharded")]
+            + [case("several", "adamw", fsdp) for fsdp in (None, "sharded")]
             + [case("in_flight", "adamw", fsdp, ema="2ba") for fsdp in (None, "full", "sharded")]
             + [case("in_flight", "muon", fsdp) for fsdp in (None, "full", "sharded")],
             id="sharded",

@@ -1,0 +1,66 @@
+"""Several fragments in flight between real groups. Run: pytest tests/integration/test_in_flight.py
+
+Real: processes, the lighthouse, torchft's Manager, gloo.
+"""
+
+import pytest
+from in_flight import SCHEDULES, Reference, build, check, pull, train
+from integration.replicas import run_groups
+
+pytestmark = pytest.mark.integration
+schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+def train_for_real(group, schedule, steps):
+    with group.manager() as manager:
+        awaited = {"num_replicas": group.num_replicas}
+        trace, digest, _ = train(manager, group.replica_id, schedule, steps, **awaited)
+        return trace, digest
+
+
+@schedules
+def test_real_groups_come_to_the_reference(schedule):
+    results = run_groups(train_for_real, num_replicas=3, schedule=schedule, steps=40)
+    for group, (trace, _) in enumerate(results):
+        check(trace, Reference(schedule, 3), group)
+    assert len({digest for _, digest in results}) == 1
+
+
+def die_join_and_end(group, schedule, wire_format):
+    """Group 2 dies while syncs are in flight, and then group 3 joins the others."""
+    if group.replica_id == 3:
+        assert group.signal.wait(120.0)
+    awaited = {"num_replicas": 3, "wire_format": wire_format, "start_timeout_s": 120.0}
+    with group.manager() as manager:
+        model, inner, diloco = build(manager, schedule, **awaited)
+        reports, joined = [], group.replica_id == 3
+        with diloco:
+            for step in range(200):
+                pull(model, inner, group.replica_id)
+                reports += diloco.pop_finished_syncs()
+                if group.replica_id == 2 and step == 25:
+                    group.signal.set()
+                    group.kill()
+                joined |= any("group_3" in member for member in manager.members)
+                if joined and step > 60:
+                    break
+            diloco.final_sync()
+            reports += diloco.pop_finished_syncs()
+            lost = sum(report.steps_lost for report in reports)
+            return diloco.global_digest(), lost, [report.outer_step for report in reports]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_format", ["float32", "int8"])
+@schedules
+def test_a_death_and_a_join_while_syncs_are_in_flight_cost_the_others_nothing(
+    schedule, wire_format
+):
+    results = run_groups(
+        die_join_and_end, num_replicas=4, killed={2}, schedule=schedule, wire_format=wire_format
+    )
+    living = [result for result in results if result is not None]
+    assert len(living) == 3 and len({digest for digest, _, _ in living}) == 1
+    for _, lost, outer_steps in living[:2]:
+        assert lost == 0
+        assert outer_steps == list(range(1, len(outer_steps) + 1)), "an outer step was lost"
