@@ -95,7 +95,11 @@ class PlannedRun:
         for name in ("round_trip_s", "host_s_per_param"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: use seconds of 0 or more")
-        DiLoCoSettings(
+        _ = self._settings  # which checks the rest
+
+    @property
+    def _settings(self) -> DiLoCoSettings:
+        return DiLoCoSettings(
             sync_every=self.sync_every,
             num_fragments=self.num_fragments,
             fragment_sync_delay=self.fragment_sync_delay,
@@ -115,9 +119,21 @@ class PlannedRun:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds of a round beyond those of its inner steps."""
-        send_s = self._allreduce_s + 2 * self.round_trip_s
-        late_s = max(0.0, send_s - self.fragment_sync_delay * self.step_s)
+        """Seconds of a round beyond those of its inner steps.
+
+        A sync that takes longer than the delay is waited for. With several in flight the link may
+        be busy for longer than a round's inner steps, although each sync ends in time.
+        """
+        busy_s = self.num_fragments * self._send_s - self.sync_every * self.step_s
+        return max(self._host_and_late_s, busy_s)
+
+    @property
+    def _send_s(self) -> float:
+        return self._allreduce_s + 2 * self.round_trip_s
+
+    @property
+    def _host_and_late_s(self) -> float:
+        late_s = max(0.0, self._send_s - self.fragment_sync_delay * self.step_s)
         return self.host_s_per_param * self.params + self.num_fragments * late_s
 
     @property
@@ -140,10 +156,11 @@ class PlannedRun:
 
         It is a multiple of ``num_fragments``, and long enough for the delay.
         """
-        steps = self.blocked_s * utilisation / (1 - utilisation) / self.step_s
+        steps = self._host_and_late_s * utilisation / (1 - utilisation) / self.step_s
+        steps = max(steps, utilisation * self.num_fragments * self._send_s / self.step_s)
         # Rounded first: in floats 76 * 1.25 may be a little above 95, and is not 96.
         turns = math.ceil(round(steps / self.num_fragments, 6))
-        return self.num_fragments * max(turns, self.fragment_sync_delay + 1)
+        return self.num_fragments * max(turns, self.fragment_sync_delay // self.num_fragments + 1)
 
     @property
     def memory(self) -> Memory:
@@ -152,14 +169,16 @@ class PlannedRun:
         Each rank keeps its share of global parameters, outer momentum and, below float32, the
         error feedback. In a sync it also has the whole fragment in fp32, which the ranks gather;
         the messages of its share three times (to send, to receive, to gather); and, while the sync
-        is overlapped, a copy of the local parameters.
+        is overlapped, a copy of the local parameters. That is so for each fragment in flight.
         """
         is_encoded = self.wire_format != "float32"
         fragment = 4 * self.params / self.num_fragments
         resident = (12 if is_encoded else 8) * self.params / self.ranks
         encoded = fragment / 4 * BYTES_PER_PARAMETER[self.wire_format] / self.ranks
         copies = 2 if self.fragment_sync_delay else 1
-        return Memory(resident, resident + copies * fragment + 3 * encoded * is_encoded, fragment)
+        in_flight = self._settings.turns_in_flight + 1
+        peak = in_flight * (copies * fragment + 3 * encoded * is_encoded)
+        return Memory(resident, resident + peak, in_flight * fragment)
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,23 @@ def test_memory_by_hand(changed, resident, peak, device):
         ({}, 627),  # 19 * 33
         ({"num_fragments": 2, "fragment_sync_delay": 5}, 438),  # 19 * 23 = 437
         ({"num_fragments": 4}, 628),  # a multiple of 4
-        ({"num_fragments": 2, "fragment_sync_delay": 16}, 34),  # 19 * 1, and above 2 * 16
+        (
+            {"num_fragments": 2, "fragment_sync_delay": 16},
+            32,
+        ),  # 19 * 1, and 0.95 * 2 * 16 on the link
     ],
 )
 def test_the_shortest_round_by_hand(changed, sync_every):
     assert planned(**changed).shortest_round(0.95) == sync_every
+
+
+def test_several_in_flight_hide_what_one_cannot_until_the_link_is_full():
+    """Each of 4 fragments takes 8 s to send: 4 take 32 s."""
+    run = planned(num_fragments=4, sync_every=40, fragment_sync_delay=10)
+    assert run.round_s == pytest.approx(40.0 + 1.0)  # the host; two are in flight
+    assert run.memory.device == 2 * 1e9
+    full = planned(num_fragments=4, sync_every=24, fragment_sync_delay=10)
+    assert full.round_s == pytest.approx(32.0)
 
 
 @pytest.mark.parametrize("utilisation", [0.3, 0.5, 0.95, 0.999])
@@ -242,7 +254,7 @@ def test_a_link_that_is_none_is_refused(text):
         ({"link_bits_per_s": 0.0}, "link_bits_per_s=0.0: use a number above 0"),
         ({"wire_format": "fp8"}, "wire_format='fp8': use one of float32, bfloat16, int8, fp4"),
         ({"sync_every": 99, "num_fragments": 2}, "sync_every=99 is not divisible by num_fragments"),
-        ({"fragment_sync_delay": 100}, "fragment_sync_delay=100 is not below the 100 inner steps"),
+        ({"fragment_sync_delay": 100}, "fragment_sync_delay=100 is not below sync_every=100"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(changed, message):

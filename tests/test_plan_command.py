@@ -72,7 +72,7 @@ def test_the_json_has_the_run_and_the_rows(tmp_path):
         (["--link", "3 foo"], "link='3 foo': write a rate such as 1Gbit"),
         (["--params", "nan"], "params=nan: write how many there are, e.g. 7e9"),
         (["--sync-every", "7"], "sync_every=7 is not divisible by num_fragments=2: use 6 or 8"),
-        (["--fragment-sync-delay", "50"], "fragment_sync_delay=50 is not below the 50 inner steps"),
+        (["--fragment-sync-delay", "100"], "fragment_sync_delay=100 is not below sync_every=100"),
         (["--utilisation", "95"], "utilisation=95.0: use a share between 0 and 1, e.g. 0.95"),
         (["--utilisation", "1"], "utilisation=1.0: use a share between 0 and 1, e.g. 0.95"),
     ],

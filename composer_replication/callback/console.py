@@ -127,6 +127,8 @@ class Console:
         ends_with = "a sync" if self._members else "an outer step"
         of = "the whole model" if num_fragments == 1 else f"each of {num_fragments} fragments"
         overlap = f", overlapped with {plural(delay, 'inner step')}" if delay else ""
+        if self._settings.turns_in_flight:
+            overlap += f", {self._settings.turns_in_flight + 1} in flight"
         return f"{plural(steps, 'inner step')} and {ends_with} of {of}{overlap}"
 
     def _traffic(self, num_elements: int) -> str:

@@ -95,7 +95,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager), owned, self._state, settings, arguments, self.hang_watch
         )
-        self._fragments = cast(Any, [self._outer])  # whichever fragment has its turn
+        self._fragments = cast(Any, [self._outer.turns])  # whichever fragment has its turn
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
@@ -115,8 +115,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         counted = self._local_step
         with self._outer.clock.blocking():
             if counted + 1 == self._sync_every - self._fragment_sync_delay:
-                self._outer.before_quorum()  # torchft's hook asks for one
-            if counted + 1 == self._sync_every and self._outer.has_unsent_turn:
+                self._outer.turns.before_quorum()  # torchft's hook asks for one
+            if counted + 1 == self._sync_every and self._outer.turns.is_unsent:
                 # torchft's hook sends only at one inner step of a round, which has passed.
                 self._manager.allow_state_dict_read()
                 self._outer.send()
@@ -344,7 +344,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, the state has to be written before
                 the next inner step; that saves host memory of twice the model's size.
         """
-        in_flight = self._outer.in_flight_state()
+        in_flight = self._outer.turns.state_dict()
         return saved_state(self._state, self._outer.fragments, in_flight, copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
@@ -365,5 +365,5 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.delay_in_turn - 1
         is_in_turn = before_prepare < self._local_step < self._sync_every
-        if not self._outer.resume_in_flight(in_flight, is_in_turn=is_in_turn):
+        if not self._outer.turns.load_state_dict(in_flight, is_in_turn=is_in_turn):
             self._local_step = min(self._local_step, before_prepare)

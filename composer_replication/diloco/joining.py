@@ -59,7 +59,7 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
             barrier.vote_to_start(device)
             if manager.should_commit():
                 state.go_on_from_healed()
-                loop.set_torchft_step()
+                loop.turns.set_torchft_step()
                 return False
         error = manager.errored()
         barrier.wait(getattr(error, "original_exception", error), why_not_committed(manager))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,31 +17,17 @@ from composer_replication.diloco.loss_watch import LossWatch
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
-from composer_replication.diloco.saved_state import in_flight_state, load_in_flight
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_clock import SyncClock
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import (
-    HEAL_STATE,
-    DiLoCoManager,
-    connection_of,
-    longest_wait_s,
-)
+from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager, longest_wait_s
+from composer_replication.diloco.turns import Turns
 
 log = logging.getLogger(__name__)
 
 
 class OuterLoop:
     """Runs the syncs of all fragments, turn by turn.
-
-    A turn has one quorum and one vote. After the quorum the next fragment is sent. Before the vote
-    the oldest fragment in flight is waited for, and after it that one takes its outer step. With a
-    delay below the inner steps of a turn it is the same fragment, as in torchft. With a longer one,
-    those of ``turns_in_flight`` further turns are in flight between the two.
-
-    torchft's step counts turns. So groups with the same step have the same fragments in flight, and
-    a group with a lower one is healed. If the groups connect anew, they send all fragments in
-    flight again, in order, before the next one: each mean is from one connection.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -54,7 +39,7 @@ class OuterLoop:
 
     Attributes:
         fragments: The fragments in the order of their turns.
-        in_flight: Those that were sent and have not taken their outer step, the oldest first.
+        turns: What is sent in a quorum, and what its vote ends.
         clock: The clock that the fragments report quorums and votes to.
         peer_table: The table that the fragments send.
         inner_steps: Inner steps of this group since the run began.
@@ -76,16 +61,11 @@ class OuterLoop:
         self.manager = manager
         self.state = state
         self._max_retries = settings.max_sync_retries
-        self._turns_in_flight = settings.turns_in_flight
         self._inner_optimizer = arguments.inner_optimizer
         self._digest_every = arguments.digest_every
         self._give_up_after_s = arguments.give_up_after_s
         self.clock = SyncClock(hang_watch, longest_wait_s(manager))
         self.fragments: list[FragmentSync] = []
-        self.in_flight: deque[FragmentSync] = deque()
-        self._connection: object = None
-        self._is_turn_open = self._has_failed = False
-        self._num_begun = 1
         self.peer_table = PeerTable(manager, state, self.fragments, arguments.digest_every)
         device = arguments.message_device
         self.fragments += (
@@ -102,6 +82,7 @@ class OuterLoop:
             )
             for index, globals_ in enumerate(global_parameters)
         )
+        self.turns = Turns(manager, self.fragments, state, self.clock, settings.turns_in_flight)
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
         self._loss_watch = LossWatch(len(self.fragments))
         self._is_idle = False
@@ -110,15 +91,6 @@ class OuterLoop:
         self.known_settings: dict[int, DiLoCoSettings] = {}
         self.ends_with_next_step = self.has_healed = False
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
-
-    def _next_fragment(self) -> FragmentSync:
-        """The fragment that is sent next.
-
-        It counts outer steps, and not the manager's step as torchft does: a join commits, but is no
-        outer step.
-        """
-        turn = self.state.outer_step + len(self.in_flight)
-        return self.fragments[turn % len(self.fragments)]
 
     # ---- a sync -----------------------------------------------------------------------------
 
@@ -137,69 +109,22 @@ class OuterLoop:
 
     def send(self) -> None:
         """Begin a turn: compute the next fragment's pseudo-gradient and send it."""
-        self.before_quorum()
+        self.turns.before_quorum()
         self.manager.start_quorum()
-        self.prepare_sync()
+        self.turns.prepare_sync()
 
     def sync(self) -> None:
         """Run one turn from quorum to vote, and retry it until it commits."""
         with self.clock.blocking():
-            self.before_quorum()
+            self.turns.before_quorum()
             self.manager.start_quorum()
             self.sync_in_quorum()
             self.finish_sync()
 
-    def before_quorum(self) -> None:
-        """Start the second messages of quantized syncs in flight, before others are sent.
-
-        All groups start their messages in the same order. The quorum may connect the groups anew,
-        and nothing of an earlier turn may then be sent through the new connections.
-        """
-        for fragment in self.in_flight:
-            fragment.mean.advance()
-
     def sync_in_quorum(self) -> None:
         """Make one attempt at a turn: send, wait for the mean, vote, and step if it commits."""
-        self.prepare_sync()
-        self.perform_sync()
-
-    def prepare_sync(self) -> None:
-        """Send what belongs into this quorum. torchft's hook calls it, for the fragment in turn."""
-        self.clock.quorum_formed()
-        connection = connection_of(self.manager)
-        if connection != self._connection or self._has_failed:
-            self.state.ledger.forget_sent()
-            for fragment in self.in_flight:
-                fragment.send_again(packs_anew=not self._turns_in_flight)
-        self._connection, self._is_turn_open = connection, True
-        # torchft's step counts turns: after a heal, those of the others.
-        num_begun = self.manager.current_step() - self.state.outer_step
-        self._num_begun = min(max(1, num_begun), self._turns_in_flight + 1)
-        while len(self.in_flight) < self._num_begun:
-            fragment = self._next_fragment()
-            self.in_flight.append(fragment)
-            fragment.prepare_sync()
-
-    def perform_sync(self) -> bool:
-        """Vote, and take the outer step of the fragment whose sync ends with this turn.
-
-        torchft's hook calls it. In the first turns of a run no sync ends.
-        """
-        oldest = self.in_flight[0]
-        if self._ends_sync:
-            committed = oldest.perform_sync()
-        else:
-            if oldest.is_joining:
-                oldest.wait_for_table()  # a joiner has to know whether others are in training
-            committed = self.manager.should_commit()
-            self.clock.vote_over()
-        self._has_failed = not committed
-        return committed
-
-    @property
-    def _ends_sync(self) -> bool:
-        """Whether the oldest sync in flight ends with this turn."""
-        return len(self.in_flight) > self._turns_in_flight
+        self.turns.prepare_sync()
+        self.turns.perform_sync()
 
     def finish_sync(self) -> None:
         """Retry the turn until it commits, then report its sync.
@@ -208,46 +133,29 @@ class OuterLoop:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
         retries = SyncRetries(self.manager, self.state, self._max_retries, self._give_up_after_s)
-        while self._has_failed:
+        while self.turns.has_failed:
             retries.wait()
             self.manager.start_quorum()
             retries.check_limit(self.fragments[0].is_joining)
             # If a peer has committed the sync, this quorum has healed this group, and the next
             # fragment has its turn.
             self.sync_in_quorum()
-        self._is_turn_open = False
         if self.fragments[0].is_joining and self.peer_table.are_all_joining:
-            self._take_turn_back()
-        elif self._ends_sync:
-            self._account(self.in_flight.popleft(), retries.count)
-
-    def _take_turn_back(self) -> None:
-        """Forget a turn in which all groups were joining: none has sent anything.
-
-        What a checkpoint had in flight is still to be sent. A group that has taken over another
-        one's checkpoint sends nothing in its place.
-        """
-        for fragment in self.in_flight:
-            fragment.abandon()
-        if self.has_healed:
-            self.in_flight.pop()
-        else:
-            self.in_flight = deque(each for each in self.in_flight if each.unsent is not None)
-        self._is_turn_open = len(self.in_flight) >= self._num_begun
-        self._connection = None
-        self.set_torchft_step()
-        self.clock.read()
-        self._forget_losses()
+            self.turns.take_back(has_healed=self.has_healed)
+            self.clock.read()
+            self._forget_losses()
+        elif (fragment := self.turns.end()) is not None:
+            self._account(fragment, retries.count)
 
     def _account(self, fragment: FragmentSync, retries: int) -> None:
         moved = fragment.total_contribution > 0
-        if not moved and self._turns_in_flight:
-            # The fragments that are in flight have the next turns: this one was a turn too.
+        counts = moved or self.turns.turns_in_flight > 0  # those in flight have the next turns
+        if counts and not moved:
             self.state.begin_outer_step()
-        if moved or self._turns_in_flight:  # ends what FragmentSync._set_grads has begun
+        if counts:  # ends what FragmentSync._set_grads has begun
             self.state.end_outer_step(self.peer_table.synced_samples)
         else:
-            self.set_torchft_step()
+            self.turns.set_torchft_step()
         if fragment.mean.is_finite:
             fragment.discard_synced_steps()
             self._sick_in_a_row = 0
@@ -288,52 +196,6 @@ class OuterLoop:
         if version > self.state.settings_version and version in self.known_settings:
             self.state.adopt(version, self.known_settings[version])
 
-    def set_torchft_step(self) -> None:
-        """Set torchft's step to that of the next turn, after a commit that was no turn.
-
-        torchft counts commits, and the groups with the highest count heal the others. A join, a
-        start and an end also commit. Without this, groups that wait for others to resume would
-        count up meanwhile, and would heal a group that comes with a newer checkpoint. The + 1 is
-        for the cold start: to torchft, a group at step 0 has no state.
-        """
-        step = self.state.outer_step + len(self.in_flight) - self._is_turn_open + 1
-        self.manager.load_state_dict(self.manager.state_dict() | {"step": step})
-
-    # ---- checkpoints ------------------------------------------------------------------------
-
-    def in_flight_state(self) -> dict[str, Any] | None:
-        """What is in flight, for a checkpoint."""
-        return in_flight_state(self.in_flight, len(self.in_flight) - self._is_turn_open)
-
-    def resume_in_flight(self, saved: dict[str, Any] | None, *, is_in_turn: bool) -> bool:
-        """Continue from ``in_flight_state``: what was in flight is sent again in the next quorum.
-
-        Under other settings than those of the checkpoint nothing may fit. Then all pseudo-gradients
-        are computed anew.
-
-        Args:
-            saved: What it returned.
-            is_in_turn: Whether the schedule is between a turn's quorum and its vote.
-
-        Returns:
-            Whether a turn has begun.
-        """
-        loaded, num_turns = load_in_flight(saved, self.fragments)
-        fits = num_turns <= self._turns_in_flight and len(loaded) - num_turns <= is_in_turn
-        if not fits:
-            for fragment in loaded:
-                fragment.unsent = None
-            loaded, num_turns = [], 0
-        self.in_flight = deque(loaded)
-        self._is_turn_open = len(loaded) > num_turns
-        self.set_torchft_step()
-        return self._is_turn_open
-
-    @property
-    def has_unsent_turn(self) -> bool:
-        """Whether the turn that has begun in the checkpoint is still to be sent."""
-        return self._is_turn_open and self.in_flight[-1].unsent is not None
-
     # ---- what training does not keep --------------------------------------------------------
 
     def _recover(self) -> None:
@@ -357,12 +219,6 @@ class OuterLoop:
         self._drop_local()
         clear_state(self._inner_optimizer)
 
-    def _drop_in_flight(self) -> None:
-        for fragment in self.in_flight:
-            fragment.abandon()
-        self.in_flight.clear()
-        self.state.ledger.forget_sent()
-
     def _drop_local(self, *, is_healing: bool = False) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
         self._steps_lost += max(fragment.inner_steps for fragment in self.fragments)
@@ -383,7 +239,7 @@ class OuterLoop:
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
         self.state.take_over(state, "the replica groups in training")
-        self._drop_in_flight()
+        self.turns.drop()
         self._drop_local(is_healing=True)
         self.has_healed = True
         log.info("Took over the global state after outer step %d", self.state.outer_step)
@@ -403,9 +259,9 @@ class OuterLoop:
             if is_alone and not any(fragment.has_more for fragment in self.fragments):
                 break
             self.sync()
-        if self.in_flight:  # to which nobody has contributed anything
-            self._drop_in_flight()
-            self.set_torchft_step()
+        if self.turns.in_flight:  # to which nobody has contributed anything
+            self.turns.drop()
+            self.turns.set_torchft_step()
         self.peer_table.is_training, self.ends_with_next_step = True, False
         for fragment in self.fragments:
             fragment.take_global()
@@ -425,7 +281,7 @@ class OuterLoop:
 
     def _land(self) -> None:
         """Finish the turn that has begun, if one has."""
-        if self._is_turn_open:
+        if self.turns.is_open:
             with self.clock.blocking():
-                self.perform_sync()
+                self.turns.perform_sync()
                 self.finish_sync()
