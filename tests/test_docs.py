@@ -1,5 +1,6 @@
 """What the documents tell people to type. Run: pytest tests/test_docs.py"""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -94,3 +95,24 @@ def test_the_readme_is_short_and_leads_to_every_page():
     assert len(text.splitlines()) <= 120
     linked = set(re.findall(r"\]\(docs/([a-z-]+)\.md", text))
     assert {page.stem for page in SITE} - linked == {"index"}
+
+
+def messages():
+    """All texts of the package; names and numbers in them are left out."""
+    for path in (ROOT / "composer_replication").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [str(part.value) for part in parts if isinstance(part, ast.Constant)]
+            yield re.sub(r"%[.\d]*[a-z]", "", "".join(texts))
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_the_package():
+    page = (DOCS / "troubleshooting.md").read_text()
+    table = page.partition("## By the message")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    known = list(messages())
+    assert len(quoted) > 12
+    for text in quoted:
+        parts = [part.strip() for part in text.split("...") if part.strip()]
+        assert any(all(part in message for part in parts) for message in known), text
