@@ -1,12 +1,15 @@
 """How Sphinx builds the site from these pages. Run: make docs"""
 
+from __future__ import annotations
+
 import inspect
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 META = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
@@ -18,9 +21,6 @@ html_show_copyright = False
 html_show_sphinx = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
-
-myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # as git hosts make them
 
 autodoc_member_order = "bysource"
