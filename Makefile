@@ -4,17 +4,21 @@
 # make test-torch-new: the same tests with Composer on a torch past its pin.
 # make test-ray: the test of the example for Ray Train.
 # make gpu-check: the tests and benchmarks that need a GPU.
+# make docs: builds the site from docs/ into build/docs.
+# make release-check: builds sdist and wheel, and tries the wheel in an empty environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLMFOUNDRY := .venv-llmfoundry
 RAY := .venv-ray
 TORCH_NEW := .venv-torch-new
+RELEASE := .venv-release
+DOCS := .venv-docs
 
 # Where Python may not keep what it compiles, each of some hundred processes compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-alone check check-tests gpu-check lint test-torch-new test-llmfoundry test-ray clean
+.PHONY: train test test-alone check check-tests gpu-check lint test-torch-new test-llmfoundry test-ray docs release-check clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
@@ -92,5 +96,26 @@ $(RAY)/.installed: pyproject.toml
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all,ray,test]'
 	touch $@
 
+# -W: a warning is an error; -n: so is a reference that leads nowhere. Needs no network.
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python -m sphinx -W --keep-going -n -q docs build/docs
+	@echo "The site is in build/docs/index.html."
+
+# The reference imports the package, and with it Composer and torch.
+$(DOCS)/.installed: pyproject.toml
+	@echo "Installing Composer, torch and Sphinx into $(DOCS): about 5 GB, some minutes."
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all,docs]'
+	touch $@
+
+# CHANGELOG, sdist, wheel, and spike 008 from the wheel, with the newest torch: some minutes.
+release-check: $(RELEASE)/.installed
+	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH python .ci/release_check.py
+
+$(RELEASE)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check build cffconvert twine
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TORCH_NEW) $(LLMFOUNDRY) $(RAY) dist build
+	rm -rf $(VENV) $(TORCH_NEW) $(LLMFOUNDRY) $(RAY) $(DOCS) $(RELEASE) dist build

@@ -1,4 +1,4 @@
-"""README's section on own jobs as commands: for the tests that run them as they stand."""
+"""The page on own jobs as commands: for the tests that run them as they stand."""
 
 import re
 import subprocess
@@ -8,21 +8,21 @@ from pathlib import Path
 import httpx
 from integration.groups import free_port
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "composer-job.md"
 
 
-def section() -> str:
-    """Return the text of README's section on own jobs."""
-    return README.read_text().partition("## In your own Composer job\n")[2].partition("\n## ")[0]
+def page() -> str:
+    """Return the text of the page on own jobs."""
+    return PAGE.read_text()
 
 
 def blocks(language: str) -> list[str]:
     """The code in one language, in its order."""
-    return re.findall(rf"```{language}\n(.*?)```", section(), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", page(), re.DOTALL)
 
 
 class OwnJob:
-    """The commands of the section, for this machine.
+    """The commands of the page, for this machine.
 
     They are changed in what the text says to change: HOST, the id in the other place, and which of
     the commands starts the job. The port is a free one.
@@ -77,9 +77,9 @@ class OwnJob:
                 time.sleep(0.1)
 
     def start_group(self, group: int, job: str = "python train.py", more: str = ""):
-        """Start the group of an id, by one of the commands that the section names for it."""
+        """Start the group of an id, by one of the commands that the page names for it."""
         *setup, last = self.group_block.strip().splitlines()
-        assert job in last, f"README names no {job!r}: {last}"
+        assert job in last, f"the page names no {job!r}: {last}"
         assert "export REPLICA_GROUP_ID=0   # 1 in the other place" in setup
         token = self.coordinator_block.splitlines()[0]  # "with the same token"
         block = "\n".join([token, *setup, f"{job} {more}"])

@@ -1,5 +1,6 @@
 """What the documents tell people to type. Run: pytest tests/test_docs.py"""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -11,8 +12,9 @@ from composer_replication.cli import app
 from composer_replication.replica.options import ReplicaEnv
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SECURITY = ROOT / "docs" / "security.md"
+DOCS = ROOT / "docs"
+SITE = sorted(DOCS.glob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *SITE]
 PROGRAM = "composer-replication "
 
 
@@ -38,8 +40,10 @@ def test_every_command_of_a_page_is_one_with_these_options(page, line):
 
 
 def test_there_are_such_commands():
-    assert {line.split()[1] for line in commands(SECURITY)} == {"certificates", "coordinator"}
-    assert {line.split()[1] for line in commands(PAGES[0])} >= get_command(app).commands.keys()
+    pages = (DOCS / "security.md", DOCS / "commands.md")
+    secure, all_named = ({line.split()[1] for line in commands(page)} for page in pages)
+    assert secure == {"certificates", "coordinator"}
+    assert all_named >= get_command(app).commands.keys()
 
 
 def test_every_variable_of_a_page_is_read():
@@ -65,10 +69,50 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
 
 
 def test_every_benchmark_of_the_documents_is_where_they_say():
-    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    documents = [ROOT / "README.md", *DOCS.rglob("*.md")]
     text = "\n".join(path.read_text() for path in documents)
     paths = set(re.findall(r"\bbenchmarks/[\w/]+\.py", text))
     modules = set(re.findall(r"python -m (benchmarks[\w.]*\w)", text))
     paths |= {f"{module.replace('.', '/')}.py" for module in modules}
     assert len(paths) > 8
     assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: page.name)
+def test_a_page_opens_with_what_its_reader_can_do_then(page):
+    heading, opening, *_ = page.read_text().split("\n\n")
+    assert heading.startswith("# ") and opening.startswith("After this page ")
+
+
+def test_every_page_is_once_in_the_navigation():
+    trees = re.findall(r"^```{toctree}\n(.*?)^```", (DOCS / "index.md").read_text(), re.M | re.S)
+    named = re.findall(r"^(?:[A-Z].* <)?([a-z-]+)>?$", "\n".join(trees), re.MULTILINE)
+    assert sorted(named) == sorted(page.stem for page in SITE if page.stem != "index")
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    linked = set(re.findall(r"\]\(docs/([a-z-]+)\.md", text))
+    assert {page.stem for page in SITE} - linked == {"index"}
+
+
+def messages():
+    """All texts of the package; names and numbers in them are left out."""
+    for path in (ROOT / "composer_replication").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [str(part.value) for part in parts if isinstance(part, ast.Constant)]
+            yield re.sub(r"%[.\d]*[a-z]", "", "".join(texts))
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_the_package():
+    page = (DOCS / "troubleshooting.md").read_text()
+    table = page.partition("## By the message")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    known = list(messages())
+    assert len(quoted) > 12
+    for text in quoted:
+        parts = [part.strip() for part in text.split("...") if part.strip()]
+        assert any(all(part in message for part in parts) for message in known), text

@@ -60,7 +60,7 @@ class DiLoCoCallback(Callback):
 
     Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
     ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, equal in all groups, and of
-    :class:`ReplicaOptions`, which may differ; both document them. ``replica_id``,
+    ``ReplicaOptions``, which may differ; both document them. ``replica_id``,
     ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` default to environment variables. With
     ``num_replicas=1`` and no lighthouse the job trains alone, without a network.
 
@@ -76,37 +76,37 @@ class DiLoCoCallback(Callback):
 
     Logs at every committed sync:
 
-    +-----------------------------------+-----------------------------------------------------+
-    | Key                               | Value                                               |
-    +===================================+=====================================================+
-    | ``diloco/outer_step``             | outer steps committed so far                        |
-    | ``diloco/round``                  | inner steps so far / ``sync_every``                 |
-    | ``diloco/fragment``               | which fragment was synchronised, from 0             |
-    | ``diloco/num_participants``       | groups in the quorum                                |
-    | ``diloco/contribution``           | this group's weight in the mean                     |
-    | ``diloco/total_contribution``     | the sum of all weights                              |
-    | ``diloco/sync_seconds``           | how long training was blocked by it                 |
-    | ``diloco/wait_seconds``           | the part of it spent waiting for the quorum         |
-    | ``diloco/compute_fraction``       | fraction of time since the last sync spent training |
-    | ``diloco/bytes_sent``             | size of this rank's messages in the wire format     |
-    | ``diloco/bytes_float32``          | size that they would have in float32                |
-    | ``diloco/pseudo_gradient_norm``   | L2 norm of this group's pseudo-gradient             |
-    | ``diloco/outer_momentum_norm``    | L2 norm of the fragment's outer momentum            |
-    | ``diloco/momentum_cosine``        | cosine of the mean pseudo-gradient and the momentum |
-    | ``diloco/group_cosine``           | mean cosine of two groups' pseudo-gradients         |
-    | ``diloco/mean_norm_ratio``        | norm of the mean pseudo-gradient / mean of norms    |
-    | ``diloco/loss_after``             | groups' mean loss in the first steps since the last |
-    | ``diloco/loss_before``            | the same in the last steps before this sync         |
-    | ``diloco/loss_spread_after``      | largest minus smallest of the groups' loss_after    |
-    | ``diloco/loss_spread_before``     | the same of their loss_before                       |
-    | ``diloco/steps_lost``             | inner steps dropped by a heal, or as not finite     |
-    | ``diloco/retries``                | attempts that did not commit                        |
-    | ``diloco/healed``                 | 1 if the group took over the global state in it     |
-    | ``diloco/outer_lr``               | learning rate of the outer optimizer                |
-    | ``diloco/outer_momentum``         | momentum of the outer optimizer                     |
-    | ``diloco/settings_version``       | version of the settings in it; 0: no coordinator    |
-    | ``diloco/global_digest``          | SHA-256 of the global parameters (run folder only)  |
-    +-----------------------------------+-----------------------------------------------------+
+    ===============================  ===================================================
+    Key                              Value
+    ===============================  ===================================================
+    ``diloco/outer_step``            outer steps committed so far
+    ``diloco/round``                 inner steps so far / ``sync_every``
+    ``diloco/fragment``              which fragment was synchronised, from 0
+    ``diloco/num_participants``      groups in the quorum
+    ``diloco/contribution``          this group's weight in the mean
+    ``diloco/total_contribution``    the sum of all weights
+    ``diloco/sync_seconds``          how long training was blocked by it
+    ``diloco/wait_seconds``          the part of it spent waiting for the quorum
+    ``diloco/compute_fraction``      fraction of time since the last sync spent training
+    ``diloco/bytes_sent``            size of this rank's messages in the wire format
+    ``diloco/bytes_float32``         size that they would have in float32
+    ``diloco/pseudo_gradient_norm``  L2 norm of this group's pseudo-gradient
+    ``diloco/outer_momentum_norm``   L2 norm of the fragment's outer momentum
+    ``diloco/momentum_cosine``       cosine of the mean pseudo-gradient and the momentum
+    ``diloco/group_cosine``          mean cosine of two groups' pseudo-gradients
+    ``diloco/mean_norm_ratio``       norm of the mean pseudo-gradient / mean of norms
+    ``diloco/loss_after``            groups' mean loss in the first steps since the last
+    ``diloco/loss_before``           the same in the last steps before this sync
+    ``diloco/loss_spread_after``     largest minus smallest of the groups' loss_after
+    ``diloco/loss_spread_before``    the same of their loss_before
+    ``diloco/steps_lost``            inner steps dropped by a heal, or as not finite
+    ``diloco/retries``               attempts that did not commit
+    ``diloco/healed``                1 if the group took over the global state in it
+    ``diloco/outer_lr``              learning rate of the outer optimizer
+    ``diloco/outer_momentum``        momentum of the outer optimizer
+    ``diloco/settings_version``      version of the settings in it; 0: no coordinator
+    ``diloco/global_digest``         SHA-256 of the global parameters (run folder only)
+    ===============================  ===================================================
     """
 
     @takes(CallbackArguments)

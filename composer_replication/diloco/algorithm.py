@@ -55,8 +55,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     Use it as a context manager around training. Entering it joins the other groups, and blocks
     until they are connected. Leaving it removes the hooks from the inner optimizer.
 
-    Its arguments are those of :class:`DiLoCoArguments`: what to train, the run's settings
-    (:class:`DiLoCoSettings`) and the group's options (:class:`DiLoCoOptions`).
+    Its arguments are those of ``DiLoCoArguments``: what to train, the run's settings
+    (:class:`DiLoCoSettings`) and the group's options (``DiLoCoOptions``).
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold

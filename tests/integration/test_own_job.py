@@ -1,6 +1,6 @@
-"""README's section on own jobs, executed. Run: pytest tests/integration/test_own_job.py.
+"""The page on own jobs, executed. Run: pytest tests/integration/test_own_job.py.
 
-Real: everything. The commands are README's, in a shell; the job is a plain Composer script that
+Real: everything. The commands are the page's, in a shell; the job is a plain Composer script that
 configures no logging.
 """
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from own_job import OwnJob, blocks, section
+from own_job import OwnJob, blocks, page
 
 pytestmark = [pytest.mark.integration, pytest.mark.together]
 
@@ -77,10 +77,10 @@ def test_each_says_in_a_few_lines_how_the_run_went(job, group):
     # The group that is there first says so after 2 s without the other.
     said = [line for line in lines if "WARNING: Waiting for replica groups: " not in line]
     assert len(said) == 5
-    texts = re.findall(r"^\[diloco\] .*$", section(), re.MULTILINE)
+    texts = re.findall(r"^\[diloco\] .*$", page(), re.MULTILINE)
 
     def shape(line):
-        """A line without numbers and what they count: README's are those of another model."""
+        """A line without numbers and what they count: the page's are those of another model."""
         line = re.sub(r"\bparameters \w{8}", "parameters DIGEST", line)
         line = re.sub(r"localhost|HOST", "HOST", line)
         return re.sub(r"\d[\d.:]*( [kMG]?B| h| min| s)*( \d+)*( min| s)*", "N", line)

@@ -1,0 +1,109 @@
+"""Check that this version can be released, and build it. Run: make release-check
+
+The files that name the version agree, and CHANGELOG.md has a section for it. sdist and wheel are
+built into dist/, and twine accepts both. The wheel is installed into an empty environment, in which
+spike 008 then runs: without extras, and without the files of this repository.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parent.parent
+SPIKE = ROOT / "spikes" / "008-diloco"
+
+NAMED_IN = {
+    "composer_replication/__init__.py": r'^__version__ = "(.*)"$',
+    "CITATION.cff": r"^version: (.*)$",
+}
+"""Where else the version stands, and in which line."""
+
+
+def project_version(root: Path) -> str:
+    """The version in pyproject.toml."""
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+
+
+def version_errors(root: Path, version: str) -> list[str]:
+    """What the files that name the version say instead of it."""
+    errors = []
+    for name, pattern in NAMED_IN.items():
+        found = re.findall(pattern, (root / name).read_text(), re.MULTILINE)
+        if found != [version]:
+            said = " and ".join(found) or "no version"
+            errors.append(f"{name} says {said}, pyproject.toml {version}. Fix: make them equal")
+    return errors
+
+
+def changelog_errors(root: Path, version: str) -> list[str]:
+    """What is wrong with the version's section of CHANGELOG.md."""
+    text = (root / "CHANGELOG.md").read_text()
+    found = re.search(rf"^## \[{re.escape(version)}\](.*)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE)
+    heading = f"## [{version}] - {date.today()}"
+    if not found:
+        newest = re.findall(r"^## \[(\d.*?)\]", text, re.MULTILINE)[:1] or ["none"]
+        return [
+            f"CHANGELOG.md has no section of version {version}, which pyproject.toml has; its "
+            f"newest is {newest[0]}. Fix: put {heading!r} below '## [Unreleased]'"
+        ]
+    errors = []
+    if not re.fullmatch(r" - \d{4}-\d{2}-\d{2}", found[1]):
+        said = found[0].splitlines()[0]
+        errors.append(f"CHANGELOG.md has {said!r}, without a date. Fix: {heading!r}")
+    if not re.search(r"^- ", found[2], re.MULTILINE):
+        errors.append(f"The section of {version} in CHANGELOG.md is empty. Fix: say what changed")
+    if "## [Unreleased]" not in text[: found.start()]:
+        errors.append(f"CHANGELOG.md has no '## [Unreleased]' above {version}. Fix: add the line")
+    return errors
+
+
+def errors(root: Path) -> list[str]:
+    """What keeps this version from being released, as far as the files tell."""
+    version = project_version(root)
+    return [*version_errors(root, version), *changelog_errors(root, version)]
+
+
+def run(*command: object, cwd: Path = ROOT) -> None:
+    """Run a command; if it fails, so does the check."""
+    print("$", *command, flush=True)
+    subprocess.run([str(part) for part in command], cwd=cwd, check=True)
+
+
+def build() -> Path:
+    """Build sdist and wheel, the wheel from the sdist, and return the wheel."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    run(sys.executable, "-m", "build", "--outdir", "dist")
+    run(sys.executable, "-m", "twine", "check", "--strict", *(ROOT / "dist").iterdir())
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    return wheel
+
+
+def run_spike(wheel: Path) -> None:
+    """Run spike 008 in an environment that has this wheel, pytest and nothing else."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        venv.create(folder / "venv", with_pip=True)
+        python = folder / "venv" / "bin" / "python"
+        run(python, "-m", "pip", "install", "--quiet", wheel, "pytest", cwd=folder)
+        shutil.copytree(SPIKE, folder / "spike")
+        run(python, "-I", "-m", "pytest", "-q", "-c", "/dev/null", "spike", cwd=folder)
+
+
+def main() -> None:
+    found = errors(ROOT)
+    if found:
+        sys.exit("\n".join(f"Error: {error}" for error in found))
+    run("cffconvert", "--validate", "--infile", "CITATION.cff")
+    wheel = build()
+    run_spike(wheel)
+    print(f"{wheel.name} can be released. To upload it: twine upload dist/*")
+
+
+if __name__ == "__main__":
+    main()

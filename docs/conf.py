@@ -1,0 +1,59 @@
+"""How Sphinx builds the site from these pages. Run: make docs"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+META = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+project = META["name"]
+version = release = META["version"]
+html_title = f"{project} {version}"
+html_theme = "furo"
+html_show_copyright = False
+html_show_sphinx = False
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4  # as git hosts make them
+
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # torch's and torchft's are theirs
+autoclass_content = "both"
+autodoc_typehints = "none"  # they are beside each argument's description
+maximum_signature_line_length = 80
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# The one type that the pages name and do not describe.
+nitpick_ignore = [("py:class", "composer_replication.simulation.manager.SimulatedManager")]
+
+
+def add_types(app: Sphinx, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
+    """Write each argument's type and default beside its name, where napoleon expects them."""
+    if not callable(of) or "Args:" not in lines:
+        return
+    parameters = inspect.signature(of).parameters
+    for number in range(lines.index("Args:") + 1, len(lines)):
+        found = re.fullmatch(r"    (\w+): (.*)", lines[number])
+        known = parameters.get(found[1]) if found else None
+        if found and known:
+            said = f"``{annotation(known)}``"
+            if known.default is not known.empty:
+                said += f", default ``{known.default!r}``"
+            lines[number] = f"    {found[1]} ({said}): {found[2]}"
+
+
+def annotation(parameter: inspect.Parameter) -> str:
+    kind = parameter.annotation
+    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", add_types, priority=400)  # napoleon has 500

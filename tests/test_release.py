@@ -1,0 +1,85 @@
+"""The check before a release, as far as it reads files. `make release-check` does the rest."""
+
+import importlib.util
+import re
+import shutil
+from datetime import date
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+FILES = ["pyproject.toml", "CHANGELOG.md", "CITATION.cff", "composer_replication/__init__.py"]
+
+
+@pytest.fixture(scope="module")
+def check():
+    spec = importlib.util.spec_from_file_location("release_check", ROOT / ".ci/release_check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The files that the check reads, to be changed."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert re.search(old, text, re.MULTILINE)
+    path.write_text(re.sub(old, new, text, flags=re.MULTILINE))
+
+
+def test_this_version_can_be_released(check):
+    assert check.errors(ROOT) == []
+
+
+def test_a_version_without_a_section_is_an_error_with_value_and_fix(check, copy):
+    version = check.project_version(copy)
+    replace(copy / "CHANGELOG.md", rf"^## \[{re.escape(version)}\].*", "## [0.0.9] - 2026-11-01")
+    (error,) = check.errors(copy)
+    said, _, fix = error.partition(" Fix: ")
+    assert f"no section of version {version}" in said and said.endswith("its newest is 0.0.9.")
+    assert fix == f"put '## [{version}] - {date.today()}' below '## [Unreleased]'"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (r"^## \[(\d.*)\] - .*", r"## [\1]", "without a date"),
+        (r"^- .*\n", "", "is empty"),
+        (r"^## \[Unreleased\]\n", "", "no '## [Unreleased]' above"),
+    ],
+)
+def test_what_else_a_section_may_lack(check, copy, old, new, said):
+    replace(copy / "CHANGELOG.md", old, new)
+    (error,) = check.errors(copy)
+    assert said in error and "Fix: " in error
+
+
+@pytest.mark.parametrize("name", ["composer_replication/__init__.py", "CITATION.cff"])
+def test_a_file_that_names_another_version_is_an_error_with_both(check, copy, name):
+    version = check.project_version(copy)
+    replace(copy / name, rf"(version.*){re.escape(version)}", r"\g<1>0.0.9")
+    (error,) = check.errors(copy)
+    assert error == f"{name} says 0.0.9, pyproject.toml {version}. Fix: make them equal"
+
+
+def test_an_error_ends_the_check_before_anything_is_built(check, copy, monkeypatch):
+    replace(copy / "CHANGELOG.md", r"^## \[\d.*\n", "")
+    monkeypatch.setattr(check, "ROOT", copy)
+    with pytest.raises(SystemExit, match="Error: CHANGELOG.md has no section"):
+        check.main()
+    assert not (copy / "dist").exists()
+
+
+def test_the_citation_has_the_date_of_the_section(check):
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    heading = f"## [{check.project_version(ROOT)}] - {citation['date-released']}\n"
+    assert heading in (ROOT / "CHANGELOG.md").read_text()
