@@ -19,6 +19,7 @@ from composer_replication.launch.chaos_injector import (
     plan_faults,
 )
 from composer_replication.launch.fault_injection import unreliable
+from composer_replication.launch.goodput import describe_goodput
 from composer_replication.launch.job import Job, endless
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run
@@ -78,11 +79,15 @@ def run_chaos(
         make_coordinator=fault_injector.make_coordinator,
     )
     fault_injector.finish()
-    verdict = history.verdict(read_run(run_dir).digests)
-    history.write(verdict)
+    run = read_run(run_dir)
+    verdict = history.verdict(run.digests)
+    goodput = run.goodput  # chaos.json has the faults, the table only the time that they took
+    history.write(verdict | {"goodput": goodput})
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in verdict.items():
         table.add_row(name.replace("_", " "), _in_words(value))
+    for name, value in describe_goodput(goodput):
+        table.add_row(name, value)
     for violation in history.violations:
         table.add_row("violation", f"after {violation['at']:g} s: {violation['what']}")
     console = Console(highlight=False)
