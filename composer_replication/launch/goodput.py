@@ -91,6 +91,7 @@ def summarize(times: Mapping[str, GroupTime]) -> dict[str, Any]:
         "costs": {
             "inner_step_s": median(time.pace_s for time in groups),
             "sync_s": _middle(time.sync_s for time in groups),
+            "wait_s": _middle(time.wait_s for time in groups),
             "dead_s": _middle(time.dead_s for time in groups),
             "starting_s": _middle(time.starting_s for time in groups),
             "inner_steps_thrown_away": thrown_away / ends if ends else None,

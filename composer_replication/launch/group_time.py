@@ -30,6 +30,7 @@ class GroupTime:
         steps_thrown_away: Inner steps that were trained and are not.
         parts: Seconds of each of ``PARTS``; together ``wall_s``.
         sync_s: For each sync, the seconds that it blocked training after its quorum had formed.
+        wait_s: For each sync, the seconds until then.
         dead_s: For each process that ended early, the seconds from then to the start of the next.
         starting_s: For each of these next processes, the seconds from its start to its first inner
             step.
@@ -41,6 +42,7 @@ class GroupTime:
     steps_thrown_away: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     sync_s: array[float] = field(default_factory=lambda: array("d"))
+    wait_s: array[float] = field(default_factory=lambda: array("d"))
     dead_s: list[float] = field(default_factory=list)
     starting_s: list[float] = field(default_factory=list)
 
@@ -190,6 +192,7 @@ def _add_interval(
     }
     if interval.blocked_s:
         time.sync_s.append(spent["syncs"])
+        time.wait_s.append(spent["waiting"])
     # While a fault held the group up, the time in which it did not train is the fault's.
     for names, overlap in (
         (("other",), _overlap(faults, interval.began, blocked_since)),

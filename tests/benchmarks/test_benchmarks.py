@@ -162,13 +162,13 @@ def test_the_costs_of_a_chaos_run_and_its_replay(load, tmp_path):
     # It was dead for 1 s, and started for 3.45 s, in half a round of which it waited for the sync.
     assert costs.restart_s == pytest.approx(1.0 + 3.45 - 0.5)
     assert (costs.sync_every, costs.checkpoint_rounds) == (10, 1)
-    assert costs.inner_step_s == pytest.approx(0.1) and costs.sync_s == pytest.approx(0.15)
+    assert costs.inner_step_s == pytest.approx(0.1) and costs.sync_s == pytest.approx(0.2)
     assert costs.detection_s == pytest.approx(2.0)
-    # Two rounds of 1.15 s together, then group 0 alone: commits at 5.15, 6.3 and 7.45 s. Group 1 is
-    # ready at 6.95 s. The run lasted for 7.55 s; the first commit after that is at 8.6 s.
-    assert goodput.replay(run, chaos, costs) == pytest.approx(
-        10 * (2 * 2 + 3 + 2) * 0.1 / (2 * 8.6)
-    )
+    # The kill came 0.6 s after a commit, 3.0 s after the begin. The first commit after that is at
+    # 3.6 s, so it is at 4.2 s. Group 0 has a quorum at 6.2 s, and commits at 6.4 s and, alone, at
+    # 7.6 s; the run lasted for 7.55 s.
+    replayed = goodput.replay(run, chaos, costs)
+    assert replayed == pytest.approx(10 * (3 * 2 + 2) * 0.1 / (2 * 7.6))
 
 
 def test_a_run_without_goodput_is_refused_with_what_to_give(load, tmp_path):

@@ -252,7 +252,8 @@ main()
 @pytest.mark.parametrize("kind", ["one_way", "coordinator"])
 def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
     (tmp_path / "tiny.yaml").write_text(CONFIG)
-    options = "--replicas 3 --duration 40 --faults-per-minute 12 --seed 0 --kinds".split()
+    options = "--replicas 3 --duration 40 --faults-per-minute 12 --seed 0 --slow 2:0.5"
+    options = [*options.split(), "--kinds"]
     process = subprocess.run(
         [sys.executable, "-c", CHAOS, "chaos", str(tmp_path / "tiny.yaml"), *options, kind]
         + [f"run_dir={tmp_path / 'run'}"],
@@ -265,5 +266,10 @@ def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
     told = json.loads((tmp_path / "run" / "chaos.json").read_text())
     assert told["is_clean"] and told["violations"] == []
     assert {fault["kind"] for fault in told["injected"]} == {kind}
-    assert told["seed"] == 0
+    assert told["seed"] == 0 and told["slow"] == {"2": 0.5}
+    goodput = json.loads((tmp_path / "run" / "summary.json").read_text())["goodput"]
+    assert goodput == told["goodput"] and 0 < goodput["goodput"] <= 1.1
+    assert sum(goodput["seconds"].values()) == pytest.approx(goodput["group_seconds"], abs=0.01)
+    assert {*goodput["groups"]} == {"0", "1", "2"}
+    assert "goodput  " in process.stdout and "the groups' time" in process.stdout
     assert "h left" not in process.stdout and "s left" in process.stdout

@@ -65,7 +65,7 @@ def test_a_run_with_a_kill(tmp_path):
     )
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["group_seconds"])
     assert goodput["costs"] == pytest.approx(
-        {"inner_step_s": 0.1, "sync_s": 0.2, "dead_s": 0.5, "starting_s": 1.4}
+        {"inner_step_s": 0.1, "sync_s": 0.2, "wait_s": 0.0, "dead_s": 0.5, "starting_s": 1.4}
         | {"inner_steps_thrown_away": 5.0, "ends": 1}
     )
     assert goodput["groups"]["0"]["goodput"] == pytest.approx(8 / 9.6, abs=1e-4)

@@ -40,6 +40,7 @@ def test_a_group_without_faults_trains_syncs_and_waits():
     assert time.pace_s == pytest.approx(0.1) and time.steps == 40
     assert time.parts == parts(training=4.0, syncs=0.6, waiting=0.2)
     assert list(time.sync_s) == pytest.approx([0.15] * 4)
+    assert list(time.wait_s) == pytest.approx([0.05] * 4)
     check_sum(time, 4.8)
 
 
