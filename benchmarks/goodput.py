@@ -6,9 +6,9 @@ With the summary of a `chaos` run its costs are used, and the run is replayed: t
 had, at the times at which it had them. The table then has the error of the simulation. Without it
 the costs are those of the run of 8 groups in docs/chaos.md.
 
-The failure rate is that of Decoupled DiLoCo's study as articles about it give it: 1.2 million chips,
-each of which fails once a year. A failure ends its whole group here. In the study a learner goes on
-with fewer chips, so theirs is the easier case.
+The failure rate is that of Decoupled DiLoCo's study as articles about it give it: 1.2 million
+chips, each of which fails once a year. A failure ends its whole group here. In the study a learner
+goes on with fewer chips, so theirs is the easier case.
 """
 
 from __future__ import annotations
