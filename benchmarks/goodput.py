@@ -242,7 +242,9 @@ def main() -> None:
         source = (
             f"without {', '.join(left_out)}" if left_out else f"error {100 * error:+.1f} points"
         )
-        table.add_row(f"{len(run.metrics)} groups under chaos", "", f"{measured:.1%}", "measured")
+        table.add_row(
+            f"{len(run.metrics)} groups of the given run", "", f"{measured:.1%}", "measured"
+        )
         table.add_row("the same kills", "", f"{replayed:.1%}", f"simulated: {source}")
         found |= {"measured": measured, "replayed": replayed, "not_replayed": left_out}
     names = ("sync_every", "inner_step_s", "checkpoint_rounds")

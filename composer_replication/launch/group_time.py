@@ -55,6 +55,9 @@ class _Interval:
         line: The sync at its end, as in ``metrics.jsonl``.
         began: When it began, in seconds since the epoch.
         steps: Inner steps in it.
+        elapsed_s: Its length in seconds.
+        blocked_s: Seconds of it in which a sync blocked training.
+        waited_s: Seconds of these until the sync had a quorum.
         free_s: Seconds in which no sync blocked training.
     """
 
@@ -182,7 +185,8 @@ def _add_start(time: GroupTime, start: Mapping[str, Any], position: float, steps
 def _add_interval(
     time: GroupTime, interval: _Interval, faults: Sequence[Window], undone: int
 ) -> None:
-    lost = undone or interval.line["diloco/steps_lost"]
+    # With several fragments steps_lost may reach back to steps that other fragments have synced.
+    lost = undone or min(interval.line["diloco/steps_lost"], interval.steps)
     until = interval.began + interval.elapsed_s
     blocked_since = until - interval.blocked_s
     spent = {

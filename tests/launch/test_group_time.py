@@ -72,6 +72,13 @@ def test_a_group_that_is_left_behind_throws_steps_away():
     check_sum(time, 9.8)
 
 
+def test_of_several_fragments_the_steps_since_the_last_sync_of_any_are_lost():
+    lines = [*rounds(10.0, 2), sync(13.6, 3, 30, lost=25)]
+    time = account([start(10.0)], lines)
+    assert (time.steps, time.steps_thrown_away) == (20, 10)
+    check_sum(time, 3.6)
+
+
 def test_what_a_fault_took_is_the_time_not_trained_while_it_lasted():
     # Of a round of 3.65 s, 1 s is training and 2.5 s is a wait; the fault lasted for 2 s of it. In
     # the round before, it struck while the group trained, and took nothing.
