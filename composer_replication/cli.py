@@ -193,6 +193,14 @@ class ChaosCommand(JobOptions):
         str | None,
         typer.Option(help="Kinds of faults, such as kill,hang (docs/chaos.md). Default: all."),
     ] = None
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GROUP:SPEED",
+            help="A group that is slow all the time, such as 2:0.5; can be repeated.",
+            show_default=False,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:  # typer calls a command with its options
         from composer_replication.launch.chaos import run_chaos
@@ -205,6 +213,7 @@ class ChaosCommand(JobOptions):
             duration_s=self.duration,
             seed=self.seed,
             kinds=None if self.kinds is None else self.kinds.split(","),
+            slow=self.slow or (),
         )
         raise typer.Exit(status)
 

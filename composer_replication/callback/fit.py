@@ -110,6 +110,7 @@ class Fit:
         self.sync_log.report_phase("joining", state, diloco)
         self.console.connecting()
         diloco.__enter__()
+        self.sync_log.log_start(diloco)
         self.console.joined(diloco, self.manager, self._sizes, self._group.is_resumed)
         if self._group.data is not None:
             self._group.data.start()

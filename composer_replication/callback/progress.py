@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+import psutil
 from composer import Logger, State, TimeUnit
 
 from composer_replication.callback.run_folder import ReplicaFolder
@@ -32,6 +33,7 @@ class SyncLog:
     def __init__(self, folder: ReplicaFolder, sync_every: int) -> None:
         self._folder = folder
         self._reached = folder.reached()
+        self._before = folder.read_status()
         self._sync_every = sync_every
         self._losses: list[float] = []
         self._began: tuple[int, float] | None = None
@@ -78,6 +80,18 @@ class SyncLog:
                 f", {report.retries} retries" if report.retries else "",
             )
 
+    def log_start(self, diloco: DiLoCo) -> None:
+        """Log that the group has joined, and what its earlier process had trained by its end."""
+        self._folder.append_start(
+            {
+                "started": psutil.Process().create_time(),
+                "joined": time.time(),
+                "inner_steps": diloco.inner_steps,
+                "trained_at": self._before.get("trained_at"),
+                "steps_before": self._before.get("inner_steps") or 0,
+            }
+        )
+
     def log_resume(self, state: State, diloco: DiLoCo) -> None:
         """Log where the group resumes, and how many steps after that point are repeated."""
         batch, reached = state.timestamp.batch.value, self._reached
@@ -122,7 +136,10 @@ class SyncLog:
             "round": diloco.inner_steps / self._sync_every,
             "loss": self._losses[-1] if self._losses else self.final_loss,
         }
-        self._folder.write_status(phase, **position, seconds_left=seconds_left)
+        trained_at = self._before.get("trained_at") if phase == "joining" else time.time()
+        self._folder.write_status(
+            phase, **position, seconds_left=seconds_left, trained_at=trained_at
+        )
         since = None if self._synced_at is None else time.monotonic() - self._synced_at
         more = {"phase": phase, "steps_per_second": speed, "seconds_since_sync": since}
         return position | more | self._last_sync

@@ -28,6 +28,9 @@ METRICS = "metrics.jsonl"
 STATUS = "status.json"
 RESULT = "result.json"
 RESUMES = "resumes.jsonl"
+STARTS = "starts.jsonl"
+CHAOS = "chaos.json"
+"""What happened to a run under injected faults."""
 STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
 
@@ -77,7 +80,9 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
             path.unlink()
     for path in run_dir.glob(f"replica_*/{STATUS}"):
         if resumes:  # it contains the position that the group had reached
-            replace_json(path, read_json(path) | {"phase": "starting"})
+            status = read_json(path) | {"phase": "starting"}
+            status.pop("trained_at", None)  # the time since then is no time of the run
+            replace_json(path, status)
         else:
             path.unlink()
     return run_dir
@@ -116,6 +121,8 @@ class ReplicaFolder:
     * ``status.json``: the position in training, replaced about twice a second;
     * ``resumes.jsonl``: one line for each resume from a checkpoint: at which batch, and how many
       batches and outer steps are repeated;
+    * ``starts.jsonl``: one line for each time that the group has joined: when its process started,
+      when it joined, and how far the one before it had come;
     * ``result.json``: the result at the end.
 
     A full or broken disk does not end training: lines wait in memory until there is space, a status
@@ -139,7 +146,9 @@ class ReplicaFolder:
         self._lines: dict[str, JsonLineWriter] = {}
         if self._folder is None:
             return
-        self._lines = {name: JsonLineWriter(self._folder / name) for name in (METRICS, RESUMES)}
+        self._lines = {
+            name: JsonLineWriter(self._folder / name) for name in (METRICS, RESUMES, STARTS)
+        }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except (PermissionError, NotADirectoryError, FileExistsError):
@@ -160,7 +169,7 @@ class ReplicaFolder:
         """Return the ``batch`` and ``outer_step`` that the group had reached before it stopped."""
         if self._folder is None:
             return {}
-        status, line = read_json(self._folder / STATUS), {}
+        status, line = self.read_status(), {}
         try:
             line = read_last_line(self._folder / METRICS)
         except OSError as error:
@@ -173,6 +182,14 @@ class ReplicaFolder:
     def append_resume(self, line: dict[str, Any]) -> None:
         """Append a line to ``resumes.jsonl``."""
         self._append(RESUMES, line)
+
+    def append_start(self, line: dict[str, Any]) -> None:
+        """Append a line to ``starts.jsonl``."""
+        self._append(STARTS, line)
+
+    def read_status(self) -> dict[str, Any]:
+        """Return what ``status.json`` says; empty without one."""
+        return {} if self._folder is None else read_json(self._folder / STATUS)
 
     def write_status(self, phase: str, **progress: float | None) -> None:
         """Replace ``status.json``, at most every ``STATUS_EVERY_S`` seconds in one phase."""
@@ -188,7 +205,7 @@ class ReplicaFolder:
 
     def write_rejection(self) -> None:
         """Say that the group ends because of its settings, and would do so again."""
-        status = {} if self._folder is None else read_json(self._folder / STATUS)
+        status = self.read_status()
         self.write_status(REJECTED, **{k: v for k, v in status.items() if k != "phase"})
 
     def write_result(self, result: dict[str, Any]) -> None:

@@ -19,9 +19,11 @@ from composer_replication.launch.chaos_injector import (
     plan_faults,
 )
 from composer_replication.launch.fault_injection import unreliable
+from composer_replication.launch.goodput import describe_goodput
 from composer_replication.launch.job import Job, endless
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run
+from composer_replication.launch.slow_groups import read_speeds
 from composer_replication.training.config import ConfigError, diloco_section
 
 MAX_RESTARTS = 1000
@@ -35,6 +37,7 @@ def run_chaos(
     duration_s: float,
     seed: int,
     kinds: Sequence[str] | None = None,
+    slow: Sequence[str] = (),
 ) -> int:
     """Launch a job under faults for some time, write ``chaos.json`` and print a table.
 
@@ -46,12 +49,13 @@ def run_chaos(
         duration_s: Length of the training, in seconds.
         seed: Seed of the kinds, victims and times of the faults.
         kinds: Kinds of faults to inject. None: all of ``KINDS``.
+        slow: Groups that are slow all the time: such as ``2:0.5``, group 2 at half speed.
 
     Returns:
         An exit status: 0 if nothing was lost and no group diverged, else 1.
 
     Raises:
-        ConfigError: There are fewer than two groups, or a kind does not exist.
+        ConfigError: There are fewer than two groups, a kind does not exist, or ``slow`` is wrong.
     """
     if replicas < 2:
         raise ConfigError(f"--replicas {replicas}: use 2 or more, since one has to survive")
@@ -59,15 +63,17 @@ def run_chaos(
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         raise ConfigError(f"--kinds {','.join(kinds)}: use some of {','.join(KINDS)}")
+    speeds = read_speeds(slow, replicas)
     diloco = diloco_section(job.config) | {"digest_every": 1}
     config = endless(job.config)
     config = config | {"callbacks": config["callbacks"] | {"diloco": diloco}}
     run_dir = make_run_folder(config, job.name)
     config["run_dir"] = str(run_dir)
     repeat = {"seed": seed, "kinds": list(kinds), "faults_per_minute": faults_per_minute}
+    repeat |= {"replicas": replicas, "slow": speeds}
     history = History(run_dir, replicas, repeat | {"duration_s": duration_s})
     fault_injector = RandomFaultInjector(
-        history, plan_faults(seed, kinds, replicas), faults_per_minute, duration_s
+        history, plan_faults(seed, kinds, replicas), faults_per_minute, duration_s, speeds
     )
     status = launch_groups(
         replace(job, config=config, environ={**job.environ, **unreliable(os.environ)}),
@@ -78,11 +84,15 @@ def run_chaos(
         make_coordinator=fault_injector.make_coordinator,
     )
     fault_injector.finish()
-    verdict = history.verdict(read_run(run_dir).digests)
-    history.write(verdict)
+    run = read_run(run_dir)
+    verdict = history.verdict(run.digests)
+    goodput = run.goodput  # chaos.json has the faults, the table only the time that they took
+    history.write(verdict | {"goodput": goodput})
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in verdict.items():
         table.add_row(name.replace("_", " "), _in_words(value))
+    for name, value in describe_goodput(goodput):
+        table.add_row(name, value)
     for violation in history.violations:
         table.add_row("violation", f"after {violation['at']:g} s: {violation['what']}")
     console = Console(highlight=False)

@@ -11,13 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback.run_folder import METRICS, log_path
+from composer_replication.callback.run_folder import CHAOS, METRICS, log_path
 from composer_replication.coordinator.server import STATE
 from composer_replication.launch.fault_injection import IN_GROUP_KINDS, fault_began_at
 from composer_replication.launch.supervision import Supervisor
 from composer_replication.replica.json_files import JsonLineReader, replace_json
-
-CHAOS = "chaos.json"
 
 DEADLY = ("kill", "end", "first_round", "hang")
 """Faults after which a group has to be started again."""
@@ -36,6 +34,7 @@ class InjectedFault:
         victims: The groups that it hits; none for a fault of a service. For ``one_way``, the first
             group cannot reach the second.
         seconds: Duration; None: until the group is started again.
+        ends_at: When it is over, in seconds since all groups trained; None if that is not known.
         how: ``killed`` or ``stopped``, for a service.
         at: When it was injected, in seconds since all groups trained.
         deaths_before: How often each victim had died by then.
@@ -50,6 +49,7 @@ class InjectedFault:
     seconds: float | None = 0.0
     how: str = ""
     at: float = 0.0
+    ends_at: float | None = None
     deaths_before: dict[int, int] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     recovered_s: float | None = None
@@ -83,6 +83,7 @@ class History:
         self.commits = {replica_id: 0 for replica_id in range(replicas)}
         self.digests: dict[int, tuple[str, int]] = {}
         self.began: float | None = None
+        self._began_at: float | None = None
         self._metrics = {
             replica_id: JsonLineReader(log_path(run_dir, replica_id).with_name(METRICS))
             for replica_id in self.commits
@@ -94,6 +95,7 @@ class History:
     def begin(self) -> None:
         """Start the clock. From now on all groups train."""
         self.began = time.monotonic()
+        self._began_at = time.time()
 
     def now(self) -> float:
         """The seconds since all groups trained."""
@@ -151,8 +153,10 @@ class History:
 
     def _update_recovery(self, fault: InjectedFault, replica_id: int) -> None:
         now = self.now()
+        ends_at = self._ends_at(fault)
+        fault.ends_at = None if ends_at == float("inf") else ends_at
         has_restarted = self._deaths[replica_id] > fault.deaths_before.get(replica_id, -1)
-        if now < self._ends_at(fault) or (fault.needs_restart and not has_restarted):
+        if now < ends_at or (fault.needs_restart and not has_restarted):
             return
         fault.waiting.discard(replica_id)
         if not fault.waiting:
@@ -222,7 +226,8 @@ class History:
         """Write ``chaos.json``: faults, events and violations, each in the order of their times."""
         faults = [asdict(fault) | {"waiting": sorted(fault.waiting)} for fault in self.faults]
         # The verdict has the number of faults under the key "faults".
-        records = {"injected": faults, "events": self.events, "violations": self.violations}
+        records = {"began_at": self._began_at, "injected": faults}
+        records |= {"events": self.events, "violations": self.violations}
         replace_json(self.run_dir / CHAOS, {**self._about, **verdict, **records}, indent=2)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -13,6 +13,7 @@ from composer_replication.callback.run_folder import STOP, log_path
 from composer_replication.launch.chaos_history import SERVICES, History, InjectedFault
 from composer_replication.launch.chaos_services import KillableCoordinator
 from composer_replication.launch.fault_injection import IN_GROUP_KINDS, FaultRequest, request_fault
+from composer_replication.launch.slow_groups import SLOWEST, Throttle
 from composer_replication.launch.supervision import Supervisor
 
 HANG_TIMEOUT_S = 15.0
@@ -47,8 +48,8 @@ needs ``LEAVES_S``.
 LEAVES_S = 35.0
 """Seconds after which a group that nobody can reach ends itself."""
 
-SLOW_CYCLE_S = 0.3
-"""Seconds of a cycle in which a slow group runs for a third of the time."""
+SLOW_SPEED = 1 / 3
+"""The fraction of the time for which a group runs that the fault ``slow`` has hit."""
 
 
 def plan_faults(
@@ -95,6 +96,7 @@ class RandomFaultInjector:
         planned: From ``plan_faults``.
         faults_per_minute: Mean number of faults in a minute.
         duration_s: Length of the training, in seconds.
+        speeds: The groups that are slow all the time, and the fraction of it for which they run.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class RandomFaultInjector:
         planned: Iterator[tuple[float, InjectedFault]],
         faults_per_minute: float,
         duration_s: float,
+        speeds: Mapping[int, float] | None = None,
     ) -> None:
         self._history = history
         self._planned = planned
@@ -111,6 +114,8 @@ class RandomFaultInjector:
         self._coordinator: KillableCoordinator | None = None
         self._supervisor: Supervisor | None = None
         self._active: list[InjectedFault] = []
+        self._speeds = speeds or {}
+        self._throttles = {id: Throttle(speed) for id, speed in self._speeds.items()}
         self._next: InjectedFault | None = None
         self._due = 0.0
 
@@ -142,7 +147,8 @@ class RandomFaultInjector:
             return
         now = history.now()
         for fault in list(self._active):
-            self._update_active(supervisor, fault, now)
+            self._end_if_over(supervisor, fault, now)
+        self._throttle(supervisor, now)
         if now > self._duration_s:
             (supervisor.run_dir / STOP).touch()
         fault = self._next
@@ -195,7 +201,10 @@ class RandomFaultInjector:
             return
         elif kind == "disk_full":
             _limit_files(supervisor, fault, 0)
-        elif kind in ("stop", "slow"):
+        elif kind == "slow":
+            speed = SLOW_SPEED * self._speeds.get(fault.victims[0], 1.0)
+            self._throttles[fault.victims[0]] = Throttle(max(speed, SLOWEST))
+        elif kind == "stop":
             supervisor.groups.signal(fault.victims[0], signal.SIGSTOP)
         else:
             number = signal.SIGTERM if kind == "end" else signal.SIGKILL
@@ -208,21 +217,32 @@ class RandomFaultInjector:
         service = self._coordinator.services[fault.kind]
         service.kill() if fault.how == "killed" else service.signal(signal.SIGSTOP)
 
-    def _update_active(self, supervisor: Supervisor, fault: InjectedFault, now: float) -> None:
-        """Do what a lasting fault needs now: pause or resume a slow group, or end the fault."""
-        is_over = now > fault.at + (fault.seconds or 0.0)
-        if is_over:
-            self._active.remove(fault)
-        if fault.kind in SERVICES and is_over:
+    def _end_if_over(self, supervisor: Supervisor, fault: InjectedFault, now: float) -> None:
+        """End a lasting fault whose time is over."""
+        if now <= fault.at + (fault.seconds or 0.0):
+            return
+        self._active.remove(fault)
+        if fault.kind in SERVICES:
             assert self._coordinator is not None, "a fault was injected into it"
             service = self._coordinator.services[fault.kind]
             service.start() if fault.how == "killed" else service.signal(signal.SIGCONT)
-        elif fault.kind == "disk_full" and is_over:
+            return
+        victim = fault.victims[0]
+        if fault.kind == "disk_full":
             _limit_files(supervisor, fault, psutil.RLIM_INFINITY)
-        elif fault.kind == "slow" or (fault.kind == "stop" and is_over):
-            runs = is_over or (now - fault.at) % SLOW_CYCLE_S > SLOW_CYCLE_S * 2 / 3
-            number = signal.SIGCONT if runs else signal.SIGSTOP
-            supervisor.groups.signal(fault.victims[0], number)
+        else:
+            supervisor.groups.signal(victim, signal.SIGCONT)
+            self._throttles.pop(victim, None)
+            if victim in self._speeds:
+                self._throttles[victim] = Throttle(self._speeds[victim])
+
+    def _throttle(self, supervisor: Supervisor, now: float) -> None:
+        """Let the slow groups run, or stop them, for now."""
+        stopped = {fault.victims[0] for fault in self._active if fault.kind == "stop"}
+        for replica_id, throttle in self._throttles.items():
+            if replica_id not in stopped:
+                number = signal.SIGCONT if throttle.runs(now) else signal.SIGSTOP
+                supervisor.groups.signal(replica_id, number)
 
 
 def _limit_files(supervisor: Supervisor, fault: InjectedFault, size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from composer_replication.callback.run_folder import (
     OUTER_STEP,
     RESULT,
     RESUMES,
+    STARTS,
     STATUS,
     SUMMARY,
 )
 from composer_replication.callback.words import format_bytes, plural
+from composer_replication.launch.goodput import describe_goodput, measure_goodput
 from composer_replication.launch.outer_readings import describe_outer_loop
 from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
 from composer_replication.training.config import read_value
@@ -43,15 +46,18 @@ class Syncs(Collection[dict[str, Any]]):
     Attributes:
         num_damaged: Lines that cannot be read. They are left out.
         outer_steps: The highest outer step.
+        ended_at: When the last sync was over, in seconds since the epoch; 0 without one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         reader = JsonLineReader(path)
         self._length = self.outer_steps = 0
+        self.ended_at = 0.0
         for line in reader.read():
             self._length += 1
             self.outer_steps = max(self.outer_steps, int(line[OUTER_STEP]))
+            self.ended_at = max(self.ended_at, line.get("time", 0.0))
         self.num_damaged = reader.num_damaged
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -76,15 +82,17 @@ class Run:
         resumes: By replica group, each resume from a checkpoint and what it repeated.
         num_damaged: Unreadable lines of the metrics, by replica group. They are left out.
         outer_steps: Outer steps of the group that made most.
+        starts: By replica group, each process's start.
     """
 
     run_dir: Path
     sync_every: int | None
-    metrics: Mapping[str, Collection[dict[str, Any]]]
+    metrics: Mapping[str, Syncs]
     results: dict[str, dict[str, Any]]
     resumes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     num_damaged: dict[str, int] = field(default_factory=dict)
     outer_steps: int = 0
+    starts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -95,6 +103,14 @@ class Run:
     def digests(self) -> dict[str, str]:
         """The digest of each group's global parameters at its end."""
         return {id: result["global_digest"] for id, result in self.results.items()}
+
+    @cached_property
+    def goodput(self) -> dict[str, Any]:
+        """What ``measure_goodput`` says about the run."""
+        end = max(syncs.ended_at for syncs in self.metrics.values())
+        return measure_goodput(
+            self.run_dir, self.starts, self.metrics, finished=self.results, end=end
+        )
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -128,6 +144,7 @@ def read_run(run_dir: str | Path) -> Run:
         results={id: result for id in ids if (result := read_json(folders[id] / RESULT))},
         num_damaged={id: syncs.num_damaged for id, syncs in metrics.items()},
         outer_steps=max(syncs.outer_steps for syncs in metrics.values()),
+        starts={id: list(JsonLineReader(folders[id] / STARTS).read()) for id in ids},
     )
 
 
@@ -183,6 +200,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
             for id, result in run.results.items()
         ],
         "eval": run.evaluation,
+        "goodput": run.goodput,
     }
     replace_json(run.run_dir / SUMMARY, summary, survives_power_cut=True, indent=2)
     return summary
@@ -209,6 +227,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         if number
     ]
     rows += _describe_traffic(run)
+    rows += describe_goodput(run.goodput)
     longest = max(run.metrics.values(), key=len)
     rows += describe_outer_loop(longest, len(longest))
     return rows

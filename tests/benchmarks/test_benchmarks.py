@@ -4,11 +4,14 @@ Run: pytest tests/benchmarks/test_benchmarks.py.
 """
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from composer_replication.launch.run_record import read_run
 
 
 @pytest.fixture
@@ -61,3 +64,115 @@ def test_the_formats_that_fp4_is_compared_with_have_their_sizes_and_no_others(
     wire_format.encode(torch.cat([one_block, values[32:]]), encoded)
     wire_format.decode(encoded, decoded)
     assert (decoded[0].item() == pytest.approx(0.07, rel=0.07)) == has_blocks
+
+
+def costs_of(goodput, **changes):
+    """A round is 1 s and a sync 0.2 s; a failure is noticed after 2 s, and costs its group 4 s."""
+    values = {"inner_step_s": 0.1, "sync_every": 10, "sync_s": 0.2}
+    return goodput.Costs(**values | {"detection_s": 2.0, "restart_s": 4.0} | changes)
+
+
+def test_goodput_without_failures_is_what_syncs_leave(load):
+    goodput = load("goodput")
+    for groups in (1, 2, 8):
+        assert goodput.simulate(costs_of(goodput), groups, [], 12.0) == pytest.approx(1 / 1.2)
+
+
+def test_goodput_with_one_failure(load):
+    goodput = load("goodput")
+    # Group 1 fails in the third round, at 3.0 s. Group 0 has trained it by 3.4 s, has its quorum at
+    # 5.0 s and commits at 5.2, 6.4 and 7.6 s alone. Group 1 is ready at 7.0 s, joins with the sync
+    # of 7.4 s, and shares the commits at 8.8, 10.0, 11.2 and 12.4 s.
+    found = goodput.simulate(costs_of(goodput), 2, [(3.0, 1)], 12.0)
+    assert found == pytest.approx(10 * (2 * 2 + 3 + 4 * 2) * 0.1 / (2 * 12.4))
+
+
+def test_a_failure_early_in_a_round_is_noticed_while_the_others_train(load):
+    goodput = load("goodput")
+    costs = costs_of(goodput, sync_every=100, restart_s=9.0)
+    # A round is 10 s. Group 1 fails at 1.0 s, which is noticed by 3 s and costs group 0 nothing. It
+    # is ready at 10.0 s, as the sync begins, and trains the second round.
+    found = goodput.simulate(costs, 2, [(1.0, 1)], 20.0)
+    assert found == pytest.approx((100 + 200) * 0.1 / (2 * 20.4))
+
+
+def test_a_failure_in_a_sync_begins_it_again_and_takes_the_group_s_round(load):
+    goodput = load("goodput")
+    # At 1.1 s, in the first sync: group 0 has a quorum at 3.1 s and commits at 3.3 s.
+    found = goodput.simulate(costs_of(goodput), 2, [(1.1, 1)], 3.3)
+    assert found == pytest.approx(10 * 0.1 / (2 * 3.3))
+
+
+@pytest.mark.parametrize(("every", "kept"), [(1, 40), (2, 40), (3, 0)])
+def test_if_all_groups_fail_the_rounds_since_the_checkpoint_are_lost(load, every, kept):
+    goodput = load("goodput")
+    # Both have committed twice. Group 0 fails at 3.0 s, group 1 at 3.2 s; both go on at 7.2 s, with
+    # the failure at 5.0 s ignored, since nobody trains, and commit at 8.4 and 9.6 s.
+    costs = costs_of(goodput, checkpoint_rounds=every)
+    strikes = [(3.0, 0), (3.2, 1), (5.0, 1)]
+    found = goodput.simulate(costs, 2, strikes, 9.0)
+    assert found == pytest.approx((kept + 40) * 0.1 / (2 * 9.6))
+
+
+def test_failures_come_as_often_as_asked_and_a_seed_repeats_them(load):
+    goodput = load("goodput")
+    strikes = goodput.random_strikes(1, 8, 50.0, 10_000.0)
+    assert strikes == goodput.random_strikes(1, 8, 50.0, 10_000.0) == sorted(strikes)
+    assert 1400 < len(strikes) < 1800  # 1600 in the mean
+    assert {group for _, group in strikes} == set(range(8))
+
+
+def chaos_run(folder):
+    """The files of two groups, and a kill of group 1 in its third round."""
+
+    def sync(at, outer_step, steps, blocked=0.2, waited=0.05):
+        line = {"time": at, "diloco/outer_step": outer_step, "inner_steps": steps}
+        line |= {"diloco/sync_seconds": blocked, "diloco/wait_seconds": waited}
+        return line | {"diloco/steps_lost": 0}
+
+    start = {"started": 0.0, "joined": 10.0, "inner_steps": 0, "trained_at": None}
+    again = {"started": 14.0, "joined": 17.45, "trained_at": 13.0, "inner_steps": 0}
+    files = {
+        "config.yaml": {"callbacks": {"diloco": {"sync_every": 10}}},
+        "chaos.json": {
+            "began_at": 10.0,
+            "injected": [{"kind": "kill", "at": 3.0, "seconds": 0.0, "victims": [1]}],
+        },
+        # Group 0 has trained its third round at 13.4 s, and a quorum at 15.0 s.
+        "replica_0/metrics.jsonl": [sync(11.2, 1, 10), sync(12.4, 2, 20)]
+        + [sync(15.15, 3, 30, 1.75, 1.6), sync(16.35, 4, 40), sync(17.55, 5, 50)],
+        "replica_1/metrics.jsonl": [sync(11.2, 1, 10), sync(12.4, 2, 20), sync(17.55, 5, 0, 0, 0)],
+        "replica_0/starts.jsonl": [start],
+        "replica_1/starts.jsonl": [start, again | {"steps_before": 26}],
+        "replica_0/result.json": {"global_digest": "ab"},
+        "replica_1/result.json": {"global_digest": "ab"},
+    }
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        lines = content if isinstance(content, list) else [content]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(folder), files["chaos.json"]
+
+
+def test_the_costs_of_a_chaos_run_and_its_replay(load, tmp_path):
+    goodput = load("goodput")
+    run, chaos = chaos_run(tmp_path)
+    costs = goodput.measured_costs(run, chaos, costs_of(goodput, sync_every=99))
+    # It was dead for 1 s, and started for 3.45 s, in half a round of which it waited for the sync.
+    assert costs.restart_s == pytest.approx(1.0 + 3.45 - 0.5)
+    assert (costs.sync_every, costs.checkpoint_rounds) == (10, 1)
+    assert costs.inner_step_s == pytest.approx(0.1) and costs.sync_s == pytest.approx(0.2)
+    assert costs.detection_s == pytest.approx(2.0)
+    # The kill came 0.6 s after a commit, 3.0 s after the begin. The first commit after that is at
+    # 3.6 s, so it is at 4.2 s. Group 0 has a quorum at 6.2 s, and commits at 6.4 s and, alone, at
+    # 7.6 s; the run lasted for 7.55 s.
+    replayed = goodput.replay(run, chaos, costs)
+    assert replayed == pytest.approx(10 * (3 * 2 + 2) * 0.1 / (2 * 7.6))
+
+
+def test_a_run_without_goodput_is_refused_with_what_to_give(load, tmp_path):
+    goodput = load("goodput")
+    (tmp_path / "replica_0").mkdir()
+    with pytest.raises(ValueError, match="has no goodput or no sync_every: give the summary.json"):
+        goodput.measured_costs(read_run(tmp_path), {}, costs_of(goodput))

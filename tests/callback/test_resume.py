@@ -10,6 +10,7 @@ import logging
 import operator
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from composer_replication.callback.export import export, read_checkpoint
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.outer_table import nearest_row
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.launch.run_record import read_run
 from composer_replication.simulation import SimulationError, simulate
 
 
@@ -477,6 +479,28 @@ def test_resuming_is_told_in_the_run_s_folder(tmp_path):
         r'\{"batch": 3, "outer_step": 0, "batches_again": 6, "outer_steps_again": 3, "time": ',
         lines[0],
     )
+
+
+def test_a_start_says_when_it_was_and_how_far_the_process_before_had_come(tmp_path):
+    run_dir = str(tmp_path / "run")
+    diloco = {"run_dir": run_dir}
+    began = time.time()
+    train_and_save(tmp_path, num_replicas=1, max_duration="9ba", diloco=diloco)
+    ended = time.time()
+
+    def replica(sim):
+        return fit(sim, diloco=diloco, load_path=str(tmp_path / "0/ba3.pt"), max_duration="9ba")
+
+    simulate(replica, num_replicas=1)
+    text = (tmp_path / "run/replica_0/starts.jsonl").read_text()
+    first, second = [json.loads(line) for line in text.splitlines()]
+    assert first["started"] <= began <= first["joined"] <= ended <= second["joined"]
+    assert (first["inner_steps"], first["trained_at"], first["steps_before"]) == (0, None, 0)
+    assert first["joined"] <= second["trained_at"] <= ended
+    assert (second["inner_steps"], second["steps_before"]) == (3, 9)
+    goodput = read_run(run_dir).goodput
+    assert sum(goodput["seconds"].values()) == pytest.approx(goodput["group_seconds"], abs=0.01)
+    assert (goodput["inner_steps"], goodput["inner_steps_thrown_away"]) == (9, 6)
 
 
 # ---- never from nothing by accident -----------------------------------------------------------

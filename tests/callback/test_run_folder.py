@@ -174,6 +174,12 @@ def test_the_folder_of_a_start_that_failed_is_used_again_without_its_status(tmp_
     assert not (tmp_path / "replica_0" / "status.json").exists()
 
 
+def test_the_time_until_a_run_is_continued_is_no_time_of_the_run(tmp_path):
+    ReplicaFolder(tmp_path, "a").write_status("training", batch=3, trained_at=5.0)
+    make_run_folder({"run_dir": str(tmp_path), "autoresume": True}, "x.yaml")
+    assert status(tmp_path) == {"phase": "starting", "batch": 3}
+
+
 def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file: name a new folder"):

@@ -66,14 +66,17 @@ class Stand:
         return set()
 
 
-def injector_of(tmp_path, kinds, *, seconds=600.0, per_minute=6.0, recovers=True, step_s=0.1):
+def injector_of(
+    tmp_path, kinds, *, seconds=600.0, per_minute=6.0, recovers=True, step_s=0.1, speeds=None
+):
     """A fault_injector, its supervisor, and a function that lets time pass."""
     stand = Stand(tmp_path)
     history = History(tmp_path, 3, {})
     clock = [0.0]
     history.now = lambda: clock[0]
     history.begin = lambda: setattr(history, "began", 0.0)
-    fault_injector = RandomFaultInjector(history, plan_faults(3, kinds, 3), per_minute, seconds)
+    planned = plan_faults(3, kinds, 3)
+    fault_injector = RandomFaultInjector(history, planned, per_minute, seconds, speeds)
 
     def let_pass(duration):
         for _ in range(round(duration / step_s)):
@@ -130,6 +133,52 @@ def test_a_slow_group_runs_for_a_third_of_the_time(tmp_path):
     assert len(numbers) > fault.seconds / 0.03
 
 
+def test_a_group_that_is_slow_all_the_time_is_stopped_for_the_rest_of_it(tmp_path):
+    _, stand, _, let_pass = injector_of(tmp_path, [], speeds={2: 0.5, 0: 0.9})
+    let_pass(100)
+    for replica_id, speed in ((2, 0.5), (0, 0.9)):
+        numbers = [number for group, number in stand.sent if group == replica_id]
+        assert numbers.count(signal.SIGCONT) / len(numbers) == pytest.approx(speed, abs=0.01)
+        assert len(numbers) > 990  # at every call, so it is stopped for a tenth of a second
+    assert all(group in (0, 2) for group, _ in stand.sent)
+
+
+def test_a_slow_group_that_is_stopped_stays_so_until_the_fault_is_over(tmp_path):
+    _, stand, history, let_pass = injector_of(
+        tmp_path, ["stop"], per_minute=0.1, speeds=dict.fromkeys(range(3), 0.5)
+    )
+    let_pass(1)
+    while not history.faults:
+        let_pass(0.1)
+    (fault,) = history.faults
+    before = len(stand.sent)
+    let_pass(fault.seconds - 0.2)
+    victim = fault.victims[0]
+    assert victim not in [group for group, _ in stand.sent[before:]]
+    let_pass(10)
+    assert [group for group, _ in stand.sent].count(victim) > 90
+
+
+def test_a_fault_makes_a_slow_group_slower_and_it_gets_its_own_speed_back(tmp_path):
+    _, stand, history, let_pass = injector_of(
+        tmp_path, ["slow"], per_minute=0.1, speeds=dict.fromkeys(range(3), 0.5)
+    )
+    let_pass(1)
+    while not history.faults:
+        let_pass(0.1)
+    (fault,) = history.faults
+
+    def fraction(seconds):
+        stand.sent.clear()
+        let_pass(seconds)
+        numbers = [number for group, number in stand.sent if group == fault.victims[0]]
+        return numbers.count(signal.SIGCONT) / len(numbers)
+
+    assert fraction(fault.seconds - 0.2) == pytest.approx(0.5 / 3, abs=0.05)
+    let_pass(0.5)
+    assert fraction(20) == pytest.approx(0.5, abs=0.02)
+
+
 def test_orders_are_files_in_the_folder_of_the_group(tmp_path):
     _, _, history, let_pass = injector_of(tmp_path, ["one_way"], per_minute=0.1)
     let_pass(700)
@@ -143,6 +192,12 @@ def test_orders_are_files_in_the_folder_of_the_group(tmp_path):
 @pytest.mark.parametrize(("options", "message"), [
     ({"replicas": 1}, "one has to survive"),
     ({"kinds": ["kill", "flood"]}, "--kinds kill,flood: use some of first_round,kill,end,hang,"),
+    ({"slow": ["1"]}, "--slow 1: write a group and its speed, such as 2:0.5"),
+    ({"slow": ["1:fast"]}, "--slow 1:fast: write a group and its speed"),
+    ({"slow": ["2:0.5"]}, "--slow 2:0.5: there is no group 2, use 0 to 1"),
+    ({"slow": ["1:0.05"]}, "--slow 1:0.05: use a speed from 0.1 to below 1"),
+    ({"slow": ["1:nan"]}, "--slow 1:nan: use a speed from 0.1 to below 1"),
+    ({"slow": ["1:0.5", "1:0.6"]}, "--slow 1:0.6: group 1 has a speed already"),
 ])  # fmt: skip
 def test_what_it_refuses(options, message):
     arguments = {"replicas": 2, "faults_per_minute": 2, "duration_s": 60, "seed": 0}
@@ -197,7 +252,8 @@ main()
 @pytest.mark.parametrize("kind", ["one_way", "coordinator"])
 def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
     (tmp_path / "tiny.yaml").write_text(CONFIG)
-    options = "--replicas 3 --duration 40 --faults-per-minute 12 --seed 0 --kinds".split()
+    options = "--replicas 3 --duration 40 --faults-per-minute 12 --seed 0 --slow 2:0.5"
+    options = [*options.split(), "--kinds"]
     process = subprocess.run(
         [sys.executable, "-c", CHAOS, "chaos", str(tmp_path / "tiny.yaml"), *options, kind]
         + [f"run_dir={tmp_path / 'run'}"],
@@ -210,5 +266,10 @@ def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
     told = json.loads((tmp_path / "run" / "chaos.json").read_text())
     assert told["is_clean"] and told["violations"] == []
     assert {fault["kind"] for fault in told["injected"]} == {kind}
-    assert told["seed"] == 0
+    assert told["seed"] == 0 and told["slow"] == {"2": 0.5}
+    goodput = json.loads((tmp_path / "run" / "summary.json").read_text())["goodput"]
+    assert goodput == told["goodput"] and 0 < goodput["goodput"] <= 1.1
+    assert sum(goodput["seconds"].values()) == pytest.approx(goodput["group_seconds"], abs=0.01)
+    assert {*goodput["groups"]} == {"0", "1", "2"}
+    assert "goodput  " in process.stdout and "the groups' time" in process.stdout
     assert "h left" not in process.stdout and "s left" in process.stdout

@@ -7,6 +7,7 @@ Metrics and orders are files, as groups write them; stood in for: the groups, an
 
 import json
 import sqlite3
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,23 @@ def test_a_clean_run_with_a_kill(run):
     assert told["seed"] == 7 and told["injected"][0]["victims"] == [1]
     whats = [event["what"] for event in told["events"]]
     assert whats == ["kill group 1", "group 1 ended with status -9", "recovered from fault 1"]
+
+
+def test_when_a_fault_was_over_is_told_by_the_clock_of_the_groups(run):
+    # The group began the fault 4 s after the request, at its next sync; ``began`` is 0 here.
+    fault = run.fault(10.0, "unreachable", 1, seconds=3.0)
+    run.commit(12.0, 1, 0)
+    assert fault.ends_at is None
+    began = {"number": 1, "at": 14.0}
+    (run.folder / "replica_1" / "fault_began.json").write_text(json.dumps(began))
+    run.commit(18.0, 2)
+    assert fault.ends_at == 17.0 and fault.recovered_s == 8.0
+    before = time.time()
+    History.begin(run.history)
+    run.history.write({})
+    told = json.loads((run.folder / "chaos.json").read_text())
+    assert before <= told["began_at"] <= time.time()
+    assert told["injected"][0]["ends_at"] == 17.0
 
 
 def test_groups_that_differ(run):

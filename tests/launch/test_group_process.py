@@ -40,6 +40,8 @@ def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(monkey
     assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert "RANK" not in environ
     assert environ["COMPOSER_REPLICATION_HOSTNAME"] == "127.0.0.1"
+    # More groups than cores: one thread for each group.
+    assert environment(1, 16, 1, Addresses())["OMP_NUM_THREADS"] == "1"
     # Too few GPUs for each to have its own: who shares which is the user's business.
     assert environment(1, 8, 1, Addresses())["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     # A command that starts its own ranks gets an equal share.
