@@ -114,7 +114,6 @@ def assert_equal(ones, others):
         pytest.param(STREAMING, id="streaming"),
         pytest.param({"sync_every": 4, "wire_format": "int8"}, id="int8"),
         pytest.param({**STREAMING, "merge": "rda"}, id="streaming, merged radially"),
-        pytest.param(SEVERAL_IN_FLIGHT, id="several in flight"),
         pytest.param(
             {**SEVERAL_IN_FLIGHT, "sync_every": 4, "fragment_sync_delay": 2}, id="a step a turn"
         ),
