@@ -45,6 +45,7 @@ QUICK = {
     "wire_formats": ["float32", "fp4"],
     "link_s": 0.0,
     "overlap_turns": 1,
+    "several_turns": 1,
 }
 
 
@@ -55,7 +56,7 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
         LinkError: This machine does not let us make such links.
     """
     with Progress(console=console, transient=True) as progress, Network() as network:
-        task = progress.add_task("groups start", total=len(arguments.links) + 1)
+        task = progress.add_task("groups start", total=len(arguments.links) + 2)
         with Pair(network, arguments.params) as pair:
             arguments.params = pair.params
             arguments.batch = pair.find_batch(arguments.step_s)
@@ -65,6 +66,8 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
                 bench.measure(link)
             progress.update(task, description="overlap")
             bench.measure_overlap()
+            progress.update(task, description="several in flight")
+            bench.measure_several()
     return bench
 
 
@@ -86,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
         "--link-s", type=float, default=80.0, help="turns on a link: one, and more if they fit"
     )
     parser.add_argument("--overlap-turns", type=int, default=2)
+    parser.add_argument("--several-turns", type=int, default=5, help="of two rounds each")
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)

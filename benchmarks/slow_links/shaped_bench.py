@@ -16,6 +16,11 @@ OVERLAP_DELAY = 4
 OVERLAP_SYNC_STEPS = 3
 """How many inner steps a sync of the model takes on the link of the overlap."""
 
+SEVERAL_STEPS = 24
+"""Inner steps of a round, and fragments of the model, where several are in flight."""
+SEVERAL_SYNC_STEPS = 12
+"""How many inner steps a sync of the model takes on the link there."""
+
 ROUNDS = 2
 """In each turn of a method."""
 
@@ -83,7 +88,7 @@ class Bench:
         self._arguments.overlap_batch = self._pair.find_batch(self._arguments.overlap_step_s)
         sync_every = self._arguments.overlap_sync_every
         vanilla = Method("vanilla", "float32", sync_every)
-        link = self._find_overlap_link(vanilla)
+        link = self._find_overlap_link(vanilla, OVERLAP_SYNC_STEPS)
         found: dict[Method, list[Sample]] = {
             Method("streaming", "float32", sync_every, 1, OVERLAP_DELAY): [],
             vanilla: [],
@@ -102,19 +107,43 @@ class Bench:
             self._note(f"{what}: standing still / no communication", ratios)
             self._add_row(link, method, samples)
 
-    def _find_overlap_link(self, vanilla: Method) -> Link:
-        """The link on which one sync takes as long as some inner steps do."""
+    def measure_several(self) -> None:
+        """Rounds with several fragments in flight, and with what torchft allows, on a busy link.
+
+        A sync of the model takes half of a round there.
+        """
+        link = self._find_overlap_link(
+            Method("vanilla", "float32", SEVERAL_STEPS), SEVERAL_SYNC_STEPS
+        )
+        methods = {
+            "several in flight": (SEVERAL_STEPS, 2),
+            "one in flight, as many fragments": (SEVERAL_STEPS, 0),
+            "one in flight, 2 fragments": (2, SEVERAL_STEPS // 2 - 1),
+        }
+        found: dict[str, list[Sample]] = {name: [] for name in methods}
+        for _ in range(self._arguments.several_turns):
+            for name, (fragments, delay) in methods.items():
+                method = Method("streaming", "float32", SEVERAL_STEPS, fragments, delay)
+                found[name] += self._visit(link, method, SEVERAL_STEPS)
+                self._advance(1 / self._arguments.several_turns / len(methods))
+        for name, samples in found.items():
+            ratios = [taken.seconds / alone.seconds for alone, taken in samples]
+            self._note(f"overlap, {name}: round / no communication", ratios)
+
+    def _find_overlap_link(self, vanilla: Method, sync_steps: int) -> Link:
+        """The link on which one sync takes as long as so many inner steps do."""
         bits = 32.0 * self._pair.params
         link = Link.parse("10Gbit")
         self._pair.join(link, vanilla)
         step_s = self._pair.steps(vanilla.sync_every).step_s
         for _ in range(2):
-            missing_s = OVERLAP_SYNC_STEPS * step_s - statistics.median(self._syncs())
+            missing_s = sync_steps * step_s - statistics.median(self._syncs())
             sent_s = max(bits / link.bits_per_s + missing_s, bits / 10e9)
             link = Link.parse(f"{bits / sent_s / 1e6:.0f}Mbit")
             self._pair.reshape(link)
         self._note(
-            "overlap: sync alone / inner step", [sync_s / step_s for sync_s in self._syncs()]
+            f"overlap, H = {vanilla.sync_every}: sync alone / inner step",
+            [sync_s / step_s for sync_s in self._syncs()],
         )
         self._pair.leave()
         return link
