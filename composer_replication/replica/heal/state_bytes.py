@@ -38,15 +38,17 @@ def memory(num_bytes: int) -> memoryview:
     return memoryview(fresh_pages(num_bytes))[:num_bytes]
 
 
-def dump(content: Any) -> list[memoryview]:
+def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     """Turn tensors and plain containers into bytes.
 
     Args:
         content: Dicts, lists and tuples of tensors, numbers, strings and None.
+        copies: Whether to copy tensors in host memory.
 
     Returns:
-        The bytes in parts, to be sent one after the other. The parts of tensors in host memory are
-        that memory itself, so nobody may write to those tensors while the parts are in use.
+        The bytes in parts, to be sent one after the other. Without ``copies`` the parts of tensors
+        in host memory are that memory itself, so nobody may write to those tensors while the parts
+        are in use.
     """
     tensors: list[Tensor] = []
 
@@ -61,7 +63,8 @@ def dump(content: Any) -> list[memoryview]:
     parts = [memoryview(_LENGTH.pack(buffer.tell()) + buffer.getvalue())]
     end = len(parts[0])
     for tensor, start in zip(tensors, _layout(end, tensors), strict=False):
-        numbers = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        host = tensor.to("cpu", copy=copies)
+        numbers = host.contiguous().view(-1).view(torch.uint8)
         parts += [memoryview(bytes(start - end)), numbers.numpy().data]
         end = start + tensor.nbytes
     return parts
