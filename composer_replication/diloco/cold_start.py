@@ -46,6 +46,7 @@ class StartBarrier:
     def __init__(self, manager: DiLoCoManager, arguments: DiLoCoArguments) -> None:
         self._manager = manager
         self._arguments = arguments
+        self._can_commit = True
         self._failures = 0
         self._last_failure: str | None = None
         self._began = time.monotonic()
@@ -53,6 +54,9 @@ class StartBarrier:
 
     def vote_to_start(self, device: torch.device) -> bool:
         """Vote on the start with the other groups of this quorum.
+
+        With fewer groups than ``min_replica_size`` no group votes yes: a start sends all
+        parameters, and could not commit.
 
         The start takes one yes and no veto. All groups see the same sum of the votes, so they start
         together or not at all, however long each of them has been waiting.
@@ -71,12 +75,16 @@ class StartBarrier:
         arguments, num_present = self._arguments, self._manager.num_participants()
         is_enough = num_present >= arguments.num_awaited
         starts_late = arguments.on_start_timeout == "start" and self._is_late()
+        self._can_commit = num_present >= self._manager._min_replica_size
         vetoes = self._arguments.start_refusal is not None and self._manager.current_step() == 0
-        votes = torch.tensor([float(is_enough or starts_late), float(vetoes)], device=device)
+        is_yes = self._can_commit and (is_enough or starts_late)
+        votes = torch.tensor([float(is_yes), float(vetoes)], device=device)
         self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
         if self._manager.errored() is not None:
             return False
         situation = f"{num_present} of {arguments.num_awaited} replica groups are connected"
+        if not self._can_commit:
+            situation += f", and min_replica_size={self._manager._min_replica_size}"
         num_yes, num_vetoes = votes.tolist()
         if vetoes:
             situation += f", and none of them has the run's state. {self._arguments.start_refusal}"
@@ -115,15 +123,16 @@ class StartBarrier:
             cause: Why the start did not commit, for the log.
 
         Raises:
-            TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected.
+            TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected to start
+                with.
         """
         situation = str(error)
         if not isinstance(error, StartPostponed):  # for example because a group has left again
             situation = self._last_failure = f"the start did not commit: {cause}"
             log.warning("%s%s", situation[0].upper(), situation[1:])
         arguments = self._arguments
-        ends = arguments.on_start_timeout == "error" or arguments.start_refusal is not None
-        if self._is_late() and ends:
+        may_start = arguments.on_start_timeout == "start" and arguments.start_refusal is None
+        if self._is_late() and not (may_start and self._can_commit):
             raise TimeoutError(
                 f"no start within start_timeout_s={arguments.start_timeout_s:g}: {situation}. "
                 "Start the missing groups with the same lighthouse, or lower num_replicas"

@@ -130,6 +130,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.inner_steps = 0
         self.samples = 0
         self._packed = Packed()
+        self._has_too_few = self._is_packed = False
         self.unsent: Packed | None = None
         """What was in flight in the checkpoint that this group resumes from, until it is sent."""
         self.total_contribution = 0.0
@@ -148,8 +149,16 @@ class FragmentSync(_StreamingDiLoCoFragment):
     # ---- a sync, in the order of torchft ---------------------------------------------------------
 
     def prepare_sync(self) -> None:
-        """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
+        """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait.
+
+        With fewer than ``min_replica_size`` groups in the quorum it computes nothing and sends the
+        table alone, since the vote will fail: groups that wait for others would send all their
+        parameters at each attempt. All ranks and groups decide alike, by the number of groups in
+        the quorum, which all of them see. A group with another ``min_replica_size`` finds that out
+        by the table.
+        """
         self.committed = False
+        self._has_too_few = self._manager.num_participants() < self._manager._min_replica_size
         try:
             super().prepare_sync()
         except BaseException as error:
@@ -164,7 +173,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
                 the one that was sent before.
         """
         self._allreduce_work = []
-        self.sends_again = not packs_anew
+        self.sends_again = self._is_packed and not packs_anew  # not if there were too few groups
         self.prepare_sync()
         self.sends_again = False
 
@@ -172,16 +181,18 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """Forget the sync in flight."""
         self._allreduce_work = []
         self.mean.abandon()
-        self._packed = Packed()
+        self._packed, self._is_packed = Packed(), False
 
     def wait_for_table(self) -> None:
         """Wait for the table of this sync alone, and read it."""
         self._allreduce_work[-1].wait()
 
     def _save_grads(self) -> None:
-        self._state.go_on_from_healed()
-        self._packed = self._pack()
         self.frozen = self.globals.freezing.own()
+        if self._has_too_few:
+            return
+        self._state.go_on_from_healed()
+        self._packed, self._is_packed = self._pack(), True
         local = self._packed.local or self.local()
         sources = self.globals.own_parts(), self.globals.share.own(local)
         contribution, plain = self._own_contribution(), self._averaged_plainly()
@@ -204,7 +215,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
-        self._allreduce_work.extend([*self.mean.send(manager), table])  # pyright: ignore[reportArgumentType]
+        means = [] if self._has_too_few else self.mean.send(manager)
+        self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
@@ -215,7 +227,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
                 self._report(error)
             raise
         if self.committed or not self._settings.turns_in_flight:
-            self._packed.local = None  # no longer in flight
+            self._packed.local, self._is_packed = None, False  # no longer in flight
         self._clock.vote_over()
         return self.committed
 
@@ -355,7 +367,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     @property
     def in_flight(self) -> Packed | None:
         """What has been sent, or is to be sent again; None if nothing has."""
-        return self._packed if self.is_in_flight else self.unsent
+        return self._packed if self.is_in_flight and not self._has_too_few else self.unsent
 
     @property
     def has_more(self) -> bool:

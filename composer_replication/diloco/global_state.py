@@ -6,13 +6,15 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.looked_up import LookedUp, digest_of
 from composer_replication.diloco.outer_optimizer import describe, number_in
 from composer_replication.diloco.outer_schedule import row_at
 from composer_replication.diloco.outer_state import cut, gather, load_outer_state, outer_state
@@ -51,6 +53,8 @@ class GlobalState:
         self._auto = auto
         self._whole = threading.RLock()
         self._is_in_outer_step = False
+        self._num_changes = 0
+        self._digests: tuple[Hashable, list[str]] = None, []
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.settings_version = 0
@@ -69,7 +73,7 @@ class GlobalState:
         of them.
         """
         homes = {name: fragment for fragment in self._fragments for name in fragment.theta}
-        return _Looked(homes)
+        return LookedUp(homes)
 
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
@@ -77,11 +81,56 @@ class GlobalState:
         With shares a collective of the ranks. Where each rank holds a shard it is one too, and
         gives the SHA-256 over the digests of the ranks' shards, in the order of the ranks.
         """
-        return self._fragments[0].shards.digest(_digest(self.parameters()))
+        return self._fragments[0].shards.digest(digest_of(self.parameters()))
 
     def fragment_digests(self) -> list[str]:
-        """Of what this rank holds of each fragment alone: no collective."""
-        return [_digest(fragment.theta) for fragment in self._fragments]
+        """Of what this rank holds of each fragment alone: no collective.
+
+        They are computed once for a version of the state: a donor has those that it needs in a
+        joiner's quorum since the joiner's download.
+        """
+        version = self.version
+        if self._digests[0] != version:
+            digests = [digest_of(fragment.theta) for fragment in self._fragments]
+            if self.version != version:
+                return digests  # on a thread that serves joiners, and overtaken by an outer step
+            self._digests = version, digests
+        return self._digests[1]
+
+    # ---- for the threads that serve joiners ---------------------------------------------------
+
+    @property
+    def version(self) -> Hashable:
+        """Another one after every change of what ``state_dict`` returns; see ``HealSource``."""
+        with self._whole:
+            return self._num_changes, self.settings_version
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size of what ``state_dict`` returns, with as much momentum as parameters."""
+        return sum(2 * fragment.flat.nbytes for fragment in self._fragments)
+
+    def held(self) -> AbstractContextManager[Any]:
+        """A context in which no other thread changes this state."""
+        return self._whole
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A context for a change of this state: no joiner gets it half done."""
+        with self._whole:
+            try:
+                yield
+            finally:
+                self._num_changes += 1
+
+    def for_joiner(self) -> dict[str, Any]:
+        """What ``state_dict`` returns, without copies; see ``HealSource``.
+
+        It also computes the digests that this group sends in the joiner's quorum, where all groups
+        would wait for them.
+        """
+        self.fragment_digests()
+        return self.state_dict(copies=False)
 
     def go_on_from_healed(self) -> None:
         """Once all ranks of the group have healed: continue from the global parameters.
@@ -154,6 +203,7 @@ class GlobalState:
         """Count the outer step, record the samples of its groups, and unlock the state."""
         self.outer_step += 1
         self.ledger.commit(synced_samples)
+        self._num_changes += 1
         self._is_in_outer_step = False
         self._whole.release()
 
@@ -163,18 +213,19 @@ class GlobalState:
         Raises:
             SettingsMismatch: That group has other settings, or another model.
         """
-        theirs = dict(state_dict["settings"])
-        self._take_for_auto(theirs)
-        if self.settings_version and state_dict["settings_version"]:
-            # Both groups have the settings from the coordinator, and the donor's are in force.
-            changed = {key: theirs.get(key) for key in CHANGEABLE if key in theirs}
-            compare_fingerprints(self.fingerprint | changed, theirs, whose)
-        else:
-            compare_fingerprints(self.fingerprint, theirs, whose)
-        self._load(state_dict, keeps_hyperparameters=False)
-        self.fingerprint = theirs
-        self.settings_version = state_dict["settings_version"]
-        self.was_healed = True
+        with self.changing():
+            theirs = dict(state_dict["settings"])
+            self._take_for_auto(theirs)
+            if self.settings_version and state_dict["settings_version"]:
+                # Both groups have the settings from the coordinator, and the donor's are in force.
+                changed = {key: theirs.get(key) for key in CHANGEABLE if key in theirs}
+                compare_fingerprints(self.fingerprint | changed, theirs, whose)
+            else:
+                compare_fingerprints(self.fingerprint, theirs, whose)
+            self._load(state_dict, keeps_hyperparameters=False)
+            self.fingerprint = theirs
+            self.settings_version = state_dict["settings_version"]
+            self.was_healed = True
 
     def resume(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``whole_state_dict`` gave in this group, perhaps under new settings.
@@ -182,30 +233,32 @@ class GlobalState:
         Raises:
             SettingsMismatch: A setting has changed that the saved state does not allow to change.
         """
-        saved = state_dict["settings"]
-        self._take_for_auto(saved)
-        changes = adopt_changes(self.fingerprint, saved)
-        for change in changes:
-            log.warning("Resuming with changed settings: %s", change)
-        has_other_outer = any(
-            self.fingerprint.get(key) != saved.get(key)
-            for key in ("outer_optimizer", "outer_schedule")
-        )
-        pairs = zip(self._fragments, state_dict["fragments"], strict=True)
-        own = [cut(fragment, saved) for fragment, saved in pairs]
-        self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
-        # Peers that resume as well may have another checkpoint of the same outer step: compare.
-        self.compare_next = True
+        with self.changing():
+            saved = state_dict["settings"]
+            self._take_for_auto(saved)
+            changes = adopt_changes(self.fingerprint, saved)
+            for change in changes:
+                log.warning("Resuming with changed settings: %s", change)
+            has_other_outer = any(
+                self.fingerprint.get(key) != saved.get(key)
+                for key in ("outer_optimizer", "outer_schedule")
+            )
+            pairs = zip(self._fragments, state_dict["fragments"], strict=True)
+            own = [cut(fragment, saved) for fragment, saved in pairs]
+            self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
+            # Peers that resume as well may have another checkpoint of the same outer step: compare.
+            self.compare_next = True
 
     def adopt(self, version: int, settings: DiLoCoSettings) -> None:
         """Adopt another version of the settings."""
-        for fragment in self._fragments:
-            fragment.set_hyperparameters(*settings.outer_numbers)
-        self.fingerprint["outer_optimizer"] = describe(self._fragments[0].optimizer)
-        self.fingerprint["outer_schedule"] = settings.fingerprint()["outer_schedule"]
-        if "sync_every" in self.fingerprint:
-            self.fingerprint["sync_every"] = settings.sync_every
-        self.settings_version = version
+        with self.changing():
+            for fragment in self._fragments:
+                fragment.set_hyperparameters(*settings.outer_numbers)
+            self.fingerprint["outer_optimizer"] = describe(self._fragments[0].optimizer)
+            self.fingerprint["outer_schedule"] = settings.fingerprint()["outer_schedule"]
+            if "sync_every" in self.fingerprint:
+                self.fingerprint["sync_every"] = settings.sync_every
+            self.settings_version = version
         log.info("Settings version %d from outer step %d on", version, self.outer_step + 1)
 
     def _take_for_auto(self, theirs: Mapping[str, Any]) -> None:
@@ -236,35 +289,7 @@ class GlobalState:
             self.fingerprint["outer_schedule"] = [[0, *numbers], *rows[1:]]
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
-        with self._whole:
-            for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
-                load_outer_state(fragment, saved, keeps_hyperparameters=keeps_hyperparameters)
-            self.outer_step = state_dict["outer_step"]
-            self.ledger.load_rows(state_dict["ledger"])
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        flat = tensors[name].detach().cpu().contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-class _Looked(Mapping[str, Tensor]):
-    """Global parameters by name, looked up when they are asked for."""
-
-    def __init__(self, homes: Mapping[str, GlobalParameters]) -> None:
-        self._homes = homes
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._homes[name].whole(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._homes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
+        for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
+            load_outer_state(fragment, saved, keeps_hyperparameters=keeps_hyperparameters)
+        self.outer_step = state_dict["outer_step"]
+        self.ledger.load_rows(state_dict["ledger"])

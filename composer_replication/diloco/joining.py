@@ -67,8 +67,9 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
 
 def _start(loop: OuterLoop) -> bool:
     agree_on_settings(loop.manager, loop.state.fingerprint, loop.fragments[0].device)
-    if not share_initial_parameters(loop.manager, loop.fragments):
-        return False
+    with loop.state.changing():
+        if not share_initial_parameters(loop.manager, loop.fragments):
+            return False
     log.info("Started with %d replica groups", loop.manager.num_participants())
     loop.clock.read()  # the wait for the start belongs to no sync
     return True

@@ -20,7 +20,12 @@ from composer_replication.diloco.retries import SyncError, SyncRetries
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_clock import SyncClock
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager, longest_wait_s
+from composer_replication.diloco.torchft_api import (
+    HEAL_STATE,
+    DiLoCoManager,
+    longest_wait_s,
+    serve_state,
+)
 from composer_replication.diloco.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -91,6 +96,7 @@ class OuterLoop:
         self.known_settings: dict[int, DiLoCoSettings] = {}
         self.ends_with_next_step = self.has_healed = False
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
+        serve_state(manager, state)
 
     # ---- a sync -----------------------------------------------------------------------------
 
@@ -232,9 +238,13 @@ class OuterLoop:
         self.state.ledger.stop_reading()
 
     def _state_for_joiner(self) -> dict[str, Any]:
-        """Return the state that a joiner takes over. torchft calls it in a donor's quorum."""
+        """Return the state that a joiner takes over. torchft calls it in a donor's quorum.
+
+        Without copies: nothing in it changes before the vote, and copies of a large model would
+        take seconds for which all groups wait.
+        """
         self.state.compare_next = True
-        return self.state.state_dict()
+        return self.state.state_dict(copies=False)
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""

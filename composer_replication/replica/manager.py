@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +16,7 @@ from typing import Any
 
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 
-from composer_replication.diloco.torchft_api import HEAL_STATE
+from composer_replication.diloco.torchft_api import HealSource
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.group_layout import GroupLayout
 from composer_replication.replica.heal.transport import HealTransport
@@ -133,20 +133,13 @@ class ReplicaManager(InterruptibleManager):
         """Have torchft connect anew, which it does when the quorum's id is new to it."""
         self._quorum_id = -1
 
-    def register_state_dict_fn(
-        self,
-        key: str,
-        load_state_dict: Callable[[Any], None],
-        state_dict: Callable[[], Any],
-    ) -> None:
-        """Register a part of the heal state, as torchft does.
+    def serve_state(self, source: HealSource) -> None:
+        """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
 
-        The global state is also served outside of a quorum, so that a joiner can fetch it before it
-        asks for one. torchft serves it only while the donor waits in a quorum.
+        torchft serves it only while the donor waits in a quorum.
         """
-        super().register_state_dict_fn(key, load_state_dict, state_dict)
-        if key == HEAL_STATE and isinstance(self._checkpoint_transport, HealTransport):
-            self._checkpoint_transport.serve(self.current_step, state_dict)
+        if isinstance(self._checkpoint_transport, HealTransport):
+            self._checkpoint_transport.serve(self.current_step, source)
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None

@@ -16,8 +16,12 @@ from composer import Callback
 from composer.loggers import InMemoryLogger
 from composer_jobs import STREAMING, Each, data, trainer_of
 from text_config import write_config
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.callback.group_state import GroupState
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.training.config import load_config
 from composer_replication.training.trainer import train
@@ -104,6 +108,41 @@ def test_it_opens_no_socket_starts_no_process_and_only_its_two_watches():
         assert (opened, started) == (sockets, children)
         assert {thread.name for thread in running - threads} == {"hang_watch", "fit watch"}
     assert seen[-1][:2] == (sockets, children)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors in new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        before = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if is_tensor(t)}
+        result = call(*args, **kwargs or {})
+        for tensor in filter(is_tensor, tree_leaves(result)):
+            if tensor.untyped_storage().data_ptr() not in before:
+                self.num_bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize("wire_format", ["float32", "int8"])  # int8 leaves a residual too
+def test_the_end_of_a_fit_copies_nothing(wire_format, monkeypatch):
+    keep, counted = GroupState.keep, []
+
+    def count(group):
+        with Allocated() as allocated:
+            keep(group)
+        counted.append((allocated.num_bytes, sum(p.nbytes for p in trained(group))))
+
+    def trained(group):
+        return group.diloco.global_parameters().values()
+
+    monkeypatch.setattr(GroupState, "keep", count)
+    callback, _ = fit(diloco={"wire_format": wire_format}, max_duration="4ba")
+    assert callback._group.ended["fragments"][0]["optimizer"]["state"]  # there is a momentum
+    [(num_bytes, of_parameters)] = counted
+    assert num_bytes < of_parameters / 10
 
 
 # ---- what it computes -----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from common import Constant, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.algorithm import SyncError
+from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.simulation.simulation import Fault
 
 MOVES = (-1.0, -2.0, -6.0)
@@ -144,3 +145,58 @@ def test_waiting_for_min_replica_size_ends_when_it_is_told_to():
     faults = [Fault("kill", replica_id=1, step=2)]
     with pytest.raises(Exception, match="1 replica groups are connected, and min_replica_size=2"):
         simulate(replica, num_replicas=2, faults=faults)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_below_min_replica_size_nothing_is_formed_and_the_table_alone_is_sent(delay, monkeypatch):
+    formed, sent = [], []
+    form = FragmentSync._pseudo_gradient
+
+    def noting_form(fragment, *tensors):
+        formed.append(fragment._manager.num_participants())
+        form(fragment, *tensors)
+
+    monkeypatch.setattr(FragmentSync, "_pseudo_gradient", noting_form)
+
+    def replica(sim):
+        manager, start = sim.manager, sim.manager._start
+        manager._min_replica_size = 2
+
+        def noting_start(tensor, *arguments):
+            if manager.current_step():  # those before the start are a few bytes
+                sent.append((manager.num_participants(), tensor.dim()))
+            return start(tensor, *arguments)
+
+        manager._start = noting_start
+        alpha = 0.5 * (delay > 0)
+        settings = {"fragment_sync_delay": delay, "fragment_update_alpha": alpha}
+        return run_scripted(sim, -1.0, 6, sync_every=2, give_up_after_s=0.1, **settings)
+
+    faults = [Fault("kill", replica_id=1, step=2)]
+    with pytest.raises(Exception, match="1 replica groups are connected, and min_replica_size=2"):
+        simulate(replica, num_replicas=2, faults=faults)
+    table, message = 2, 1  # their dimensions
+    assert {(2, table), (2, message), (1, table)} == set(sent)
+    assert set(formed) == {2}
+
+
+def test_a_start_with_fewer_than_min_replica_size_sends_no_parameters():
+    sent = []
+
+    def replica(sim):
+        manager, start = sim.manager, sim.manager._start
+        manager._min_replica_size = 2
+
+        def noting_start(tensor, *arguments):
+            sent.append(tensor.numel())
+            return start(tensor, *arguments)
+
+        manager._start = noting_start
+        model = Constant(w=(50_000,))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        awaited = {"num_replicas": 2, "start_timeout_s": 0.1, "on_start_timeout": "start"}
+        DiLoCo(manager, model, inner, **awaited).__enter__()
+
+    with pytest.raises(Exception, match="1 of 2 replica groups are connected, and min_replica_siz"):
+        simulate(replica, num_replicas=1)
+    assert sent and max(sent) < 50_000

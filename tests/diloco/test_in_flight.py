@@ -159,3 +159,19 @@ def test_in_every_wire_format_all_end_equal_and_near_the_mean(schedule, num_grou
     )
     assert results[1] is None
     assert len({result[1] for result in results if result is not None}) == 1
+
+
+@schedules
+def test_with_too_few_groups_nothing_is_formed_until_enough_are_back(schedule):
+    def replica(sim):
+        sim.manager._min_replica_size = 2
+        return train_in(sim, schedule, 43)
+
+    faults = [Fault("restart", replica_id=1, step=8)]
+    results = simulate(replica, num_replicas=2, faults=faults)
+    assert results[0][1] == results[1][1]
+    (trace, _, reports), turns = results[0], Reference(schedule, 2).turns
+    assert sum(report.steps_lost for report in reports) == 0
+    check(trace[: 7 * Reference(schedule, 2).between], Reference(schedule, 2), 0)
+    assert [report.outer_step for report in reports] == list(range(1, len(reports) + 1))
+    assert len(reports) >= 43 // Reference(schedule, 2).between - turns

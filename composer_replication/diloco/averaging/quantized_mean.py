@@ -150,6 +150,8 @@ class QuantizedMean(WeightedMean):
     def gather_residual(self) -> Tensor | None:
         if self.residual is None:
             return None
+        if self.share.num_ranks == 1:
+            return self.residual[: sum(self.share.whole_sizes)]
         whole = self.residual.new_zeros(self.share.padded)
         whole[self.share.start : self.share.stop] = self.residual
         self.share.gather(whole)

@@ -233,7 +233,7 @@ class WeightedMean:
     def gather_residual(self) -> Tensor | None:
         """Return the whole group's residual, 1-D in the order of the tensors.
 
-        Every rank of the group calls it.
+        Every rank of the group calls it. A rank by itself gets the residual and not a copy.
         """
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
 from composer_replication.replica.heal import state_bytes
+from composer_replication.replica.heal.offer import Limits, Offer, Part
 from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 
 CHUNK = 1 << 20
@@ -25,55 +25,6 @@ LARGEST_OFFER = 1 << 16
 
 class HealError(ConnectionError):
     """A peer could not send its global state, or what it sent is not to be trusted."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a donor's state.
-
-    Attributes:
-        name: Its SHA-256, by ``state_bytes.digest``.
-        num_bytes: Its size.
-    """
-
-    name: str
-    num_bytes: int
-
-    def __post_init__(self) -> None:
-        is_part = isinstance(self.name, str) and isinstance(self.num_bytes, int)
-        if not is_part or self.num_bytes < 0:
-            raise ValueError(f"{self!r} is no part of a state")
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a donor has.
-
-    Attributes:
-        step: The manager's step.
-        parts: The parts of the state that can be fetched: ``state`` is the global state, ``rest``
-            what others have registered with the manager and torchft's own.
-    """
-
-    step: int
-    parts: Mapping[str, Part] = field(default_factory=dict)
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Offer:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            ValueError: The text is something else.
-        """
-        try:
-            content = json.loads(text)
-            parts = {kind: Part(**part) for kind, part in content["parts"].items()}
-            return cls(int(content["step"]), parts)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"it is no offer of a state: {error!r}") from error
 
 
 def load(body: memoryview) -> Any:
@@ -106,6 +57,11 @@ class HealClient:
     timeout: float
     context: ssl.SSLContext | None = None
 
+    @property
+    def limits(self) -> Limits:
+        """How long to wait for a peer."""
+        return Limits(self.timeout)
+
     def ask(self, address: str, path: str, deadline: float) -> Offer:
         """Ask a peer what it has, and check that the peer belongs to this run.
 
@@ -117,7 +73,9 @@ class HealClient:
         Raises:
             HealError: The peer does not answer, rejects the request, or is not to be trusted.
         """
-        with self._answer(address, path, deadline) as (question, answer):
+        # A donor is silent while it copies and hashes its state.
+        silence_s = max(self.timeout, _left(deadline))
+        with self._answer(address, path, deadline, silence_s) as (question, answer):
             size = int(answer.getheader("Content-Length", ""))
             if size > LARGEST_OFFER:
                 raise HealError(f"{address} answers {size} bytes to {path}: rejected")
@@ -144,7 +102,8 @@ class HealClient:
         Raises:
             HealError: The part does not arrive in time, or has another hash.
         """
-        with self._answer(address, f"/state/{part.name}", deadline) as (_, answer):
+        path = f"/state/{part.name}"
+        with self._answer(address, path, deadline, self.timeout) as (_, answer):
             size = int(answer.getheader("Content-Length", ""))
             if size != part.num_bytes:
                 raise HealError(f"{address} sends {size} bytes, and offered {part.num_bytes}")
@@ -156,7 +115,7 @@ class HealClient:
 
     @contextlib.contextmanager
     def _answer(
-        self, address: str, path: str, deadline: float
+        self, address: str, path: str, deadline: float, silence_s: float
     ) -> Iterator[tuple[Question, HTTPResponse]]:
         """Send a request, and give its proof's content and the answer to the ``with`` block.
 
@@ -170,6 +129,7 @@ class HealClient:
                 watchdog = threading.Timer(_left(deadline), _break_off, (connection.sock,))
                 watchdog.daemon = True
                 watchdog.start()
+                connection.sock.settimeout(silence_s)
                 try:
                     with self._exchange(connection, address, path) as (question, answer):
                         yield question, answer

@@ -15,14 +15,12 @@ from urllib.parse import urlsplit
 
 from torchft.coordination import ManagerClient
 
-from composer_replication.replica.heal.client import HealClient, HealError, Offer
+from composer_replication.replica.heal.client import HealClient, HealError
+from composer_replication.replica.heal.offer import Limits, Offer
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import can_connect, read_status
 
 log = logging.getLogger(__name__)
-
-SLOWEST_BYTES_PER_S = 1_000_000
-"""The slowest download for which the time limit of a prefetch leaves room."""
 
 POLL_S = 0.2
 TRIES = 2
@@ -71,22 +69,28 @@ def prefetch(
 
 def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
     client = transport.client
-    for attempt in range(TRIES):
-        if attempt:  # right after a commit there is most time until the next one
+    limits = Limits(timeout)
+    seconds = 0.0
+    for _ in range(TRIES):
+        if seconds > timeout / 4:  # right after a commit there is most time until the next one
             _wait_for_commit(donor, client, timeout)
         began = time.monotonic()
-        offer = _ask(donor, "/latest/offer", client, timeout)
+        num_bytes = _ask(donor, "/latest", client, timeout).num_bytes
+        offer = _ask(donor, "/latest/offer", client, limits.of_answer(num_bytes))
         state = offer.parts.get("state")
         if state is None:
             raise HealError(f"{donor} offers {sorted(offer.parts)}, and no state")
         size = state.num_bytes
         log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
-        deadline = began + timeout + size / SLOWEST_BYTES_PER_S
-        transport.adopt_download(state.name, client.fetch(donor, state, deadline))
+        deadline = time.monotonic() + limits.of_download(size)
+        into = next(iter(transport.downloads.values()), None)
+        transport.downloads.clear()  # a download that breaks off spoils what is there
+        transport.adopt_download(state.name, client.fetch(donor, state, deadline, into))
         seconds = time.monotonic() - began
-        is_current = _ask(donor, "/latest", client, timeout).step == offer.step
-        if is_current or seconds < timeout / 4:
+        if _ask(donor, "/latest", client, timeout).step == offer.step:
             return
+    if seconds < timeout / 4:
+        return
     raise HealError(
         f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
         f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one sync to "
@@ -98,10 +102,17 @@ def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
 def _donors(
     lighthouse_addr: str, rank: int, client: HealClient, connect_timeout: float
 ) -> Iterator[str]:
-    """The heal servers of the living groups of the last quorum, the highest step first."""
+    """The heal servers of the living groups of the last quorum, the highest step first.
+
+    Of those the first is the one that a quorum makes the donor of this rank if nobody else joins
+    (``restrict_quorum``): it then knows the state's name already.
+    """
     members = read_status(lighthouse_addr, connect_timeout).members
     limit = timedelta(seconds=connect_timeout)
-    for member in sorted(members, key=lambda member: -member.step):
+    members = sorted(members, key=lambda member: -member.step)
+    num_newest = sum(member.step == members[0].step for member in members)
+    turn = rank % max(1, num_newest)
+    for member in (*members[turn:num_newest], *members[:turn], *members[num_newest:]):
         try:
             if not _answers(member.manager_addr, connect_timeout):
                 continue  # it has died; torchft's client would wait for connect_timeout

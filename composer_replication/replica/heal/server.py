@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
 from itertools import islice
 from typing import Any
@@ -63,8 +64,9 @@ class HealServer(BackgroundServer):
         address: ``http://host:port`` under which peers reach it. A proof that was made for another
             address is rejected.
         tokens: The run's accepted tokens; the first one signs.
-        answer: Gives the answer to a path, or raises a KeyError if there is nothing. It is called
-            on the connections' threads.
+        answer: Gives a context with the answer to a path, which ends when the answer has been
+            sent, or raises a KeyError on entering if there is nothing. It is called on the
+            connections' threads.
         context: For TLS. None: no TLS.
 
     Attributes:
@@ -76,7 +78,7 @@ class HealServer(BackgroundServer):
         listener: socket.socket,
         address: str,
         tokens: Sequence[str],
-        answer: Callable[[str], Body],
+        answer: Callable[[str], AbstractContextManager[Body]],
         context: ssl.SSLContext | None = None,
     ) -> None:
         self._context = context
@@ -204,12 +206,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._reject(client_name)
             return
         self.server.has_proven(self.request)
-        try:
-            body = self.server.answer(self.path)
-        except KeyError:
-            self.send_error(404)
-            return
-        self._send_answer(question, body)
+        with contextlib.ExitStack() as stack:
+            try:
+                body = stack.enter_context(self.server.answer(self.path))
+            except KeyError:
+                self.send_error(404)
+                return
+            self._send_answer(question, body)
 
     def _reject(self, client_name: str) -> None:
         if (count := self.server.rejections.count()) is not None:

@@ -38,15 +38,18 @@ def memory(num_bytes: int) -> memoryview:
     return memoryview(fresh_pages(num_bytes))[:num_bytes]
 
 
-def dump(content: Any) -> list[memoryview]:
+def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     """Turn tensors and plain containers into bytes.
 
     Args:
         content: Dicts, lists and tuples of tensors, numbers, strings and None.
+        copies: Whether to copy tensors in host memory.
 
     Returns:
-        The bytes in parts, to be sent one after the other. The parts of tensors in host memory are
-        that memory itself, so nobody may write to those tensors while the parts are in use.
+        The bytes in parts, to be sent one after the other. Without ``copies`` the parts of tensors
+        in host memory are that memory itself, so nobody may write to those tensors while the parts
+        are in use. With ``copies`` there is one part, of memory that goes back to the system as
+        soon as the part is dropped.
     """
     tensors: list[Tensor] = []
 
@@ -60,11 +63,22 @@ def dump(content: Any) -> list[memoryview]:
     torch.save(tree_map(describe, content), buffer)
     parts = [memoryview(_LENGTH.pack(buffer.tell()) + buffer.getvalue())]
     end = len(parts[0])
+    if copies:
+        return [_copied(parts[0], tensors)]
     for tensor, start in zip(tensors, _layout(end, tensors), strict=False):
         numbers = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         parts += [memoryview(bytes(start - end)), numbers.numpy().data]
         end = start + tensor.nbytes
     return parts
+
+
+def _copied(head: memoryview, tensors: list[Tensor]) -> memoryview:
+    *starts, end = _layout(len(head), tensors)
+    body = memory(end)
+    body[: len(head)] = head
+    for start, tensor in zip(starts, tensors, strict=True):
+        _part(body, start, tensor).copy_(tensor)
+    return body
 
 
 def load(body: memoryview) -> Any:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,31 +21,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
-from composer_replication.diloco.torchft_api import HEAL_STATE
+from composer_replication.diloco.torchft_api import HEAL_STATE, HealSource
 from composer_replication.replica import audit
 from composer_replication.replica.addresses import bracketed, listen
-from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.client import HealClient, HealError, Offer, Part, load
-from composer_replication.replica.heal.server import Body, HealServer
+from composer_replication.replica.heal.client import HealClient, HealError, load
+from composer_replication.replica.heal.donor import Donor
+from composer_replication.replica.heal.offer import Limits
+from composer_replication.replica.heal.server import HealServer
 from composer_replication.replica.tls import client_context, server_context
 
 log = logging.getLogger(__name__)
-
-KEPT_S = 60.0
-"""How long a copy of the state is kept for a joiner that has asked for its name, in seconds."""
 
 
 class HealTransport(CheckpointTransport[dict[str, Any]]):
     """Serves this rank's state to joiners, and fetches the state of a donor.
 
-    A donor has two offers. While it waits in a quorum with a joiner, torchft has it offer the state
-    of that quorum's step (``send_checkpoint`` to ``disallow_checkpoint``). The global state can
-    also be asked for at any other time (``serve``).
-
-    Threads: torchft calls the donor's and the joiner's methods on the thread of the quorum. The
-    server answers each connection on a thread of its own, so what both sides touch is guarded by
-    ``_lock``. Copies are made outside of that lock: a copy of a large state takes seconds, and the
-    thread of the quorum would wait for it, and all groups with it.
+    A donor has two offers, see ``Donor``. While it waits in a quorum with a joiner, torchft has it
+    offer the state of that quorum's step (``send_checkpoint`` to ``disallow_checkpoint``). The
+    global state can also be asked for at any other time (``serve``).
 
     Args:
         tokens: The run's accepted tokens; the first one signs. Both sides of a heal prove that they
@@ -73,33 +65,26 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     ) -> None:
         context = None if tls_dir is None else client_context(tls_dir)
         self.client = HealClient(tokens, name, timeout, context)
-        self._lock = threading.Condition()
-        self._one_copy = threading.Lock()
-        self._bodies: dict[str, tuple[float, Body]] = {}
-        self._latest: Offer | None = None
-        self._current: Offer | None = None  # while the donor waits in a quorum
-        self._rest: Body = []
-        self._step: Callable[[], int] | None = None
-        self._snapshot: Callable[[], Mapping[str, Any]] | None = None
+        self._donor = Donor(self.client.limits)
         self.downloads: dict[str, memoryview] = {}
         listener = listen(hostname)
         self.port = listener.getsockname()[1]
         scheme = "http" if tls_dir is None else "https"
         address = f"{scheme}://{bracketed(hostname or socket.gethostname())}:{self.port}"
         context = None if tls_dir is None else server_context(tls_dir)
-        self._server = HealServer(listener, address, tokens, self.answer, context)
+        self._server = HealServer(listener, address, tokens, self._donor.answer, context)
         self._server.start()
 
     # ---- the donor ---------------------------------------------------------------------------
 
-    def serve(self, step: Callable[[], int], snapshot: Callable[[], Mapping[str, Any]]) -> None:
+    def serve(self, step: Callable[[], int], source: HealSource) -> None:
         """Offer the global state outside of quorums too, from now on.
 
         Args:
             step: Gives the manager's step. It may be called at any time, from any thread.
-            snapshot: Gives a copy of the global state, in the same way.
+            source: The global state.
         """
-        self._step, self._snapshot = step, snapshot
+        self._donor.serve(step, source)
 
     def metadata(self) -> str:
         """The address of the server, which torchft passes on to joiners."""
@@ -111,80 +96,12 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Offer the state of a manager step until ``disallow_checkpoint``; it sends nothing yet."""
         del dst_ranks, timeout
         user = dict(state_dict["user"])
-        state = self._keep(user.pop(HEAL_STATE))
-        # As bytes, now: with a delay this group trains on while a joiner is still to ask for it.
-        parts = state_bytes.dump({"user": user, "torchft": state_dict["torchft"]})
-        body = [memoryview(b"".join(parts))]
-        rest = Part(state_bytes.digest(body), len(body[0]))
-        with self._lock:
-            self._rest = body
-            self._current = Offer(step, {"state": state, "rest": rest})
-            self._lock.notify_all()
+        state = user.pop(HEAL_STATE)
+        self._donor.open(step, state, {"user": user, "torchft": state_dict["torchft"]})
 
     def disallow_checkpoint(self) -> None:
-        """End the offer, and drop copies that nobody fetched in time; called at every vote."""
-        with self._lock:
-            self._current, self._rest = None, []
-            oldest = time.monotonic() - KEPT_S
-            self._bodies = {n: kept for n, kept in self._bodies.items() if kept[0] > oldest}
-
-    def _keep(self, state: Mapping[str, Any]) -> Part:
-        """Keep a copy of the state for joiners, and give it its name."""
-        body = state_bytes.dump(state)
-        part = Part(state_bytes.digest(body), sum(map(len, body)))
-        with self._lock:
-            # Two copies: a joiner may be about to fetch the one before. A third would be memory of
-            # the trainer. A copy that is being sent stays alive without this dict.
-            while len(self._bodies) > 1:
-                del self._bodies[next(iter(self._bodies))]
-            self._bodies[part.name] = time.monotonic(), body
-        return part
-
-    def answer(self, path: str) -> Body:
-        """The answer to a request; the server calls this on the thread of the connection.
-
-        Args:
-            path: ``/latest`` for the manager's step, ``/latest/offer`` for a state of that step,
-                ``/offer/STEP`` for the offer in a quorum, ``/state/NAME`` for a part of either.
-
-        Raises:
-            KeyError: There is nothing at this path now.
-        """
-        kind, _, which = path.strip("/").partition("/")
-        if kind == "state":
-            with self._lock:
-                if self._current is not None and which == self._current.parts["rest"].name:
-                    return self._rest
-                return self._bodies[which][1]
-        if kind == "latest" and self._step is not None:
-            offer = self._latest_offer() if which == "offer" else Offer(self._step())
-            return [memoryview(offer.to_json())]
-        if kind == "offer":
-            # A joiner may ask before this group has made its offer. Without the wait it would get a
-            # 404, and the sync would fail for all groups.
-            with self._lock:
-                self._lock.wait_for(lambda: self._offers(which), self.client.timeout)
-                if self._current is not None and self._offers(which):
-                    return [memoryview(self._current.to_json())]
-        raise KeyError(path)
-
-    def _latest_offer(self) -> Offer:
-        """An offer of the global state as it is now.
-
-        Joiners that ask at the same step get the same copy. Without ``_one_copy`` ten joiners that
-        ask at once would cost this group ten copies of its state and ten digests.
-        """
-        assert self._step is not None and self._snapshot is not None
-        with self._one_copy:
-            now, latest = self._step(), self._latest
-            with self._lock:
-                is_kept = latest is not None and latest.parts["state"].name in self._bodies
-            if latest is None or latest.step != now or not is_kept:
-                latest = self._latest = Offer(now, {"state": self._keep(self._snapshot())})
-            return latest
-
-    def _offers(self, step: str) -> bool:
-        return self._current is not None and str(self._current.step) == step
+        """End the offer; torchft calls it at every vote, before the state changes."""
+        self._donor.close()
 
     # ---- the joiner --------------------------------------------------------------------------
 
@@ -206,17 +123,23 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             src_rank: torchft's; not used.
             metadata: The address of the donor's server.
             step: The manager step of the quorum.
-            timeout: Limit of the whole heal.
+            timeout: Limit of each answer, to which the time for the state's bytes is added.
 
         Raises:
             HealError: The state could not be had in time, or is not to be trusted.
         """
         del src_rank
-        deadline = time.monotonic() + timeout.total_seconds()
+        limits = Limits(timeout.total_seconds())
+        num_bytes = sum(map(len, self.downloads.values()))
+        if not num_bytes:
+            deadline = time.monotonic() + limits.timeout
+            num_bytes = self.client.ask(metadata, "/latest", deadline).num_bytes
+        deadline = time.monotonic() + limits.of_answer(num_bytes)
         parts = self.client.ask(metadata, f"/offer/{step}", deadline).parts
         if not {"state", "rest"} <= parts.keys():
             raise HealError(f"{metadata} offers {sorted(parts)}, and not the state and the rest")
         state = parts["state"]
+        deadline = time.monotonic() + limits.of_download(sum(p.num_bytes for p in parts.values()))
         rest = load(self.client.fetch(metadata, parts["rest"], deadline))
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
@@ -243,3 +166,4 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Stop serving. Answers that are being sent are sent to their end."""
         del wait
         self._server.stop()
+        self._donor.stop()

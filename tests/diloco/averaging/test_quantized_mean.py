@@ -204,7 +204,7 @@ def test_an_attempt_that_does_not_commit_leaves_no_trace(wire_format):
     def replica(sim):
         mean = make_mean(wire_format)
         first = average(sim, mean, 1)[1]
-        kept = mean.gather_residual()
+        kept = mean.gather_residual().clone()
         sim.manager.start_quorum()  # the scripted fault is in this one
         values = values_of(sim.replica_id, 2)
         mean.pack(copy, (values,), 1.0)
@@ -228,7 +228,7 @@ def test_a_group_whose_values_are_not_finite_changes_nothing_and_keeps_its_resid
     def replica(sim):
         mean = make_mean("int8")
         average(sim, mean, 1)
-        kept = mean.gather_residual()
+        kept = mean.gather_residual().clone()
         sim.manager.start_quorum()
         is_sick = sim.replica_id == 0
         value = float("nan") if is_sick else 2.0

@@ -16,9 +16,8 @@ from composer_replication.replica.heal.client import (
     LARGEST_OFFER,
     HealClient,
     HealError,
-    Offer,
-    Part,
 )
+from composer_replication.replica.heal.offer import Offer, Part
 
 CHALLENGE = b"HTTP/1.1 401 Unauthorized\r\nX-Challenge: 0\r\nContent-Length: 0\r\n\r\n"
 
@@ -170,11 +169,14 @@ def test_a_joiner_s_own_proof_is_no_proof_of_the_donor(reflector, reflects):
         b"[]",
         b"{}",
         b"null",
-        b'{"step": "x", "parts": {}}',
-        b'{"step": 1, "parts": []}',
-        b'{"step": 1, "parts": {"state": {"name": 3, "num_bytes": 4}}}',
-        b'{"step": 1, "parts": {"state": {"name": "a", "num_bytes": -4}}}',
-        b'{"step": 1, "parts": {"state": {"name": "a"}}}',
+        b'{"step": "x", "num_bytes": 9, "parts": {}}',
+        b'{"step": 1, "num_bytes": 9, "parts": []}',
+        b'{"step": 1, "num_bytes": -1, "parts": {}}',
+        b'{"step": 1, "num_bytes": 1e30, "parts": {}}',
+        b'{"step": 1, "parts": {}}',
+        b'{"step": 1, "num_bytes": 9, "parts": {"state": {"name": 3, "num_bytes": 4}}}',
+        b'{"step": 1, "num_bytes": 9, "parts": {"state": {"name": "a", "num_bytes": -4}}}',
+        b'{"step": 1, "num_bytes": 9, "parts": {"state": {"name": "a"}}}',
         b"[" * 50_000,
         b"\xff",
     ],
@@ -185,6 +187,6 @@ def test_an_offer_that_is_none_is_a_value_error(text):
 
 
 def test_an_offer_survives_its_way():
-    offer = Offer(7, {"state": Part("ab", 12)})
+    offer = Offer(7, 9, {"state": Part("ab", 12)})
     assert Offer.from_json(offer.to_json()) == offer
     assert len(offer.to_json()) < LARGEST_OFFER

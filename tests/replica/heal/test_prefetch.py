@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from scripted_state import ScriptedState
 from torchft._torchft import ManagerClient, ManagerServer
 
 from composer_replication.replica.heal.prefetch import prefetch
@@ -90,7 +91,7 @@ def transport(stack, token="secret"):
 
 def donor(stack):
     made = transport(stack)
-    made.serve(lambda: 4, lambda: STATE)
+    made.serve(lambda: 4, ScriptedState(STATE))
     return made
 
 
@@ -168,7 +169,9 @@ def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(stack, lighthou
     def die():
         raise HTTPException("killed")
 
-    dying.serve(lambda: 5, die)  # it answers /latest, and is gone when it makes the copy
+    dying.serve(
+        lambda: 5, ScriptedState(die)
+    )  # it answers /latest, and is gone when it makes the copy
     all_join(
         (Group("dying", lighthouse, stack), 5, dying.metadata()),
         (Group("honest", lighthouse, stack), 4, honest.metadata()),
@@ -183,7 +186,7 @@ def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(stack, light
         leaving.shutdown()
         raise KeyError("it has gone")
 
-    leaving.serve(lambda: 4, leave)
+    leaving.serve(lambda: 4, ScriptedState(leave))
     all_join(
         (Group("a", lighthouse, stack), 4, leaving.metadata()),
         (Group("b", lighthouse, stack), 0, "http://127.0.0.1:1"),

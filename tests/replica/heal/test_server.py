@@ -20,17 +20,19 @@ import pytest
 
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal import server as heal_server
-from composer_replication.replica.heal.client import HealClient, HealError, Offer
+from composer_replication.replica.heal.client import HealClient, HealError
+from composer_replication.replica.heal.offer import Offer
 from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
 from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
 
 ANSWER = [memoryview(Offer(4).to_json())]
 
 
+@contextlib.contextmanager
 def answer(path):
-    if path == "/latest":
-        return ANSWER
-    raise KeyError(path)
+    if path != "/latest":
+        raise KeyError(path)
+    yield ANSWER
 
 
 @pytest.fixture

@@ -103,3 +103,13 @@ def _with_real_tensor():
 def test_other_bytes_are_refused(body):
     with pytest.raises(NotAState):
         load(memoryview(bytearray(body)))
+
+
+def test_a_copy_has_the_same_bytes_in_memory_of_its_own():
+    state = {"a": torch.arange(7.0), "b": [torch.ones(3, dtype=torch.bfloat16), torch.zeros(0)]}
+    parts = dump(state)
+    [body] = dump(state, copies=True)
+    assert bytes(body) == b"".join(parts)
+    assert digest([body]) == digest(parts)
+    state["a"] += 1
+    assert torch.equal(load(body)["a"], torch.arange(7.0))

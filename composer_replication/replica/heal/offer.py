@@ -1,0 +1,89 @@
+"""What a donor says of its state before it sends any of it, and how long that may take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+SLOWEST_BYTES_PER_S = 1_000_000
+"""The slowest download for which a time limit leaves room."""
+
+SLOWEST_COPY_BYTES_PER_S = 100_000_000
+"""The slowest copy and hash of a donor's state for which a time limit leaves room."""
+
+MOST_BYTES = 1 << 50
+"""Above this a size is none: a state of 100 trillion parameters is smaller."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait for a peer, in seconds, by the bytes that it has to handle.
+
+    Attributes:
+        timeout: How long a peer may be silent, in seconds.
+    """
+
+    timeout: float
+
+    def of_answer(self, num_bytes: int) -> float:
+        """For an answer, before which a donor may have to copy and hash so many bytes."""
+        return self.timeout + num_bytes / SLOWEST_COPY_BYTES_PER_S
+
+    def of_download(self, num_bytes: int) -> float:
+        """For so many bytes to arrive."""
+        return self.timeout + num_bytes / SLOWEST_BYTES_PER_S
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a donor's state.
+
+    Attributes:
+        name: Its SHA-256, by ``state_bytes.digest``.
+        num_bytes: Its size.
+    """
+
+    name: str
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        is_part = isinstance(self.name, str) and isinstance(self.num_bytes, int)
+        if not is_part or not 0 <= self.num_bytes < MOST_BYTES:
+            raise ValueError(f"{self!r} is no part of a state")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a donor has.
+
+    Attributes:
+        step: The manager's step.
+        num_bytes: About how large the state is, for time limits.
+        parts: The parts of the state that can be fetched: ``state`` is the global state, ``rest``
+            what others have registered with the manager and torchft's own.
+    """
+
+    step: int
+    num_bytes: int = 0
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Offer:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        try:
+            content = json.loads(text)
+            parts = {kind: Part(**part) for kind, part in content["parts"].items()}
+            num_bytes = int(content["num_bytes"])
+            if not 0 <= num_bytes < MOST_BYTES:
+                raise ValueError(f"{num_bytes=}")
+            return cls(int(content["step"]), num_bytes, parts)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"it is no offer of a state: {error!r}") from error

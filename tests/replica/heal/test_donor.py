@@ -1,0 +1,361 @@
+"""What a join costs a donor: copies, hashes, memory, and waits. Run: pytest tests/replica/heal
+
+Real: HTTP over loopback. The donor's global state is a script.
+"""
+
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from scripted_state import ScriptedState
+
+from composer_replication.replica.heal import offer as heal_offer
+from composer_replication.replica.heal import prefetch, state_bytes
+from composer_replication.replica.heal import server as heal_server
+from composer_replication.replica.heal.client import HealError
+from composer_replication.replica.heal.donor import KEPT_S
+from composer_replication.replica.heal.transport import HealTransport
+
+LIMIT = timedelta(seconds=10)
+WAIT_S = 20.0
+
+
+class Group:
+    """A donor or a joiner. As a donor it has a state with a tensor that a test can change."""
+
+    def __init__(self, timeout=10.0):
+        self.transport = HealTransport(["secret"], "localhost", timeout)
+        self.theta = torch.arange(1000.0)
+        self.state = ScriptedState(lambda: {"outer_step": self.step, "theta": self.theta})
+        self.step = 4
+        self.transport.serve(lambda: self.step, self.state)
+
+    def commit(self):
+        """An outer step."""
+        self.theta += 1
+        self.step += 1
+        self.state.version += 1
+
+    def enter_quorum(self):
+        state = {"outer_step": self.step, "theta": self.theta}
+        sent = {"user": {"diloco": state}, "torchft": {"step": self.step}}
+        self.transport.send_checkpoint([1], self.step, sent, LIMIT)
+
+    def ask(self, donor, path):
+        address = donor.transport.metadata()
+        return self.transport.client.ask(address, path, time.monotonic() + WAIT_S)
+
+    def fetch(self, donor, offer):
+        address, part = donor.transport.metadata(), offer.parts["state"]
+        return self.transport.client.fetch(address, part, time.monotonic() + WAIT_S)
+
+    def fetch_ahead(self, donor):
+        offer = self.ask(donor, "/latest/offer")
+        self.transport.adopt_download(offer.parts["state"].name, self.fetch(donor, offer))
+
+    def heal(self, donor, limit=LIMIT):
+        address = donor.transport.metadata()
+        return self.transport.recv_checkpoint(0, address, donor.step, limit)["user"]["diloco"]
+
+    @property
+    def kept(self):
+        return self.transport._donor._copy
+
+
+@pytest.fixture
+def group():
+    made = []
+
+    def make(*arguments):
+        made.append(Group(*arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.transport.shutdown()
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """What was copied and hashed: the large state alone."""
+    done = []
+    digest, dump = state_bytes.digest, state_bytes.dump
+
+    def noting_digest(parts):
+        if sum(map(len, parts)) > 4000:
+            done.append("hash")
+        return digest(parts)
+
+    def noting_dump(content, *, copies=False):
+        done.extend(["copy"] * copies)
+        return dump(content, copies=copies)
+
+    monkeypatch.setattr(state_bytes, "digest", noting_digest)
+    monkeypatch.setattr(state_bytes, "dump", noting_dump)
+    return done
+
+
+# ---- in the quorum -----------------------------------------------------------------------------
+
+
+def test_a_state_that_was_fetched_ahead_is_neither_copied_nor_hashed_again(group, work):
+    donor, joiner = group(), group()
+    joiner.fetch_ahead(donor)
+    assert work == ["copy", "hash", "hash"]  # the donor's, and the joiner's own check
+    work.clear()
+    for _ in range(2):  # the second time it is a retry
+        donor.enter_quorum()
+        joiner.ask(donor, f"/offer/{donor.step}")
+        donor.transport.disallow_checkpoint()
+    donor.enter_quorum()
+    assert torch.equal(joiner.heal(donor)["theta"], donor.theta)
+    assert work == []
+
+
+def test_one_that_was_not_is_hashed_once_for_all_joiners_and_not_copied(group, work):
+    donor, joiners = group(), [group(), group()]
+    joiners[0].fetch_ahead(donor)
+    donor.commit()
+    work.clear()
+    donor.enter_quorum()
+    for joiner in joiners:
+        assert torch.equal(joiner.heal(donor)["theta"], donor.theta)
+    assert work == ["hash"] * 3  # one is the donor's
+
+
+def test_the_donor_itself_goes_on_while_the_name_is_computed(group, monkeypatch):
+    donor, joiner = group(), group()
+    goes_on, digest = threading.Event(), state_bytes.digest
+
+    def wait_for_the_donor(parts):
+        if sum(map(len, parts)) > 4000:
+            assert goes_on.wait(WAIT_S)
+        return digest(parts)
+
+    monkeypatch.setattr(state_bytes, "digest", wait_for_the_donor)
+    asking = threading.Thread(target=joiner.ask, args=(donor, f"/offer/{donor.step}"))
+    asking.start()
+    donor.enter_quorum()  # on the thread of the quorum: it waits for no hash
+    goes_on.set()
+    asking.join()
+    assert joiner.heal(donor)["outer_step"] == 4
+
+
+def test_what_is_fetched_after_the_vote_is_never_a_mixture(group, monkeypatch):
+    donor, late = group(), group()
+    donor.enter_quorum()
+    offer = late.ask(donor, f"/offer/{donor.step}")
+    send = heal_server._send
+
+    def after_the_vote(connection, body):
+        donor.transport.disallow_checkpoint()
+        donor.commit()
+        send(connection, body)
+
+    monkeypatch.setattr(heal_server, "_send", after_the_vote)
+    with pytest.raises(HealError, match="damaged"):
+        late.fetch(donor, offer)
+
+
+def test_a_name_that_was_overtaken_by_the_vote_is_not_given(group, monkeypatch):
+    donor, late = group(), group()
+    digest = state_bytes.digest
+
+    def vote_meanwhile(parts):
+        if sum(map(len, parts)) > 4000:
+            donor.transport.disallow_checkpoint()
+            donor.commit()
+        return digest(parts)
+
+    donor.enter_quorum()
+    monkeypatch.setattr(state_bytes, "digest", vote_meanwhile)
+    with pytest.raises(HealError, match="404"):
+        late.ask(donor, "/offer/4")
+    monkeypatch.setattr(state_bytes, "digest", digest)
+    donor.enter_quorum()
+    assert torch.equal(late.heal(donor)["theta"], donor.theta)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_released_as_soon_as_all_who_asked_have_it(group):
+    donor, one, other = group(), group(), group()
+    offers = [each.ask(donor, "/latest/offer") for each in (one, other)]
+    assert offers[0] == offers[1]
+    copy = weakref.ref(donor.kept)
+    one.fetch(donor, offers[0])
+    assert donor.kept is copy()
+    other.fetch(donor, offers[1])
+    until = time.monotonic() + WAIT_S  # the server's thread ends after the last byte
+    while copy() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert donor.kept is None and copy() is None
+
+
+def test_a_newer_copy_is_made_when_the_older_one_is_gone(group):
+    donor, joiner = group(), group()
+    joiner.ask(donor, "/latest/offer")  # and it never fetches it
+    older = weakref.ref(donor.kept)
+    donor.commit()
+    alive = []
+    donor.state._state = lambda: alive.append(older()) or {"theta": donor.theta}
+    assert joiner.ask(donor, "/latest/offer").step == 5
+    assert alive == [None]
+
+
+def test_while_a_copy_is_being_sent_there_is_no_other(group, monkeypatch):
+    donor, slow, other = group(), group(), group()
+    send, is_sending, may_end = heal_server._send, threading.Event(), threading.Event()
+
+    def wait(connection, body):
+        is_sending.set()
+        assert may_end.wait(WAIT_S)
+        send(connection, body)
+
+    offer = slow.ask(donor, "/latest/offer")
+    monkeypatch.setattr(heal_server, "_send", wait)
+    fetching = threading.Thread(target=slow.fetch, args=(donor, offer))
+    fetching.start()
+    assert is_sending.wait(WAIT_S)
+    monkeypatch.setattr(heal_server, "_send", send)
+    donor.commit()
+    assert other.ask(donor, "/latest/offer") == offer  # older, and its step says so
+    donor.enter_quorum()  # and in a quorum there is no copy at all
+    assert torch.equal(other.heal(donor)["theta"], donor.theta)
+    assert donor.state.num_taken == 1
+    may_end.set()
+    fetching.join()
+
+
+def test_a_copy_that_nobody_fetches_is_dropped_at_a_vote(group, monkeypatch):
+    donor, joiner = group(), group()
+    joiner.ask(donor, "/latest/offer")
+    donor.transport.disallow_checkpoint()
+    assert donor.kept is not None  # its joiner may be about to fetch it
+    donor.kept.made_at -= KEPT_S
+    donor.transport.disallow_checkpoint()
+    assert donor.kept is None
+
+
+def test_a_donor_that_has_left_keeps_nothing(group):
+    donor, joiner = group(), group()
+    joiner.ask(donor, "/latest/offer")
+    donor.enter_quorum()
+    donor.transport.shutdown()
+    assert donor.kept is None and donor.transport._donor._quorum is None
+
+
+# ---- beside training ---------------------------------------------------------------------------
+
+
+def test_an_outer_step_waits_for_no_copy_and_the_copy_is_made_again(group):
+    donor, joiner = group(), group()
+    taken = []
+
+    def overtaken():
+        state = {"outer_step": donor.step, "theta": donor.theta}
+        if not taken:  # an outer step, on another thread, while this one copies
+            stepping = threading.Thread(target=donor_steps)
+            stepping.start()
+            stepping.join(WAIT_S)
+            taken.append(stepping.is_alive())
+        return state
+
+    def donor_steps():
+        with donor.state.held():
+            donor.commit()
+
+    donor.state._state = overtaken
+    offer = joiner.ask(donor, "/latest/offer")
+    assert taken == [False] and offer.step == 5
+    assert torch.equal(state_bytes.load(joiner.fetch(donor, offer))["theta"], donor.theta)
+
+
+def test_where_rounds_are_shorter_than_a_copy_an_outer_step_waits_in_the_end(group):
+    donor, joiner = group(), group()
+    steps = []
+
+    def overtaken():
+        stepping = threading.Thread(target=donor_steps)
+        stepping.start()
+        stepping.join(0.2)
+        steps.append(stepping)
+        return {"outer_step": donor.step, "theta": donor.theta}
+
+    def donor_steps():
+        with donor.state.held():
+            donor.commit()
+
+    donor.state._state = overtaken
+    offer = joiner.ask(donor, "/latest/offer")
+    assert len(steps) == 3 and offer.step == 6
+    steps[-1].join()
+    assert donor.step == 7
+
+
+# ---- waits -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def slow(monkeypatch, seconds):
+    """A donor that takes so long to hash its state."""
+    digest = state_bytes.digest
+
+    def slowly(parts):
+        if sum(map(len, parts)) > 4000:
+            time.sleep(seconds)
+        return digest(parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_bytes, "digest", slowly)
+        yield
+
+
+@pytest.mark.parametrize("bytes_per_s", [100.0, 1e9])
+def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, bytes_per_s):
+    # The state is said to have 1000 bytes: 10 s at 100 bytes a second, else nothing to speak of.
+    monkeypatch.setattr(heal_offer, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
+    donor, joiner = group(0.5), group(0.5)
+    limit = timedelta(seconds=0.5)
+
+    def ask_ahead():
+        prefetch._fetch_from(donor.transport.metadata(), joiner.transport, 0.5)
+
+    def heal():
+        donor.commit()
+        joiner.transport.downloads.clear()
+        donor.enter_quorum()
+        return joiner.heal(donor, limit)
+
+    def heal_from_a_late_donor():
+        donor.transport.disallow_checkpoint()
+        threading.Timer(1.0, donor.enter_quorum).start()
+        return joiner.heal(donor, limit)
+
+    for attempt in (ask_ahead, heal, heal_from_a_late_donor):
+        with slow(monkeypatch, 1.0):
+            if bytes_per_s == 100.0:
+                attempt()
+            else:
+                with pytest.raises(HealError, match="did not answer in time|404"):
+                    attempt()
+
+
+def test_the_wait_for_the_rest_scales_with_its_bytes(group, monkeypatch):
+    monkeypatch.setattr(heal_offer, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
+    donor, joiner = group(0.5), group(5.0)
+    send = heal_server._send
+
+    def slowly(connection, body):
+        if sum(map(len, body)) > 800:  # no offer
+            time.sleep(0.7)
+        send(connection, body)
+
+    monkeypatch.setattr(heal_server, "_send", slowly)
+    donor.enter_quorum()
+    assert joiner.heal(donor, timedelta(seconds=0.5))["outer_step"] == 4
