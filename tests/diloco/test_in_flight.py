@@ -63,6 +63,7 @@ def test_survivors_of_a_death_keep_what_was_formed(schedule, kind):
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.slow
 @schedules
 @pytest.mark.parametrize("kind", ["fail_allreduce", "stale_quorum"])
 def test_a_turn_that_fails_in_all_groups_changes_nothing(schedule, kind):
@@ -75,6 +76,7 @@ def test_a_turn_that_fails_in_all_groups_changes_nothing(schedule, kind):
     assert len({digest for _, digest, _ in results}) == 1
 
 
+@pytest.mark.slow
 @schedules
 def test_a_group_that_misses_a_commit_takes_over_from_the_others(schedule):
     faults = [Fault("fail_commit", replica_id=1, step=8)]
@@ -87,6 +89,7 @@ def test_a_group_that_misses_a_commit_takes_over_from_the_others(schedule):
     assert sum(report.contribution == 0 for report in reports) <= turns + 2
 
 
+@pytest.mark.slow
 @schedules
 @pytest.mark.parametrize("step", [1, 2, 3, 8, 9])
 def test_a_joiner_comes_while_fragments_are_in_flight(schedule, step):
@@ -103,6 +106,7 @@ def test_a_joiner_comes_while_fragments_are_in_flight(schedule, step):
     assert results[2][2][0].contribution == 0 or joined_at < turns
 
 
+@pytest.mark.slow
 @schedules
 def test_a_group_that_restarts_is_back_and_all_end_equal(schedule):
     faults = [Fault("restart", replica_id=2, step=8), Fault("kill", replica_id=1, step=12)]
@@ -110,6 +114,7 @@ def test_a_group_that_restarts_is_back_and_all_end_equal(schedule):
     assert results[1] is None and results[0][1] == results[2][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill_in_heal", "fail_heal"])
 @schedules
 def test_a_heal_that_breaks_off_costs_the_healthy_nothing(schedule, kind):
@@ -122,6 +127,7 @@ def test_a_heal_that_breaks_off_costs_the_healthy_nothing(schedule, kind):
             check(results[group][0], Reference(schedule, 2), group)
 
 
+@pytest.mark.slow
 @schedules
 def test_groups_of_unequal_lengths_end_equal(schedule):
     results = simulate(
@@ -136,6 +142,7 @@ def test_alone_it_is_the_reference_too(schedule):
     check(trace, Reference(schedule, 1), 0)
 
 
+@pytest.mark.slow
 @schedules
 @pytest.mark.parametrize("num_groups", [2, 3])
 @pytest.mark.parametrize("more", [
@@ -161,6 +168,7 @@ def test_in_every_wire_format_all_end_equal_and_near_the_mean(schedule, num_grou
     assert len({result[1] for result in results if result is not None}) == 1
 
 
+@pytest.mark.slow
 @schedules
 def test_with_too_few_groups_nothing_is_formed_until_enough_are_back(schedule):
     def replica(sim):

@@ -316,6 +316,7 @@ def slow(monkeypatch, seconds):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_s", [100.0, 1e9])
 def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, bytes_per_s):
     # The state is said to have 1000 bytes: 10 s at 100 bytes a second, else nothing to speak of.
@@ -346,6 +347,7 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, b
                     attempt()
 
 
+@pytest.mark.slow
 def test_the_wait_for_the_rest_scales_with_its_bytes(group, monkeypatch):
     monkeypatch.setattr(heal_offer, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
     donor, joiner = group(0.5), group(5.0)
