@@ -26,6 +26,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 def expect_order(tmp_path, monkeypatch):
     """Wait for the newest order to the watchdog: the process groups that it would end."""
     path = tmp_path / "orders"
+    path.touch()  # the watchdog may not have begun when it is read
     monkeypatch.setattr(processes, "_WATCHDOG", f"exec cat > '{path}'")
 
     def read(expected):
