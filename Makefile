@@ -96,7 +96,7 @@ $(RAY)/.installed: pyproject.toml
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all,ray,test]'
 	touch $@
 
-# -W: a warning is an error; -n: so is a reference that leads nowhere. Needs no network.
+# -W: a warning is an error; -n: so is a link without a target. Needs no network.
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python -m sphinx -W --keep-going -n -q docs build/docs
 	@echo "The site is in build/docs/index.html."

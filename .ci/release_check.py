@@ -26,7 +26,7 @@ NAMED_IN = {
 
 
 def project_version(root: Path) -> str:
-    """The version in pyproject.toml."""
+    """Read the project's version from pyproject.toml, which the other files have to agree with."""
     return tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -204,7 +204,7 @@ DEFAULTS = Costs(inner_step_s=0.114, sync_every=20, sync_s=0.281, detection_s=2.
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Read from the command line which groups and failure rates are simulated, with which costs."""
     parser = command_line(__doc__, quick="2 seeds of an hour")
     parser.add_argument("summary", nargs="?", type=Path, help="of a chaos run: its costs are used")
     parser.add_argument("--groups", nargs="+", type=int, default=[2, 8, 16])

@@ -62,7 +62,7 @@ class Reference:
 
 
 class Pulled(torch.nn.Module):
-    """A number for each fragment."""
+    """A model of one number for each fragment, which the inner steps pull to a target."""
 
     def __init__(self, num_fragments):
         super().__init__()

@@ -92,7 +92,7 @@ class Hosts:
         _ip("-n", self._router, "link", "set", f"host{host}", "down")
 
     def plug(self, host: int) -> None:
-        """Set the link of a host up again."""
+        """Give a host the link back that ``unplug`` has taken from it."""
         _ip("-n", self._router, "link", "set", f"host{host}", "up")
 
     def silence(self, host: int) -> None:

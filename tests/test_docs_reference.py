@@ -1,6 +1,5 @@
 """The API reference, as far as it can be checked without Sphinx. `make docs` builds it."""
 
-import importlib.util
 import inspect
 import re
 from dataclasses import fields
@@ -8,6 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from scripts import load_script
 
 import composer_replication
 from composer_replication import DiLoCo, DiLoCoCallback, DiLoCoSettings
@@ -22,10 +22,7 @@ NAMED = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", (DOCS / "api.md").read_text(), 
 
 @pytest.fixture(scope="module")
 def conf():
-    spec = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "conf.py")
 
 
 @pytest.mark.parametrize("name", NAMED)

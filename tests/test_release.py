@@ -1,6 +1,5 @@
 """The check before a release, as far as it reads files. `make release-check` does the rest."""
 
-import importlib.util
 import re
 import shutil
 from datetime import date
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts import load_script
 
 ROOT = Path(__file__).parent.parent
 FILES = ["pyproject.toml", "CHANGELOG.md", "CITATION.cff", "composer_replication/__init__.py"]
@@ -15,10 +15,7 @@ FILES = ["pyproject.toml", "CHANGELOG.md", "CITATION.cff", "composer_replication
 
 @pytest.fixture(scope="module")
 def check():
-    spec = importlib.util.spec_from_file_location("release_check", ROOT / ".ci/release_check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / ".ci/release_check.py")
 
 
 @pytest.fixture

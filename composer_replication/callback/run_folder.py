@@ -184,7 +184,7 @@ class ReplicaFolder:
         self._append(RESUMES, line)
 
     def append_start(self, line: dict[str, Any]) -> None:
-        """Append a line to ``starts.jsonl``."""
+        """Record in ``starts.jsonl`` that a process of the group has joined the others."""
         self._append(STARTS, line)
 
     def read_status(self) -> dict[str, Any]:

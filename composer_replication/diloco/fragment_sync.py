@@ -178,7 +178,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.sends_again = False
 
     def abandon(self) -> None:
-        """Forget the sync in flight."""
+        """Forget the sync in flight: nobody waits for its mean, its memory is not used again."""
         self._allreduce_work = []
         self.mean.abandon()
         self._packed, self._is_packed = Packed(), False

@@ -106,8 +106,9 @@ class Turns:
         if self._ends_sync:
             committed = oldest.perform_sync()
         else:
-            if oldest.is_joining:
-                oldest.wait_for_table()  # a joiner has to know whether others are in training
+            # All members have sent their tables: a joiner has healed, for which the vote ends the
+            # offer, and it knows whether others are in training.
+            oldest.wait_for_table()
             committed = self._manager.should_commit()
             self._clock.vote_over()
         self.has_failed = not committed
@@ -147,7 +148,10 @@ class Turns:
         self.set_torchft_step()
 
     def drop(self) -> None:
-        """Forget all that is in flight."""
+        """Forget all fragments in flight, which no group needs any more.
+
+        After a heal the others have the means, and at the end nobody has contributed to them.
+        """
         for fragment in self.in_flight:
             fragment.abandon()
         self.in_flight.clear()

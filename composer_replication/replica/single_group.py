@@ -28,7 +28,7 @@ class SingleGroupManager:
     _use_async_quorum = False
     _min_replica_size = 1
     connection = 0
-    """There is none that could change."""
+    """The number of the connection to other groups. There are none, so it never changes."""
 
     def __init__(self) -> None:
         self._step = 0

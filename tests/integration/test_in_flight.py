@@ -3,6 +3,8 @@
 Real: processes, the lighthouse, torchft's Manager, gloo.
 """
 
+import time
+
 import pytest
 from in_flight import SCHEDULES, Reference, build, check, pull, train
 from integration.replicas import run_groups
@@ -64,3 +66,42 @@ def test_a_death_and_a_join_while_syncs_are_in_flight_cost_the_others_nothing(
     for _, lost, outer_steps in living[:2]:
         assert lost == 0
         assert outer_steps == list(range(1, len(outer_steps) + 1)), "an outer step was lost"
+
+
+LONG = {"sync_every": 48, "num_fragments": 24, "fragment_sync_delay": 47}
+
+
+def join_while_no_sync_ends(group):
+    """Group 2 joins in one of the first 23 turns, and reads what it is sent slowly."""
+    if group.replica_id == 2:
+        assert group.signal.wait(120.0)
+    awaited = {"num_replicas": 2, "start_timeout_s": 120.0}
+    with group.manager() as manager:
+        if group.replica_id == 2:
+            receive = manager._checkpoint_transport.recv_checkpoint
+
+            def receive_late(*arguments, **named):
+                time.sleep(0.5)  # the others' vote in this turn would be over
+                return receive(*arguments, **named)
+
+            manager._checkpoint_transport.recv_checkpoint = receive_late
+        model, inner, diloco = build(manager, LONG, **awaited)
+        with diloco:
+            connections = manager.connection
+            for step in range(200):
+                if step == 4:
+                    group.signal.set()
+                pull(model, inner, group.replica_id)
+                if any("group_2" in member for member in manager.members) and step > 100:
+                    break
+                time.sleep(0.05)  # else they are through before it has started
+            diloco.final_sync()
+            return diloco.global_digest(), connections, diloco.outer_step
+
+
+@pytest.mark.slow
+def test_a_group_joins_in_turns_in_which_no_sync_ends():
+    first, second, joiner = run_groups(join_while_no_sync_ends, num_replicas=3)
+    assert first[0] == second[0] == joiner[0]
+    assert joiner[1] == 1, "it has connected more than once: a heal has failed"
+    assert first[1] == 1 and first[2] == second[2] == joiner[2]

@@ -143,14 +143,20 @@ def test_a_group_that_is_slow_all_the_time_is_stopped_for_the_rest_of_it(tmp_pat
     assert all(group in (0, 2) for group, _ in stand.sent)
 
 
-def test_a_slow_group_that_is_stopped_stays_so_until_the_fault_is_over(tmp_path):
-    _, stand, history, let_pass = injector_of(
-        tmp_path, ["stop"], per_minute=0.1, speeds=dict.fromkeys(range(3), 0.5)
-    )
+def first_fault(history, let_pass):
+    """Let time pass until a fault has been injected."""
     let_pass(1)
     while not history.faults:
         let_pass(0.1)
     (fault,) = history.faults
+    return fault
+
+
+def test_a_slow_group_that_is_stopped_stays_so_until_the_fault_is_over(tmp_path):
+    _, stand, history, let_pass = injector_of(
+        tmp_path, ["stop"], per_minute=0.1, speeds=dict.fromkeys(range(3), 0.5)
+    )
+    fault = first_fault(history, let_pass)
     before = len(stand.sent)
     let_pass(fault.seconds - 0.2)
     victim = fault.victims[0]
@@ -163,10 +169,7 @@ def test_a_fault_makes_a_slow_group_slower_and_it_gets_its_own_speed_back(tmp_pa
     _, stand, history, let_pass = injector_of(
         tmp_path, ["slow"], per_minute=0.1, speeds=dict.fromkeys(range(3), 0.5)
     )
-    let_pass(1)
-    while not history.faults:
-        let_pass(0.1)
-    (fault,) = history.faults
+    fault = first_fault(history, let_pass)
 
     def fraction(seconds):
         stand.sent.clear()
@@ -219,7 +222,7 @@ line = {f"diloco/{key}": value for key, value in line.items()} | {"inner_steps":
 
 
 @pytest.mark.integration
-def test_a_command_that_ends_before_the_faults_do_is_told_to_last(tmp_path, capsys):
+def test_the_message_for_a_command_that_ends_before_the_faults_do(tmp_path, capsys):
     settings = read_settings(None, ["sync_every=3"])
     job = command_job([sys.executable, "-c", ENDS], *settings, run_dir=tmp_path / "run")
     assert run_chaos(job, replicas=2, faults_per_minute=6, duration_s=60, seed=0) == 0
@@ -263,12 +266,12 @@ def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
         env=paced(0.03),
     )
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
-    told = json.loads((tmp_path / "run" / "chaos.json").read_text())
-    assert told["is_clean"] and told["violations"] == []
-    assert {fault["kind"] for fault in told["injected"]} == {kind}
-    assert told["seed"] == 0 and told["slow"] == {"2": 0.5}
+    record = json.loads((tmp_path / "run" / "chaos.json").read_text())
+    assert record["is_clean"] and record["violations"] == []
+    assert {fault["kind"] for fault in record["injected"]} == {kind}
+    assert record["seed"] == 0 and record["slow"] == {"2": 0.5}
     goodput = json.loads((tmp_path / "run" / "summary.json").read_text())["goodput"]
-    assert goodput == told["goodput"] and 0 < goodput["goodput"] <= 1.1
+    assert goodput == record["goodput"] and 0 < goodput["goodput"] <= 1.1
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["group_seconds"], abs=0.01)
     assert {*goodput["groups"]} == {"0", "1", "2"}
     assert "goodput  " in process.stdout and "the groups' time" in process.stdout

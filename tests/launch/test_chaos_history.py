@@ -17,7 +17,7 @@ from composer_replication.launch.supervision import GroupRecord
 
 
 class Run:
-    """Two or more groups, of which every commit and death is told by hand."""
+    """Two or more groups, whose commits and deaths are given by hand."""
 
     def __init__(self, folder, replicas=2):
         self.folder = folder
@@ -77,13 +77,13 @@ def test_a_clean_run_with_a_kill(run):
         "kill": {"median": 2.0, "max": 2.0, "count": 1}
     }
     assert verdict["seconds_to_recovery"]["kill"]["max"] == 9.5
-    told = json.loads((run.folder / "chaos.json").read_text())
-    assert told["seed"] == 7 and told["injected"][0]["victims"] == [1]
-    whats = [event["what"] for event in told["events"]]
+    record = json.loads((run.folder / "chaos.json").read_text())
+    assert record["seed"] == 7 and record["injected"][0]["victims"] == [1]
+    whats = [event["what"] for event in record["events"]]
     assert whats == ["kill group 1", "group 1 ended with status -9", "recovered from fault 1"]
 
 
-def test_when_a_fault_was_over_is_told_by_the_clock_of_the_groups(run):
+def test_the_end_of_a_fault_is_by_the_clock_of_the_groups(run):
     # The group began the fault 4 s after the request, at its next sync; ``began`` is 0 here.
     fault = run.fault(10.0, "unreachable", 1, seconds=3.0)
     run.commit(12.0, 1, 0)
@@ -95,9 +95,9 @@ def test_when_a_fault_was_over_is_told_by_the_clock_of_the_groups(run):
     before = time.time()
     History.begin(run.history)
     run.history.write({})
-    told = json.loads((run.folder / "chaos.json").read_text())
-    assert before <= told["began_at"] <= time.time()
-    assert told["injected"][0]["ends_at"] == 17.0
+    record = json.loads((run.folder / "chaos.json").read_text())
+    assert before <= record["began_at"] <= time.time()
+    assert record["injected"][0]["ends_at"] == 17.0
 
 
 def test_groups_that_differ(run):

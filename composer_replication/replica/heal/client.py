@@ -59,7 +59,7 @@ class HealClient:
 
     @property
     def limits(self) -> Limits:
-        """How long to wait for a peer."""
+        """The time limits of answers and downloads, by the bytes that a peer has to handle."""
         return Limits(self.timeout)
 
     def ask(self, address: str, path: str, deadline: float) -> Offer:

@@ -27,11 +27,11 @@ class Limits:
     timeout: float
 
     def of_answer(self, num_bytes: int) -> float:
-        """For an answer, before which a donor may have to copy and hash so many bytes."""
+        """How long an answer may take if the donor first has to copy and hash so many bytes."""
         return self.timeout + num_bytes / SLOWEST_COPY_BYTES_PER_S
 
     def of_download(self, num_bytes: int) -> float:
-        """For so many bytes to arrive."""
+        """How long a download may take from the request to the last of so many bytes."""
         return self.timeout + num_bytes / SLOWEST_BYTES_PER_S
 
 
