@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import takes
+from composer_replication.diloco.fingerprints import check_turns
 from composer_replication.diloco.fragments import model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
@@ -24,7 +25,6 @@ from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retries import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_saved_state, saved_state
-from composer_replication.diloco.schedule_checks import check_turns
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager

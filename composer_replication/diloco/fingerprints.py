@@ -1,9 +1,11 @@
-"""Compares the settings of replica groups that have to be equal."""
+"""Compares settings: of two groups, of a checkpoint and a resume, before and after a change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from composer_replication.diloco.settings import MERGES, DiLoCoSettings
 
 FIXED = (
     "num_fragments",
@@ -52,7 +54,7 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
-    saved = {"merge": "mean", **saved}  # there was no choice when older ones were saved
+    saved = {"merge": MERGES[0], **saved}  # there was no choice when older ones were saved
     compare_fingerprints(
         {key: mine.get(key) for key in ("model", *FIXED)},
         {key: saved.get(key) for key in ("model", *FIXED)},
@@ -67,3 +69,23 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
         for key in keys
         if mine.get(key) != saved.get(key)
     ]
+
+
+def check_turns(before: DiLoCoSettings, after: DiLoCoSettings) -> None:
+    """Check that a change in mid-run leaves as many turns in flight.
+
+    Raises:
+        ValueError: It does not; the message has the values of ``sync_every`` that do.
+    """
+    turns = before.turns_in_flight
+    if after.turns_in_flight == turns:
+        return
+    count, delay = before.fragment_count, before.fragment_sync_delay
+    fits = f"at least {(delay // (turns + 1) + 1) * count}"
+    if turns:
+        fits += f" and at most {delay // turns * count}"
+    raise ValueError(
+        f"sync_every={after.sync_every} with fragment_sync_delay={delay} and {count} fragments "
+        f"would have {after.turns_in_flight} further turns in flight and not {turns}, which cannot "
+        f"change while the run goes on: use {fits}"
+    )

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from composer_replication.diloco.checks import check_number
-
-if TYPE_CHECKING:
-    from composer_replication.diloco.settings import DiLoCoSettings
 
 
 def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
@@ -33,46 +29,25 @@ def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int
         )
 
 
-def check_round_seconds(settings: DiLoCoSettings) -> None:
+def check_round_seconds(
+    round_seconds: object, weight_by: str, fragment_sync_delay: int, steps_between_syncs: int
+) -> None:
     """Check that a round which is a time fits the other settings.
 
     Raises:
         ValueError: ``round_seconds`` is no such time, all groups would count as much, or a sync
             would be in flight for more than a turn.
     """
-    value, steps = settings.round_seconds, settings.steps_between_syncs
-    if value is None:
-        return
-    if value != "auto":
-        check_number("round_seconds", value, 1e-3, math.inf, alternative="auto")
-    if settings.weight_by == "uniform":
+    if round_seconds != "auto":
+        check_number("round_seconds", round_seconds, 1e-3, math.inf, alternative="auto")
+    if weight_by == "uniform":
         raise ValueError(
-            f"round_seconds={value} with weight_by=uniform: groups that train less than others "
-            "would count as much, use weight_by=steps, samples or tokens"
+            f"round_seconds={round_seconds} with weight_by=uniform: groups that train less than "
+            "others would count as much, use weight_by=steps, samples or tokens"
         )
-    if settings.turns_in_flight:
+    if fragment_sync_delay >= steps_between_syncs:
         raise ValueError(
-            f"round_seconds={value} with fragment_sync_delay={settings.fragment_sync_delay} and "
-            f"{steps} inner steps between two syncs: use a delay of at most {steps - 1}, since "
-            "these steps take another time in each group"
+            f"round_seconds={round_seconds} with fragment_sync_delay={fragment_sync_delay} and "
+            f"{steps_between_syncs} inner steps between two syncs: use a delay of at most "
+            f"{steps_between_syncs - 1}, since these steps take another time in each group"
         )
-
-
-def check_turns(before: DiLoCoSettings, after: DiLoCoSettings) -> None:
-    """Check that a change in mid-run leaves as many turns in flight.
-
-    Raises:
-        ValueError: It does not; the message has the values of ``sync_every`` that do.
-    """
-    turns = before.turns_in_flight
-    if after.turns_in_flight == turns:
-        return
-    count, delay = before.fragment_count, before.fragment_sync_delay
-    fits = f"at least {(delay // (turns + 1) + 1) * count}"
-    if turns:
-        fits += f" and at most {delay // turns * count}"
-    raise ValueError(
-        f"sync_every={after.sync_every} with fragment_sync_delay={delay} and {count} fragments "
-        f"would have {after.turns_in_flight} further turns in flight and not {turns}, which cannot "
-        f"change while the run goes on: use {fits}"
-    )

@@ -134,7 +134,9 @@ class DiLoCoSettings:
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
         check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
-        check_round_seconds(self)
+        if self.round_seconds is not None:
+            delay, between = self.fragment_sync_delay, self.steps_between_syncs
+            check_round_seconds(self.round_seconds, self.weight_by, delay, between)
 
     def _choose_weights(self) -> None:
         if self.weight_by is None:
