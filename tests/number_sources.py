@@ -17,11 +17,11 @@ from plan_errors import plan_errors
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
-from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.diloco import outer_table
+from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "measured"
 PACKAGE = ROOT / "composer_replication"
 STUDY = ROOT / "spikes" / "009-learning" / "results.jsonl"
 REQUIREMENTS = (
@@ -89,7 +89,12 @@ def _is_literal(node: ast.AST) -> bool:
 
 @cache
 def found(path: str, pattern: str) -> list[float | str]:
-    """The groups of a pattern in a file of the repository, which has it once; numbers if they can be."""
+    """What the groups of a pattern match in a file of the repository, as numbers if possible.
+
+    Args:
+        path: Of the file, below the root of the repository.
+        pattern: A regular expression that the file matches at one place.
+    """
     matches = list(re.finditer(pattern, (ROOT / path).read_text()))
     if len(matches) != 1:
         raise ValueError(f"{path} has {pattern!r} {len(matches)} times: it has to be there once")

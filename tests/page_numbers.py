@@ -5,8 +5,8 @@ for each number of the block, in reading order, or values of which each gives se
 
     <!-- numbers: sync_100m_147.arguments.repetitions, plan(params=7e9, ...) -->
 
-The names in it are those of ``number_sources.py``, and the files in ``benchmarks/results``. A shown
-number is right if it is its value, rounded to as many digits as are shown.
+The names in it are those of ``number_sources.py``, and the files in ``benchmarks/measured``. A
+number of the page is right if it is the value, rounded to as many digits as are shown.
 
 Not looked at are code (inline, and blocks that name a language), link targets, the digits of names
 such as ``int8``, versions that ``pyproject.toml`` has, and 0 and 1 in a block without a mark.
@@ -31,7 +31,8 @@ _GENERATED = re.compile(r"<!-- (\w+): written by .*?<!-- end of \1 -->", re.DOTA
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]*)\)")
 _FENCE = re.compile(r"^\s*```(\S*)")
 _VERSION = re.compile(
-    r"\b(Apache License|Composer|Python|Ray|Version|torch|torchvision)((?: [a-z]+){0,3}) (\d+(?:\.\d+)+)"
+    r"\b(Apache License|Composer|Python|Ray|Version|torch|torchvision)"
+    r"(?: [a-z]+){0,3} (\d+(?:\.\d+)+)"
 )
 _FREE = {"0", "1"}
 _HELP = "name its source in a mark before the block: CONTRIBUTING.md, Numbers in the pages"
@@ -138,7 +139,7 @@ def _prose(line: str, versions: Mapping[str, set[str]]) -> str:
         return f"[{shown}]".ljust(len(match[0]))
 
     def version(match: re.Match[str]) -> str:
-        return blank(match) if match[3] in versions.get(match[1], ()) else match[0]
+        return blank(match) if match[2] in versions.get(match[1], ()) else match[0]
 
     line = re.sub(r"^\s*\d+\. ", blank, re.sub(r"(`+).+?\1", blank, line))
     return _VERSION.sub(version, _LINK.sub(link, line))

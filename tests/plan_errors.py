@@ -7,7 +7,7 @@ from pathlib import Path
 
 from composer_replication.plan import PlannedRun
 
-ROUNDS = Path(__file__).parent.parent / "benchmarks" / "results" / "bandwidth.json"
+ROUNDS = Path(__file__).parent.parent / "benchmarks" / "measured" / "bandwidth.json"
 HEADERS = 0.956
 """The part of a link's rate that is not headers of TCP, IP and Ethernet."""
 
@@ -41,7 +41,7 @@ def measured_rounds(host_s_per_param: float) -> Iterator[tuple[str, float]]:
 
 
 def plan_errors(host_s_per_param: float, *methods: str) -> tuple[float, float]:
-    """Median and largest relative error of the rounds of some methods, in percent; of all if none."""
+    """Median and largest relative error in percent of the rounds of these methods, or of all."""
     found = measured_rounds(host_s_per_param)
     errors = [100 * abs(ratio - 1) for method, ratio in found if method in methods or not methods]
     return statistics.median(errors), max(errors)

@@ -56,7 +56,9 @@ def strangers_in(readme, docs):
 
 
 def test_an_example_of_the_readme_is_one_of_a_page():
-    assert strangers_in(README.read_text(), DOCS) == []
+    readme = README.read_text()
+    assert strangers_in(readme, DOCS) == []
+    assert "chosen(" not in readme  # each number is a finding
 
 
 def test_another_digit_in_the_readme_is_noticed(check):
@@ -115,6 +117,11 @@ def test_code_without_one_value_is_refused():
         code("diloco/hang_watch.py", "NOTHING")
     with pytest.raises(ValueError, match="0 times: it has to be there once"):
         found("README.md", r"nowhere (\d+)")
+
+
+def test_a_file_of_results_is_there_for_a_page():
+    pages = "\n".join(path.read_text() for path in [README, *DOCS])
+    assert [name for name in read_results() if not re.search(rf"\b{name}\b", pages)] == []
 
 
 def test_results_say_what_has_made_them(tmp_path):

@@ -155,7 +155,7 @@ def test_no_shorter_round_that_is_allowed_would_do(fragments, delay, utilisation
 
 
 def test_the_plan_is_as_far_from_the_rounds_that_were_measured_as_it_prints():
-    """The page's table is held by ``test_numbers.py``; the command prints the same in whole percent."""
+    """In whole percent; the page's table is compared with them by ``test_numbers.py``."""
     assert len(list(measured_rounds(HOST_S_PER_PARAM))) == 36
     errors = plan_errors(HOST_S_PER_PARAM)
     assert any("36 measured rounds" in note for note in NOTES)
