@@ -14,6 +14,8 @@ train a multilayer perceptron and meet over gloo. ``+50ms`` is one way: the roun
 * Overlap: over a link on which a sync of the model takes about three inner steps; with how much of
   the round training stood still, and what is left of it without the faster group's wait for the
   slower one. Where a sync begins both have to be there.
+* Peak / mean: the highest rate on the line in a window, over the bytes of a round by its time. The
+  line is either busy or idle, so in a window shorter than a turn the peak is the line's own rate.
 
 Needs root, iproute2 and a kernel with network namespaces, veth, tbf and TUN. Where it may not make
 such links it says so and exits with 2.

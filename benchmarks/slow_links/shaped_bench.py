@@ -6,6 +6,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from .group_commands import Method
@@ -21,6 +22,13 @@ SEVERAL_STEPS = 24
 SEVERAL_SYNC_STEPS = 12
 """How many inner steps a sync of the model takes on the link there."""
 
+READINGS_IN_STEP = 16
+"""How often the bytes on the line are read in an inner step."""
+WINDOWS = {"1/4 inner step": 0.25, "an inner step": 1.0}
+"""In which the peak rate on the line is taken, in inner steps."""
+NARROW = 1.2
+"""The rate of the narrow line over the mean rate of several in flight."""
+
 ROUNDS = 2
 """In each turn of a method."""
 
@@ -29,6 +37,21 @@ Sample = tuple[RoundTaken, RoundTaken]
 
 Spread = dict[str, float]
 """``median``, ``min`` and ``max``."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was measured of one method where several fragments are in flight.
+
+    Attributes:
+        ratios: Rounds, over their inner steps without communication.
+        bits_per_s: Mean rates on the line.
+        peaks: Peak rates over the mean, by the window in which they are taken.
+    """
+
+    ratios: list[float] = field(default_factory=list)
+    bits_per_s: list[float] = field(default_factory=list)
+    peaks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WINDOWS})
 
 
 class Bench:
@@ -120,15 +143,35 @@ class Bench:
             "one in flight, as many fragments": (SEVERAL_STEPS, 0),
             "one in flight, 2 fragments": (2, SEVERAL_STEPS // 2 - 1),
         }
-        found: dict[str, list[Sample]] = {name: [] for name in methods}
+        watched: dict[str, Watched] = {}
         for _ in range(self._arguments.several_turns):
             for name, (fragments, delay) in methods.items():
                 method = Method("streaming", "float32", SEVERAL_STEPS, fragments, delay)
-                found[name] += self._visit(link, method, SEVERAL_STEPS)
-                self._advance(1 / self._arguments.several_turns / len(methods))
-        for name, samples in found.items():
-            ratios = [taken.seconds / alone.seconds for alone, taken in samples]
-            self._note(f"overlap, {name}: round / no communication", ratios)
+                self._watch(watched.setdefault(name, Watched()), link, method)
+                self._advance(1 / self._arguments.several_turns / (len(methods) + 1))
+            of_several = watched["several in flight"]
+            rate = NARROW * statistics.median(of_several.bits_per_s)
+            narrow = Link.parse(f"{rate / 1e6:.2f}Mbit")
+            method = Method("streaming", "float32", SEVERAL_STEPS, *methods["several in flight"])
+            name = f"several in flight, on a line of {NARROW} x their mean rate"
+            self._watch(watched.setdefault(name, Watched()), narrow, method)
+            self._advance(1 / self._arguments.several_turns / (len(methods) + 1))
+        for name, found in watched.items():
+            self._note(f"overlap, {name}: round / no communication", found.ratios)
+            for window, peaks in found.peaks.items():
+                self._note(f"overlap, {name}: peak / mean rate, in {window}", peaks)
+
+    def _watch(self, watched: Watched, link: Link, method: Method) -> None:
+        """One turn of a method, and one more round in which the line is watched."""
+        self._pair.join(link, method)
+        samples = self._samples(SEVERAL_STEPS)
+        step_s = statistics.median(alone.step_s for alone, _ in samples)
+        line = self._pair.watched_round(link, step_s / READINGS_IN_STEP)
+        self._pair.leave()
+        watched.ratios.extend(taken.seconds / alone.seconds for alone, taken in samples)
+        watched.bits_per_s.append(line.bits_per_s())
+        for window, steps in WINDOWS.items():
+            watched.peaks[window].append(line.peak_over_mean(steps * step_s))
 
     def _find_overlap_link(self, vanilla: Method, sync_steps: int) -> Link:
         """The link on which one sync takes as long as so many inner steps do."""
@@ -154,9 +197,12 @@ class Bench:
     def _visit(self, link: Link, method: Method, steps: int) -> list[Sample]:
         """One turn of a method: rounds, each after so many steps without communication."""
         self._pair.join(link, method)
-        samples = [(self._pair.steps(steps), self._pair.round()) for _ in range(ROUNDS)]
+        samples = self._samples(steps)
         self._pair.leave()
         return samples
+
+    def _samples(self, steps: int) -> list[Sample]:
+        return [(self._pair.steps(steps), self._pair.round()) for _ in range(ROUNDS)]
 
     def _note(self, name: str, values: list[float]) -> None:
         self.ratios[name] = {
