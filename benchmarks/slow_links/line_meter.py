@@ -45,10 +45,6 @@ class LineSamples:
         """
         return max(self._peak(count, window_s) / self._mean(count) for count in self._counts())
 
-    def bits_per_s(self) -> float:
-        """Return the mean rate, idle times included, of the direction that carried more."""
-        return 8 * max(self._mean(count) for count in self._counts())
-
     def _counts(self) -> tuple[list[int], list[int]]:
         return self.sent, self.received
 

@@ -6,7 +6,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .group_commands import Method
@@ -27,7 +27,10 @@ READINGS_IN_STEP = 16
 WINDOWS = {"1/4 inner step": 0.25, "an inner step": 1.0}
 """In which the peak rate on the line is taken, in inner steps."""
 NARROW = 1.2
-"""The rate of the narrow line over the mean rate of several in flight."""
+"""The rate of the narrow line, over the bytes of a round by its inner steps' time."""
+
+SEVERAL = "several in flight"
+ON_NARROW = f"{SEVERAL}, on a line of {NARROW} x their mean rate"
 
 ROUNDS = 2
 """In each turn of a method."""
@@ -44,13 +47,11 @@ class Watched:
     """What was measured of one method where several fragments are in flight.
 
     Attributes:
-        ratios: Rounds, over their inner steps without communication.
-        bits_per_s: Mean rates on the line.
-        peaks: Peak rates over the mean, by the window in which they are taken.
+        samples: Rounds, each with its inner steps without communication.
+        peaks: Peak rates on the line over the mean of a round, by the window of the peak.
     """
 
-    ratios: list[float] = field(default_factory=list)
-    bits_per_s: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     peaks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WINDOWS})
 
 
@@ -138,28 +139,31 @@ class Bench:
         link = self._find_overlap_link(
             Method("vanilla", "float32", SEVERAL_STEPS), SEVERAL_SYNC_STEPS
         )
+        several = Method("streaming", "float32", SEVERAL_STEPS, SEVERAL_STEPS, 2)
         methods = {
-            "several in flight": (SEVERAL_STEPS, 2),
-            "one in flight, as many fragments": (SEVERAL_STEPS, 0),
-            "one in flight, 2 fragments": (2, SEVERAL_STEPS // 2 - 1),
+            SEVERAL: several,
+            "one in flight, as many fragments": replace(several, fragment_sync_delay=0),
+            "one in flight, 2 fragments": replace(
+                several, num_fragments=2, fragment_sync_delay=SEVERAL_STEPS // 2 - 1
+            ),
+            ON_NARROW: several,
         }
-        watched: dict[str, Watched] = {}
+        watched = {name: Watched() for name in methods}
         for _ in range(self._arguments.several_turns):
-            for name, (fragments, delay) in methods.items():
-                method = Method("streaming", "float32", SEVERAL_STEPS, fragments, delay)
-                self._watch(watched.setdefault(name, Watched()), link, method)
-                self._advance(1 / self._arguments.several_turns / (len(methods) + 1))
-            of_several = watched["several in flight"]
-            rate = NARROW * statistics.median(of_several.bits_per_s)
-            narrow = Link.parse(f"{rate / 1e6:.2f}Mbit")
-            method = Method("streaming", "float32", SEVERAL_STEPS, *methods["several in flight"])
-            name = f"several in flight, on a line of {NARROW} x their mean rate"
-            self._watch(watched.setdefault(name, Watched()), narrow, method)
-            self._advance(1 / self._arguments.several_turns / (len(methods) + 1))
+            for name, method in methods.items():
+                line = self._narrow(watched[SEVERAL]) if name == ON_NARROW else link
+                self._watch(watched[name], line, method)
+                self._advance(1 / self._arguments.several_turns / len(methods))
         for name, found in watched.items():
-            self._note(f"overlap, {name}: round / no communication", found.ratios)
+            ratios = [taken.seconds / alone.seconds for alone, taken in found.samples]
+            self._note(f"overlap, {name}: round / no communication", ratios)
             for window, peaks in found.peaks.items():
                 self._note(f"overlap, {name}: peak / mean rate, in {window}", peaks)
+
+    def _narrow(self, watched: Watched) -> Link:
+        """A line of little more than the bytes of a round by its inner steps' time."""
+        rates = [8 * taken.bytes_sent / alone.seconds for alone, taken in watched.samples]
+        return Link.parse(f"{NARROW * statistics.median(rates) / 1e6:.2f}Mbit")
 
     def _watch(self, watched: Watched, link: Link, method: Method) -> None:
         """One turn of a method, and one more round in which the line is watched."""
@@ -168,8 +172,7 @@ class Bench:
         step_s = statistics.median(alone.step_s for alone, _ in samples)
         line = self._pair.watched_round(link, step_s / READINGS_IN_STEP)
         self._pair.leave()
-        watched.ratios.extend(taken.seconds / alone.seconds for alone, taken in samples)
-        watched.bits_per_s.append(line.bits_per_s())
+        watched.samples.extend(samples)
         for window, steps in WINDOWS.items():
             watched.peaks[window].append(line.peak_over_mean(steps * step_s))
 

@@ -207,7 +207,6 @@ def line_samples(load, busy, *, steps=6, readings=20):
 )
 def test_the_peak_rate_on_a_line_over_its_mean(load, busy, window, peak):
     samples = line_samples(load, busy)
-    assert samples.bits_per_s() == pytest.approx(8000.0)
     assert samples.peak_over_mean(window) == pytest.approx(peak)
 
 
