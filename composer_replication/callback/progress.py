@@ -39,6 +39,7 @@ class SyncLog:
         self._began: tuple[int, float] | None = None
         self._synced_at: float | None = None
         self._last_sync: dict[str, Any] = {}
+        self._settings_since = (0, 0)
         self.final_loss: float | None = None
 
     def count_batch(self, state: State, diloco: DiLoCo) -> None:
@@ -57,7 +58,13 @@ class SyncLog:
             metrics = numbers_of(report)
             self._synced_at = time.monotonic()
             names = ("contribution", "num_participants", "sync_seconds", "settings_version")
-            self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)}
+            if report.settings_version != self._settings_since[0]:
+                self._settings_since = (report.settings_version, report.outer_step)
+            self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)} | {
+                "settings_since": self._settings_since[1],
+                "synced_step": report.outer_step,
+                "synced_batch": state.timestamp.batch.value,
+            }
             logger.log_metrics(metrics | {"diloco/round": report.inner_steps / self._sync_every})
             digest = report.global_digest
             self._folder.append_sync(
