@@ -22,6 +22,7 @@ _SCRIPTS = (
     "values.js",
     "groups.js",
     "charts.js",
+    "spread.js",
     "loss.js",
     "outer_loop.js",
     "data.js",
