@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication import __version__
-from composer_replication.callback.run_folder import CHAOS, CONFIG, STATUS, SUMMARY, log_path
+from composer_replication.callback.run_folder import (
+    CHAOS,
+    CONFIG,
+    METRICS,
+    STATUS,
+    SUMMARY,
+    log_path,
+)
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.run_history import OF_A_SYNC
 from composer_replication.diloco.arguments import pick
@@ -19,7 +26,7 @@ from composer_replication.launch.report import PICTURE
 from composer_replication.launch.run_marks import lives_of, marks_of
 from composer_replication.launch.run_record import Run, read_run
 from composer_replication.launch.thin_out import thin_out
-from composer_replication.replica.json_files import read_json
+from composer_replication.replica.json_files import read_json, read_last_line
 from composer_replication.training.config import ConfigError, diloco_section
 from composer_replication.training.settings_file import load_settings
 
@@ -38,12 +45,15 @@ class RunRecord:
 
     Args:
         run_dir: The run's folder.
+
+    Attributes:
+        run_dir: The same.
     """
 
     AT_MOST_EVERY_S = 2.0
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._lock = threading.Lock()
         self._newest: Mapping[str, Any] = {}
         self._due = 0.0
@@ -53,7 +63,7 @@ class RunRecord:
         with self._lock:
             began = time.monotonic()
             if began >= self._due:
-                self._newest = read_record(self._run_dir)
+                self._newest = read_record(self.run_dir)
                 now = time.monotonic()
                 self._due = now + max(self.AT_MOST_EVERY_S, 20 * (now - began))
             return self._newest
@@ -82,7 +92,10 @@ def _record_of(run: Run) -> dict[str, Any]:
     longest = max(drawn.values(), key=len)  # the other groups have the same about each sync
     return {
         "run_name": run.run_dir.resolve().name,
-        "losses": {id: [[line["batch"], line.get("loss")] for line in drawn[id]] for id in drawn},
+        "losses": {
+            id: [[line["batch"], line.get("loss")] for line in lines if "batch" in line]
+            for id, lines in drawn.items()
+        },
         "syncs": [_sync_of(line) for line in longest],
         "lives": {id: lives_of(run, id) for id in run.metrics},
         "marks": marks_of(run),
@@ -137,9 +150,7 @@ def _ended_group(run: Run, id: str, shown: Mapping[str, Any]) -> dict[str, Any]:
     status = read_json(log_path(run.run_dir, id).with_name(STATUS))
     if id in run.results:
         status["phase"] = "finished"
-    last: Mapping[str, Any] = {}
-    for last in run.metrics[id]:  # noqa: B007: the last one counts
-        pass
+    last = read_last_line(log_path(run.run_dir, id).with_name(METRICS))
     newest = {name: last[key] for name in ("contribution", *OF_A_SYNC)
               if (key := f"diloco/{name}") in last}  # fmt: skip
     return {
@@ -156,7 +167,7 @@ def _ended_group(run: Run, id: str, shown: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changes_in_force(run: Run, changes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Changes of the settings, each with the first outer step whose sync had them."""
-    since: dict[int, int] = {}
+    since: dict[Any, int] = {}
     for lines in run.metrics.values():
         for line in lines:
             version, step = line.get("diloco/settings_version"), line["diloco/outer_step"]
@@ -166,5 +177,5 @@ def _changes_in_force(run: Run, changes: Iterable[Mapping[str, Any]]) -> list[di
 
 def _files_of(run: Run) -> list[str]:
     names = [SUMMARY, PICTURE, CONFIG, CHAOS]
-    names += [f"replica_{id}/{name}" for id in run.metrics for name in ("metrics.jsonl", "log.txt")]
+    names += [f"replica_{id}/{name}" for id in run.metrics for name in (METRICS, "log.txt")]
     return [name for name in names if (run.run_dir / name).exists()]
