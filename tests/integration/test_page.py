@@ -104,7 +104,7 @@ def test_the_report_shows_what_the_folder_has(open_page, report):
     page = open_page(report)
     assert page.locator("#chart .curve").count() == 3
     assert page.locator("#chart .sync").count() == recorded_run.SYNCS
-    assert page.locator("#chart .changed").all_inner_texts() == ["v2"]
+    assert page.locator("#chart .changed").all_text_contents() == ["v2"]
     spread = page.locator("#spread").inner_text()
     assert "spread before a sync 0.21" in spread and "after it 0.05" in spread
     assert page.get_by_text("means that the groups do not exchange").is_visible()
@@ -177,10 +177,10 @@ def test_a_change_through_the_form_takes_effect_in_all_groups_at_one_outer_step(
     process, run_dir = launched
     page = open_page(address_of(process))
     page.set_default_timeout(240_000)
-    page.get_by_label("Token").fill(TOKEN)
+    page.locator("#token").fill(TOKEN)
     page.keyboard.press("Enter")
     page.locator("#readings").wait_for()  # after the first sync
-    field = page.get_by_label("outer_lr")
+    field = page.get_by_label("outer_lr", exact=True)
     field.fill("0.35")
     shown = page.locator("#facts").inner_text()
     page.locator("#facts").filter(has_not_text=shown).wait_for()
