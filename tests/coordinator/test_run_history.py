@@ -22,6 +22,7 @@ def test_a_long_curve_is_thinned_and_keeps_its_newest_point(history):
     assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1][0] == 5 * MAX_POINTS - 1
     gaps = {b[0] - a[0] for a, b in zip(points, points[1:], strict=False)}
     assert max(gaps) <= 16
+    assert len(history._losses["0"]) <= 4 * MAX_POINTS  # however long the run is
 
 
 def test_syncs_are_by_outer_step_whoever_reports_them(history):

@@ -3,11 +3,7 @@ const FIELDS = {
   outer_lr: ["number", "of the outer step", { step: "any", min: 0 }],
   outer_momentum: ["number", "0 to below 1", { step: "any", min: 0, max: 1 }],
   sync_every: ["number", "inner steps a round", { step: 1, min: 1 }],
-  outer_schedule: [
-    "text",
-    "Rows of outer step, outer_lr and outer_momentum, as [[100, 0.5, 0.9]]. Empty: none.",
-    { spellcheck: "false" },
-  ],
+  outer_schedule: ["text", "rows of [step, lr, momentum], or empty", { spellcheck: "false" }],
 };
 const textOf = (value) => (value == null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
 let awaited = null; // the version of this page's own change, until groups have it
@@ -21,7 +17,7 @@ function drawForm(status) {
       const [type, hint, more] = FIELDS[name];
       return h(
         "div",
-        { class: type === "text" ? "wide" : null },
+        {},
         h("label", { for: `to-${name}` }, name),
         h("input", {
           id: `to-${name}`,
@@ -143,6 +139,7 @@ function drawSettings(status, groups) {
   );
   drawForm(status);
   drawChanges(status, groups);
+  if (status.report) $("all-settings").open = true;
   const rows = Object.entries(status.settings || {}).map(([name, value]) =>
     h(
       "tr",
