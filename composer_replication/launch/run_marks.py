@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 from composer_replication.callback.run_folder import CHAOS, STATUS, log_path
@@ -31,7 +32,7 @@ def lives_of(run: Run, replica_id: str) -> list[dict[str, Any]]:
         if not starts or start["started"] != starts[-1]["started"]:
             starts.append(start)
     lives = []
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
+    for start, following in zip_longest(starts, starts[1:]):
         life = {"began": start["started"], "joined": start["joined"]}
         if following is not None:
             ended = following["trained_at"] or _last_sync(run, replica_id, following["started"])

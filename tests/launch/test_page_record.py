@@ -60,6 +60,11 @@ def test_a_group_without_a_result_may_be_alive(run_dir):
     assert (life["ended"], life["end"]) == (None, None)
 
 
+def test_a_group_that_never_joined_has_no_life(run_dir):
+    (run_dir / "replica_0" / "starts.jsonl").unlink()
+    assert read_record(run_dir)["lives"]["0"] == []
+
+
 def test_a_further_fit_of_a_process_is_the_same_life(run_dir):
     path = run_dir / "replica_0" / "starts.jsonl"
     [line] = path.read_text().splitlines()
