@@ -89,6 +89,7 @@ def create_app(
     hosts: Collection[str] | None = None,
     lighthouse_addr: str,
     facts: RunFacts,
+    run_id: str,
 ) -> FastAPI:
     """Build the application.
 
@@ -103,6 +104,7 @@ def create_app(
         hosts: Accepted names in the ``Host`` header; None for any.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
         facts: What groups receive beside the settings.
+        run_id: Of the run, for the loggers of its groups.
     """
     errors: dict[int | str, dict[str, Any]] = {
         code: {"model": ErrorBody} for code in (401, 409, 410, 413, 422, 507)
@@ -126,6 +128,7 @@ def create_app(
         return Info(
             version=registry.versions.composer_replication,
             torchft=registry.versions.torchft,
+            run_id=run_id,
             settings=asdict(newest),
             settings_version=version,
             settings_source=source,

@@ -19,6 +19,7 @@ from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.http_service import HttpService, TlsFiles
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
+from composer_replication.coordinator.run_id import keep_run_id
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
@@ -56,6 +57,8 @@ class CoordinatorArguments(RunFacts):
         lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
         all_start: Whether all groups start together with this service, see ``RunSettings``.
         tls: Certificate of the service. None: plain HTTP.
+        run_id: A name for the run if it is new, under which loggers group its groups. None: the
+            time at which it was first served.
     """
 
     settings: DiLoCoSettings
@@ -70,6 +73,7 @@ class CoordinatorArguments(RunFacts):
     lighthouse_heartbeat_ms: int = 5_000
     all_start: bool = False
     tls: TlsFiles | None = None
+    run_id: str | None = None
 
 
 class Coordinator:
@@ -121,6 +125,7 @@ class Coordinator:
                 hosts=None if own.tokens else _loopback_names(own.bind, own.hostname),
                 lighthouse_addr=self.lighthouse_addr,
                 facts=own,
+                run_id=keep_run_id(database, own.run_id),
             )
             strangers.start()
             self._http.start(app)
