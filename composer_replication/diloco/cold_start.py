@@ -113,7 +113,10 @@ class StartBarrier:
             return
         self._failures += 1
         if self._failures == MAX_FAILED_JOINS:
-            raise TimeoutError(f"{failure}. This group has tried {self._failures} times and leaves")
+            raise TimeoutError(
+                f"the start has failed {self._failures} times because of this group, which leaves. "
+                f"The last time {failure}"
+            )
 
     def wait(self, error: Exception | None, cause: str) -> None:
         """Wait ``POLL_S`` seconds after a start that did not commit.

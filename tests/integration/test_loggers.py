@@ -22,7 +22,7 @@ GROUPS = {"replica_0", "replica_1"}
 STEPS = {
     "loss/train/total": {0, 1, 2, 3},
     "diloco/outer_step": {2, 4},  # at the first step after each sync
-    "diloco/num_participants": {2, 4},
+    "diloco/sync_seconds": {2, 4},
 }
 
 
@@ -30,7 +30,9 @@ STEPS = {
 def folder(tmp_path_factory):
     """The files of a run of two groups, which have its id from the coordinator."""
     folder = tmp_path_factory.mktemp("loggers")
-    mlflow_client(folder).create_experiment("diloco")  # MLflow lets only one of two groups create it
+    mlflow_client(folder).create_experiment(
+        "diloco"
+    )  # MLflow lets only one of two groups create it
     coordinator = Coordinator(
         DiLoCoSettings(sync_every=2),
         "a test",
@@ -112,14 +114,18 @@ def read_wandb(path):
 
     store, run = DataStore(), {"steps": {}}
     store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
+    records = list(iter(store.scan_data, None))
+    store.close()
+    for data in records:
         record = Record()
         record.ParseFromString(data)
         if record.HasField("run"):
             run |= {"name": record.run.display_name, "group": record.run.run_group}
             run |= {"job_type": record.run.job_type}
         if record.HasField("history"):
-            values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            values = {
+                item.key or item.nested_key[0]: item.value_json for item in record.history.item
+            }
             step = json.loads(values["_step"]) if "_step" in values else record.history.step.num
             for metric in values:
                 run["steps"].setdefault(metric, set()).add(step)
