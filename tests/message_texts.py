@@ -100,15 +100,13 @@ class Texts:
 
     def _arguments(self, scope: ast.AST, name: str) -> list[ast.expr]:
         """What a function of this module is called with for one of its parameters."""
-        if not isinstance(scope, ast.FunctionDef):
+        names = [a.arg for a in scope.args.args] if isinstance(scope, ast.FunctionDef) else []
+        if name not in names:
             return []
-        names = [each.arg for each in scope.args.args]
-        return [
-            call.args[names.index(name)]
-            for call in ast.walk(self._module)
-            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == scope.name
-            if name in names and names.index(name) < len(call.args)
-        ]
+        place = names.index(name)
+        calls = [node for node in ast.walk(self._module) if isinstance(node, ast.Call)]
+        named = [call for call in calls if getattr(call.func, "id", None) == scope.name]
+        return [call.args[place] for call in named if place < len(call.args)]
 
 
 def plain(text: str) -> str:

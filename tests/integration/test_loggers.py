@@ -6,12 +6,15 @@ Run: pytest tests/integration/test_loggers.py. Real: all of it; MLflow and W&B h
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked import Script
 
+from composer_replication.callback.loggers import name_runs
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.options import ReplicaOptions
 
 pytest.importorskip("mlflow")
 pytest.importorskip("tensorboard")
@@ -97,6 +100,23 @@ def test_wandb_has_one_group_with_a_run_for_each_group(folder):
     for run in runs:
         for metric, steps in STEPS.items():
             assert run["steps"].get(metric) == steps
+
+
+def test_a_group_and_a_name_that_the_script_gave_stay(tmp_path):
+    import wandb
+    from composer.loggers import WandBLogger
+
+    init = {"mode": "offline", "dir": str(tmp_path), "settings": {"silent": True}}
+    logger = WandBLogger(project="diloco", group="mine", name="first", init_kwargs=init)
+    state = SimpleNamespace(run_name="exp")
+    logger.init(state, None)
+    try:
+        options = ReplicaOptions(replica_id=0, num_replicas=2, run_id="exp-7")
+        name_runs(state, SimpleNamespace(destinations=[logger]), options)
+        run = wandb.run
+        assert (run.group, run.name, run.job_type) == ("mine", "first", "replica_0")
+    finally:
+        wandb.teardown()
 
 
 def mlflow_client(folder):
