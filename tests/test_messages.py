@@ -27,7 +27,6 @@ PASSED_ON = {
     "coordinator/work_units/streams.py": ["raise UnknownStream(stream)"],
     "coordinator/work_units/work_units.py": ["raise UnknownStream(stream)"],
     "diloco/averaging/exchange.py": ["raise _PeerFailed"],
-    "diloco/cold_start.py": ["log.warning('%s%s', situation[0].upper(), situation[1:])"],
     "replica/group_layout.py": ["raise SettingsMismatch(rejection)"],
     "replica/heal/client.py": [
         "raise HealError(f'{address}{path}: {type(error).__name__}: {error}') from error"

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from composer_replication.callback.checkpoint_layout import BadStateError, CheckpointLayout
 from composer_replication.callback.checksums import checksums, not_loaded
-from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
+from composer_replication.diloco.fingerprints import FIXED, compare_fingerprints
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
 
 FORMAT = 3

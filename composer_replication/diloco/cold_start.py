@@ -12,10 +12,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.fingerprints import compare_fingerprints
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.retries import MAX_FAILED_JOINS
-from composer_replication.diloco.settings import compare_fingerprints
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class StartBarrier:
         situation = str(error)
         if not isinstance(error, StartPostponed):  # for example because a group has left again
             situation = self._last_failure = f"the start did not commit: {cause}"
-            log.warning("%s%s", situation[0].upper(), situation[1:])
+            log.warning("The start did not commit: %s", cause)
         arguments = self._arguments
         may_start = arguments.on_start_timeout == "start" and arguments.start_refusal is None
         if self._is_late() and not (may_start and self._can_commit):
