@@ -30,6 +30,7 @@ package_log = logging.getLogger("composer_replication")
 SHOWN = (
     __name__,
     "composer_replication.callback.callback",
+    "composer_replication.diloco.fragment_sizes",
     "composer_replication.replica.factory",
 )
 """Loggers whose information is shown. Of all others, warnings are shown."""

@@ -71,6 +71,7 @@ def test_each_group_says_who_is_there_what_travels_and_what_it_cost(printed):
     assert collections.Counter(lines) == {
         "[diloco] Started with groups 0 and 1; here is group 0, 1 rank": 1,
         "[diloco] Started with groups 0 and 1; here is group 1, 1 rank": 1,
+        "[diloco] The largest of 2 fragments has 70 % of the bytes": 2,
         "[diloco] A round is 4 inner steps and a sync of each of 2 fragments": 2,
         "[diloco] A round sends 1.94 kB (float32); data parallel would send 7.74 kB in its 4 steps,"
         " 4 times as much": 2,
