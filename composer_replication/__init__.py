@@ -33,11 +33,13 @@ EXTRA_OF = {
     "cryptography": "launch",
     "hydra": "launch",
     "matplotlib": "launch",
+    "mlflow": "mlflow",
     "omegaconf": "launch",
     "packaging": "launch",
     "rich": "launch",
     "torchx": "torchx",
     "typer": "launch",
+    "wandb": "wandb",
     "yaml": "launch",
 }
 """The modules that this package can do without, and which extra of it brings each."""

@@ -24,6 +24,7 @@ from composer_replication.callback.composer_job import (
 from composer_replication.callback.evaluation import Evaluation, metrics_of
 from composer_replication.callback.fit import Fit
 from composer_replication.callback.group_state import GroupState
+from composer_replication.callback.loggers import name_runs
 from composer_replication.callback.progress import max_batches
 from composer_replication.callback.resume import Resume
 from composer_replication.callback.run_folder import ReplicaFolder
@@ -170,6 +171,7 @@ class DiLoCoCallback(Callback):
             kept = self._group.resume.state_dict()  # LoadCheckpoint may have loaded a state at INIT
             self._group.resume = Resume(self.settings, self.options.on_bad_state)
             self._group.resume.keep(kept)
+        name_runs(state, logger, self.options)
         self._group.resume.before_load(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

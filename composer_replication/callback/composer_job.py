@@ -133,7 +133,10 @@ def build_diloco(
         ValueError: There is not exactly one optimizer, or ``DiLoCo`` rejects an argument.
     """
     if len(state.optimizers) != 1:
-        raise ValueError(f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one")
+        raise ValueError(
+            f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one. Pass the Trainer "
+            "one optimizer over all parameters"
+        )
     return DiLoCo(
         manager,
         unwrapped(state),

@@ -52,6 +52,7 @@ class Info(BaseModel):
 
     version: str
     torchft: str
+    run_id: str
     settings_authority: bool = True
     settings: dict[str, Any]
     settings_version: int

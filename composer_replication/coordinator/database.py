@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 
 BUSY_TIMEOUT_S = 5.0
 
-_FIXES = {
+FIXES = {
     sqlite3.SQLITE_FULL: "The disk is full: free some space and try again.",
     sqlite3.SQLITE_READONLY: "It cannot be written: make the file and its folder writable.",
     sqlite3.SQLITE_CANTOPEN: "It cannot be opened: create its folder and make it writable.",
@@ -138,7 +138,7 @@ class Database:
             yield
         except sqlite3.DatabaseError as error:
             # The low byte is the kind of error. Errors of our own SQL are not in the table.
-            fix = _FIXES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+            fix = FIXES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
             if fix is None:
                 raise
             raise StorageError(f"{self._path}: {error}. {fix}") from error

@@ -47,6 +47,7 @@ class RunData:
         strangers: Members of the lighthouse that have not registered.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
         facts: What groups receive beside the settings.
+        run_id: Of the run, for the loggers of its groups.
         record: What the run's folder adds. None: the service knows no such folder.
     """
 
@@ -57,6 +58,7 @@ class RunData:
     strangers: Strangers
     lighthouse_addr: str
     facts: RunFacts
+    run_id: str
     record: Record | None = None
 
     def info(self) -> Info:
@@ -66,6 +68,7 @@ class RunData:
         return Info(
             version=self.registry.versions.composer_replication,
             torchft=self.registry.versions.torchft,
+            run_id=self.run_id,
             settings=asdict(newest),
             settings_version=version,
             settings_source=source,

@@ -22,6 +22,7 @@ from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_data import Record, RunData, RunFacts
+from composer_replication.coordinator.run_id import keep_run_id
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
@@ -63,6 +64,8 @@ class CoordinatorArguments(RunFacts):
         all_start: Whether all groups start together with this service, see ``RunSettings``.
         tls: Certificate of the service. None: plain HTTP.
         record: What the run's folder adds to the page's data, see ``RunData``.
+        run_id: A name for the run if it is new, under which loggers group its groups. None: the
+            time at which it was first served.
     """
 
     settings: DiLoCoSettings
@@ -78,6 +81,7 @@ class CoordinatorArguments(RunFacts):
     all_start: bool = False
     tls: TlsFiles | None = None
     record: Record | None = None
+    run_id: str | None = None
 
 
 class Coordinator:
@@ -126,6 +130,7 @@ class Coordinator:
                 strangers=strangers,
                 lighthouse_addr=self.lighthouse_addr,
                 facts=own,
+                run_id=keep_run_id(database, own.run_id),
                 record=own.record,
             )
             app = create_app(
@@ -156,7 +161,7 @@ class Coordinator:
         try:
             replace_json(self._state_dir / PAGE_DATA, self._run.status())
         except (OSError, StorageError) as error:  # a full disk must not keep the service alive
-            log.warning("The page's last data are not kept: %s", error)
+            log.warning("page.json, from which report.html is made, cannot be written: %s", error)
         finally:
             self._open.close()
 

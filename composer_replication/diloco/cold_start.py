@@ -113,7 +113,10 @@ class StartBarrier:
             return
         self._failures += 1
         if self._failures == MAX_FAILED_JOINS:
-            raise TimeoutError(f"{failure}. This group has tried {self._failures} times and leaves")
+            raise TimeoutError(
+                f"the start has failed {self._failures} times because of this group, which leaves. "
+                f"The last time {failure}"
+            )
 
     def wait(self, error: Exception | None, cause: str) -> None:
         """Wait ``POLL_S`` seconds after a start that did not commit.
@@ -129,7 +132,7 @@ class StartBarrier:
         situation = str(error)
         if not isinstance(error, StartPostponed):  # for example because a group has left again
             situation = self._last_failure = f"the start did not commit: {cause}"
-            log.warning("%s%s", situation[0].upper(), situation[1:])
+            log.warning("The start did not commit: %s", cause)
         arguments = self._arguments
         may_start = arguments.on_start_timeout == "start" and arguments.start_refusal is None
         if self._is_late() and not (may_start and self._can_commit):

@@ -56,6 +56,7 @@ def coordinate(options: CoordinatorOptions) -> None:
         heartbeat_timeout_s=options.heartbeat_timeout_s,
         model_section=config.get("model"),
         tls=tls,
+        run_id=group.run_id or ReplicaEnv.from_env().run_id,
     )
     console = Console(highlight=False)
     for line in (

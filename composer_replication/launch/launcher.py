@@ -36,6 +36,7 @@ from composer_replication.launch.supervision import (
     Supervisor,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.replica.names import run_id_of_folder
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import diloco_section, save_config
 
@@ -109,6 +110,7 @@ def launch_groups(
         all_start=True,
         model_section=config.get("model"),
         record=RunRecord(run_dir),
+        run_id=group.run_id or run_id_of_folder(run_dir),
     )
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)

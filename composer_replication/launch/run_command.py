@@ -21,7 +21,8 @@ from composer_replication.launch.user_command import (
     check_command,
     group_command,
 )
-from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, check_replica_id
+from composer_replication.replica.names import check_replica_id
+from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import ConfigError
 
 log = logging.getLogger(__name__)

@@ -173,7 +173,10 @@ def start_lighthouse(
             heartbeat_timeout_ms=heartbeat_timeout_ms,
         )
     except RuntimeError as error:  # Rust's own
-        raise OSError(f"a lighthouse cannot listen at {bind}: {error}") from error
+        raise OSError(
+            f"a lighthouse cannot listen at {bind}: {error}. Use an address of this machine, and a "
+            "port that no other process has"
+        ) from error
 
 
 def _compiled_torchft() -> Any:

@@ -96,7 +96,10 @@ class Notices:
             notices = json.loads(line)
             return {str(key): str(value) for key, value in notices.items()}
         except (ValueError, AttributeError) as error:
-            raise ConnectionError(f"no notice board answers at {self._address}") from error
+            raise ConnectionError(
+                f"no notice board answers at {self._address}: rank 0 of the first replica group "
+                "has ended, or its ports are closed to this machine"
+            ) from error
 
 
 def _proof(key: str, value: str, token: str) -> str:

@@ -6,19 +6,17 @@ Imports neither torch nor Composer.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
 from composer_replication.diloco.options import DiLoCoOptions, RunSize, WaitLimit
+from composer_replication.replica.names import check_replica_id, check_run_id, run_id_of_folder
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
-
-_REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +113,9 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
         on_bad_state: What to do with a checkpoint that cannot be resumed, for example because it
             was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
+        run_id: A name for the run, equal in all groups, under which Composer's loggers group what
+            they record (docs/watching.md). None: ``COMPOSER_REPLICATION_RUN_ID``, else the
+            coordinator's, else the name of the run's folder.
         verbose: Whether rank 0 says in a few lines who is in the run, who comes and goes, and what
             the run has cost: as records of the logger ``composer_replication``, which stderr shows
             if the script configures no logging.
@@ -130,11 +131,14 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     eval_weights: str = "global"
     on_bad_state: str = "error"
     run_dir: str | None = None
+    run_id: str | None = None
     verbose: bool = True
 
     def __post_init__(self) -> None:
         DiLoCoOptions.__post_init__(self)
         ManagerOptions.__post_init__(self)
+        if self.run_id is not None:
+            check_run_id(self.run_id)
         check_seconds("heartbeat_interval_s", self.heartbeat_interval_s)
         check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
         check_choice("eval_weights", self.eval_weights, ("global", "local"))
@@ -146,6 +150,13 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     def is_alone(self) -> bool:
         """Whether this group trains without a network: it is the only one of its run."""
         return super().is_alone and self.coordinator_addr is None
+
+    @property
+    def run_id_or_folder(self) -> str | None:
+        """The run's id, else one from the name of its folder; None without either."""
+        if self.run_id is not None or self.run_dir is None:
+            return self.run_id
+        return run_id_of_folder(self.run_dir)
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,7 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
+    | ``COMPOSER_REPLICATION_RUN_ID`` | a name for the run, under which loggers group its groups |
     | ``COMPOSER_REPLICATION_TLS_DIR`` | the folder of this process's certificates, for TLS |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
@@ -173,6 +185,7 @@ class ReplicaEnv:
     num_replicas: int | None
     lighthouse_addr: str | None
     run_dir: str | None
+    run_id: str | None = None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
     tls_dir: str | None = None
@@ -204,6 +217,7 @@ class ReplicaEnv:
             num_replicas=None if count is None else int(count),
             lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
+            run_id=environ.get("COMPOSER_REPLICATION_RUN_ID") or None,
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
             tls_dir=environ.get("COMPOSER_REPLICATION_TLS_DIR") or None,
@@ -221,23 +235,6 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
         return float(text)
     except ValueError:
         raise ValueError(f"{name}={text!r}: use a number of seconds, or inf") from None
-
-
-def check_replica_id(replica_id: str | int) -> None:
-    """Check the name of a replica group.
-
-    The name becomes part of URLs, of a folder's name, and of torchft's name for the group
-    (``name:uuid``).
-
-    Raises:
-        ValueError: The name has a character that would be misread there, or is too long.
-    """
-    is_name = not isinstance(replica_id, bool) and _REPLICA_ID.fullmatch(str(replica_id))
-    if not is_name:
-        raise ValueError(
-            f"replica_id={replica_id!r}: give each replica group a name of its own, of at most 64 "
-            "letters, digits, '.', '_' and '-', with a letter or a digit in front"
-        )
 
 
 def replica_id_of(options: ManagerOptions) -> str:

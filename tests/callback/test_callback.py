@@ -100,6 +100,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "on_bad_state": "fresh",
         "digest_every": 13,
         "run_dir": "/runs/1",
+        "run_id": "exp-7",
         "tls_dir": "/certificates",
         "verbose": False,
     }
