@@ -27,10 +27,9 @@ def settings_table(settings: DiLoCoSettings, width: int = 100) -> list[str]:
     values = asdict(settings)
     long = {name: value for name, value in values.items() if isinstance(value, (list, tuple))}
     short = {name: _text(value) for name, value in values.items() if name not in long}
-    for num_columns in range(len(short), 0, -1):
-        lines = _in_columns(short, num_columns)
-        if num_columns == 1 or max(map(len, lines)) <= width:
-            break
+    layouts = (_in_columns(short, number) for number in range(len(short), 1, -1))
+    fitting = (lines for lines in layouts if max(map(len, lines)) <= width)
+    lines = next(fitting, _in_columns(short, 1))
     for name, value in long.items():
         lines += textwrap.wrap(
             f"{name}  {_text(value)}", width, subsequent_indent="  ", break_long_words=False

@@ -147,13 +147,11 @@ def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> N
         source: Where they are from.
     """
     width = console.width if console.is_terminal else FILE_WIDTH
-    lines = [f"Settings of {source}:", *settings_table(settings, width - 2)]
+    lines = [f"Settings from {source}:", *settings_table(settings, width - 2)]
     console.print("\n  ".join(lines), markup=False, soft_wrap=True)
 
 
 def _live_on(console: Console) -> Live:
     # Without auto_refresh rich starts no thread of its own, so that the table does not flicker and
     # nothing is drawn after the end. Warnings on the same terminal are written above the table.
-    return Live(
-        Text(""), console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty()
-    )
+    return Live(Text(""), console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

@@ -146,7 +146,7 @@ class GroupView:
         return self.sync.get("diloco/sync_seconds")
 
     @property
-    def sync_training(self) -> float | None:
+    def compute_fraction(self) -> float | None:
         """Part of the time since the sync before the newest that the group trained, 0 to 1."""
         return self.sync.get("diloco/compute_fraction")
 

@@ -63,7 +63,7 @@ COLUMNS = (
     Column("groups", 6, 5, lambda group: _number("{}", group.participants)),
     Column("loss", 6, 2, lambda group: _number("{:.3f}", group.loss)),
     Column("last sync", 9, 9, lambda group: _number("{:.2f} s", group.sync_s)),
-    Column("training", 8, 10, lambda group: _number("{:.0%}", group.sync_training)),
+    Column("computing", 9, 10, lambda group: _number("{:.0%}", group.compute_fraction)),
     Column("time left", 11, 4, lambda group: group.time_left),
 )
 
@@ -101,11 +101,12 @@ def _shown(groups: Sequence[GroupView], rows: int) -> list[GroupView]:
 
 def _widths(groups: Sequence[GroupView], width: int) -> dict[Column, int]:
     """The columns that fit into a terminal, in their order, and the width of each."""
-    knows_end = any(group.done is not None for group in groups)
-    room = width + GAP  # no gap follows the last column
+    begun = [group for group in groups if group.status.get("round") is not None]
+    has_bars = not begun or any(group.done is not None for group in begun)
+    room = width  # rich counts a gap behind the last column too
     widths: dict[Column, int] = {}
     for column in sorted(COLUMNS, key=lambda column: column.rank):
-        if column.text is None and not knows_end:
+        if column.text is None and not has_bars:
             continue
         needed = column.width_for(groups)
         if room < needed + GAP:

@@ -99,7 +99,9 @@ def explain_failure(
 ) -> None:
     """Print how a group ended, what follows from it, and the last lines of its log."""
     path = log_path(run_dir, replica_id)
-    print_error(f"Replica group {replica_id} {describe_end(status)}, so {consequence}. {path} ends with:")
+    print_error(
+        f"Replica group {replica_id} {describe_end(status)}, so {consequence}. {path} ends with:"
+    )
     print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
 
 
