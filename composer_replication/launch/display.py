@@ -148,7 +148,7 @@ def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> N
     """
     width = console.width if console.is_terminal else FILE_WIDTH
     lines = [f"Settings from {source}:", *settings_table(settings, width - 2)]
-    console.print("\n  ".join(lines), markup=False, soft_wrap=True)
+    console.print("\n  ".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _live_on(console: Console) -> Live:
