@@ -152,6 +152,8 @@ class GroupView:
 
     @property
     def time_left(self) -> str:
-        """The time until the group has trained all batches."""
+        """The time until the group has trained all batches; "-" if it is not known or on hold."""
         seconds = self.status.get("seconds_left")
-        return "-" if seconds is None or self.phase != "training" else format_duration(seconds)
+        if seconds is None or self.phase != "training" or self.silent_s:
+            return "-"
+        return format_duration(seconds)

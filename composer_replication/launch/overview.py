@@ -48,22 +48,31 @@ def participants(groups: Sequence[GroupView]) -> int | None:
 
 def overview(groups: Sequence[GroupView]) -> str:
     """Say which outer step was taken by how many groups, and whether their parameters are equal."""
-    number = participants(groups)
-    if number is None:
-        return ""
-    text = f"outer step {newest_outer_step(groups)}: {number} of {plural(len(groups), 'group')}"
-    comparison = compared(groups)
-    if comparison is None:
-        return text
-    if comparison.digest is None:
-        return f"{text}, parameters DIFFERENT at step {comparison.outer_step}"
-    return f"{text}, parameters equal at step {comparison.outer_step}: {comparison.digest}"
+    return ", ".join(filter(None, (_newest_sync(groups), _agreement(groups))))
 
 
 def status_line(groups: Sequence[GroupView]) -> str:
     """Say in one line how the whole run does."""
-    parts = [overview(groups), _rounds(groups), _losses(groups), _time_left(groups), wrong(groups)]
-    return ", ".join(filter(None, parts)) or "no outer step yet"
+    parts = [_newest_sync(groups), _rounds(groups), _losses(groups), _time_left(groups)]
+    return ", ".join(filter(None, [*parts, _agreement(groups), wrong(groups)])) or "starting"
+
+
+def _newest_sync(groups: Sequence[GroupView]) -> str:
+    number = participants(groups)
+    if number is None:
+        return ""
+    return f"outer step {newest_outer_step(groups)}: {number} of {plural(len(groups), 'group')}"
+
+
+def _agreement(groups: Sequence[GroupView]) -> str:
+    comparison = compared(groups)
+    if comparison is None:
+        return ""
+    is_newest = comparison.outer_step == newest_outer_step(groups)
+    at = "" if is_newest else f" at step {comparison.outer_step}"
+    if comparison.digest is None:
+        return f"parameters DIFFERENT{at}"
+    return f"parameters equal{at}: {comparison.digest}"
 
 
 def wrong(groups: Sequence[GroupView]) -> str:

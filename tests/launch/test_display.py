@@ -82,9 +82,8 @@ def test_a_line_in_a_file_is_short_for_any_number_of_groups(tmp_path, clock):
     recorded(tmp_path, 32)
     Display(console, tmp_path, 32).refresh({}, is_last=True)
     (line,) = lines_of(console)
-    assert (
-        line[10:].startswith("outer step 2: 32 of 32 groups, parameters equal") and len(line) < 130
-    )
+    assert line[10:].startswith("outer step 2: 32 of 32 groups, round 2 / 20")
+    assert len(line) < 120
 
 
 def test_events_are_written_when_they_happen(tmp_path, clock):
@@ -182,7 +181,7 @@ def test_the_display_compares_the_last_digests_that_all_have(tmp_path, is_termin
     with Display(console, tmp_path, 2) as shown:
         shown.refresh({0: None, 1: None}, is_last=True)
     said = console.file.getvalue()
-    assert f"outer step 2: 2 of 2 groups, parameters {verdict}" in said
+    assert "outer step 2: 2 of 2 groups, " in said and f"parameters {verdict}" in said
     assert "2 / 20" in said and "3.142" in said and ("training" in said) == is_terminal
 
 
@@ -191,7 +190,7 @@ def test_a_run_that_others_end_has_their_time_left_and_no_bar(tmp_path):
     console = file_console()
     Display(console, tmp_path, 2, lambda: 90.0).refresh({}, is_last=True)
     (text,) = texts_of(console)
-    assert text.endswith("round 2, loss 3.142, 1 min 30 s left")
+    assert "round 2, loss 3.142, 1 min 30 s left" in text
 
 
 @pytest.mark.parametrize(("is_terminal", "width"), [(True, 80), (True, 160), (False, 80)])

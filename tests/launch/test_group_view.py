@@ -68,6 +68,7 @@ def test_a_group_that_completes_no_step_for_long_is_shown_so(
     view = view_of(write_group(tmp_path, 0, **status))
     assert view.state == state
     assert view.mood == ("good" if state == "training" else "waiting")
+    assert (view.time_left == "-") == (state != "training")
 
 
 def test_only_training_can_be_silent(tmp_path):

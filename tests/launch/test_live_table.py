@@ -47,7 +47,7 @@ def test_at_80_columns_each_group_has_a_bar_and_what_matters(tmp_path):
         assert line.split()[:2] == [str(replica_id), "training"]
         assert " ".join(line.split()[-9:]) == "2 / 20 4 3.142 1 min 15 s"
         assert "━━━━━━━━" in line
-    assert lines[5] == "outer step 2: 4 of 4 groups, parameters equal at step 2: abababab"
+    assert lines[5] == "outer step 2: 4 of 4 groups, parameters equal: abababab"
 
 
 def test_at_160_columns_there_is_more(tmp_path):

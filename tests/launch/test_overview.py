@@ -44,31 +44,23 @@ def test_the_participants_are_those_of_the_newest_sync(tmp_path):
 def test_before_the_first_sync_there_is_nothing_to_say(tmp_path):
     groups = [view_of(tmp_path / f"replica_{i}") for i in range(2)]
     assert (overview(groups), participants(groups)) == ("", None)
-    assert status_line(groups) == "no outer step yet"
+    assert status_line(groups) == "starting"
 
 
 def test_one_line_has_the_run_and_no_line_is_longer_for_more_groups(tmp_path):
     two = status_line(recorded(tmp_path / "two", 2))
     assert two == (
-        "outer step 2: 2 of 2 groups, parameters equal at step 2: abababab, round 2 / 20, "
-        "loss 3.142, 1 min 15 s left"
+        "outer step 2: 2 of 2 groups, round 2 / 20, loss 3.142, 1 min 15 s left, "
+        "parameters equal: abababab"
     )
     assert len(status_line(recorded(tmp_path / "many", 64))) == len(two) + 2
 
 
 def test_the_line_has_the_range_of_losses_and_the_slowest_groups_time(tmp_path):
-    folders = [
-        write_group(
-            tmp_path,
-            i,
-            loss=3.0 - i / 2,
-            seconds_left=60.0 * i,
-            round=2.0 + i,
-            inner_steps=20 + 10 * i,
-        )
-        for i in range(3)
-    ]
-    groups = [view_of(folder) for folder in folders]
+    groups = []
+    for i in range(3):
+        place = {"round": 2.0 + i, "inner_steps": 20 + 10 * i, "seconds_left": 60.0 * i}
+        groups.append(view_of(write_group(tmp_path, i, loss=3.0 - i / 2, **place)))
     assert status_line(groups) == "round 4 / 20, loss 2.000 to 3.000, 2 min 0 s left"
 
 
