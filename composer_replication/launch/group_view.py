@@ -127,7 +127,11 @@ class GroupView:
         """The group's round, and the number of rounds if it is known."""
         if "round" not in self.status:
             return "-"
-        return f"{int(self.status['round'])}" + (f" / {self.rounds}" if self.rounds else "")
+        sync_every = implied_sync_every(self.status)
+        if not self.rounds or not sync_every:
+            return f"{int(self.status['round'])}"
+        # A group that has joined later has its own count of steps, and the others' of batches.
+        return f"{int(self.status['batch'] / sync_every)} / {self.rounds}"
 
     @property
     def done(self) -> float | None:

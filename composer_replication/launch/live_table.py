@@ -55,16 +55,16 @@ def _number(template: str, value: float | None) -> str:
 
 COLUMNS = (
     Column("group", 5, 0, lambda group: group.name, is_left=True),
-    Column("state", 18, 1, lambda group: group.state, is_left=True),
+    Column("state", 16, 1, lambda group: group.state, is_left=True),
     Column("", 8, 6, None, is_left=True),
     Column("done", 4, 7, lambda group: _number("{:.0%}", group.done)),
-    Column("round", 9, 3, lambda group: group.round),
+    Column("round", 7, 3, lambda group: group.round),
     Column("outer step", 10, 8, lambda group: str(group.outer_step)),
     Column("groups", 6, 5, lambda group: _number("{}", group.participants)),
     Column("loss", 6, 2, lambda group: _number("{:.3f}", group.loss)),
     Column("last sync", 9, 9, lambda group: _number("{:.2f} s", group.sync_s)),
     Column("computing", 9, 10, lambda group: _number("{:.0%}", group.compute_fraction)),
-    Column("time left", 11, 4, lambda group: group.time_left),
+    Column("time left", 10, 4, lambda group: group.time_left),
 )
 
 

@@ -88,7 +88,7 @@ def _rounds(groups: Sequence[GroupView]) -> str:
     begun = [group for group in groups if "round" in group.status]
     if not begun:
         return ""
-    furthest = max(begun, key=lambda group: group.status["round"])
+    furthest = max(begun, key=lambda group: group.status.get("batch") or 0)
     return f"round {furthest.round}"
 
 

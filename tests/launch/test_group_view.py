@@ -24,6 +24,11 @@ def test_a_groups_progress_is_read_from_its_files(tmp_path):
     assert (view.sync_s, view.compute_fraction) == (0.25, 0.9)
 
 
+def test_a_group_that_has_joined_late_is_in_the_round_of_the_others(tmp_path):
+    joined = {"batch": 95, "inner_steps": 5, "round": 0.5}
+    assert view_of(write_group(tmp_path, 0, **joined)).round == "9 / 20"
+
+
 def test_a_group_without_a_known_end_has_neither_rounds_nor_a_done_part(tmp_path):
     view = view_of(write_group(tmp_path, 0, max_batches=None))
     assert (view.round, view.done) == ("2", None)

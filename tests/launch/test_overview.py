@@ -59,7 +59,12 @@ def test_one_line_has_the_run_and_no_line_is_longer_for_more_groups(tmp_path):
 def test_the_line_has_the_range_of_losses_and_the_slowest_groups_time(tmp_path):
     groups = []
     for i in range(3):
-        place = {"round": 2.0 + i, "inner_steps": 20 + 10 * i, "seconds_left": 60.0 * i}
+        place = {
+            "round": 2.0 + i,
+            "inner_steps": 20 + 10 * i,
+            "batch": 20 + 10 * i,
+            "seconds_left": 60.0 * i,
+        }
         groups.append(view_of(write_group(tmp_path, i, loss=3.0 - i / 2, **place)))
     assert status_line(groups) == "round 4 / 20, loss 2.000 to 3.000, 2 min 0 s left"
 
