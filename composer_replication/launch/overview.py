@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from composer_replication.callback.run_folder import OUTER_STEP
 from composer_replication.callback.words import plural
 from composer_replication.launch.group_view import GroupView
+from composer_replication.launch.supervision import RESTARTING
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The groups' global parameters at the newest outer step whose digest all groups have.
+
+    Groups that have died are left out.
 
     Attributes:
         outer_step: That step.
@@ -24,12 +27,18 @@ class Comparison:
 
 
 def compared(groups: Sequence[GroupView]) -> Comparison | None:
-    """Compare the groups' digests. None if there is one group, or no step that all have."""
-    common = set.intersection(*(set(group.digests) for group in groups))
-    if not common or len(groups) < 2:
+    """Compare the digests of the groups that have not died; None without two that share a step."""
+    present = _present(groups)
+    common = set.intersection(*(set(group.digests) for group in present)) if present else set()
+    if not common or len(present) < 2:
         return None
-    digests = {group.digests[max(common)] for group in groups}
+    digests = {group.digests[max(common)] for group in present}
     return Comparison(max(common), digests.pop()[:8] if len(digests) == 1 else None)
+
+
+def _present(groups: Sequence[GroupView]) -> list[GroupView]:
+    """The groups whose newest values are not those of a process that has died."""
+    return [group for group in groups if group.mood != "bad" and group.phase != RESTARTING]
 
 
 def newest_outer_step(groups: Sequence[GroupView]) -> int:
@@ -93,12 +102,18 @@ def _rounds(groups: Sequence[GroupView]) -> str:
 
 
 def _losses(groups: Sequence[GroupView]) -> str:
-    texts = [f"{loss:.3f}" for loss in sorted(g.loss for g in groups if g.loss is not None)]
+    texts = [f"{loss:.3f}" for loss in sorted(_known_losses(groups))]
     if not texts:
         return ""
     return f"loss {texts[0]}" + (f" to {texts[-1]}" if texts[-1] != texts[0] else "")
 
 
+def _known_losses(groups: Sequence[GroupView]) -> list[float]:
+    return [group.loss for group in _present(groups) if group.loss is not None]
+
+
 def _time_left(groups: Sequence[GroupView]) -> str:
-    slowest = max(groups, key=lambda group: group.status.get("seconds_left") or 0.0)
-    return "" if slowest.time_left == "-" else f"{slowest.time_left} left"
+    known = [group for group in groups if group.time_left != "-"]
+    if not known:
+        return ""
+    return f"{max(known, key=lambda group: group.status['seconds_left']).time_left} left"

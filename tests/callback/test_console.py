@@ -213,7 +213,7 @@ def terminal(request):
 
 
 @pytest.mark.parametrize("unit", ["ba", "ep"])
-@pytest.mark.parametrize("terminal", [80, 160], indirect=True)
+@pytest.mark.parametrize("terminal", [80, 120], indirect=True)
 def test_composers_progress_bar_shows_the_position_and_the_loss_as_far_as_it_fits(
     terminal, request, unit
 ):
@@ -233,7 +233,7 @@ def test_composers_progress_bar_shows_the_position_and_the_loss_as_far_as_it_fit
     # Composer draws a bar before its first batch, and a finished one without a loss.
     assert sum(map(bool, positions)) >= len(drawn) / 2
     assert max(map(len, drawn)) <= width
-    assert any("loss/train/total=" in line for line in drawn) == (width == 160)
+    assert any("loss/train/total=" in line for line in drawn) == (width == 120)
 
 
 @pytest.mark.parametrize("terminal", [160], indirect=True)

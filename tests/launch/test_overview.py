@@ -32,7 +32,7 @@ def test_one_group_and_groups_without_digests_are_not_compared(tmp_path):
 
 
 def test_the_participants_are_those_of_the_newest_sync(tmp_path):
-    left = write_group(tmp_path, 0, syncs=[sync_line(3, participants=3)], outer_step=3)
+    left = write_group(tmp_path, 0, syncs=[sync_line(3, participants=1)], outer_step=3)
     others = [
         write_group(tmp_path, i, syncs=[sync_line(8, participants=2)], outer_step=8) for i in (1, 2)
     ]
@@ -67,6 +67,16 @@ def test_the_line_has_the_range_of_losses_and_the_slowest_groups_time(tmp_path):
         }
         groups.append(view_of(write_group(tmp_path, i, loss=3.0 - i / 2, **place)))
     assert status_line(groups) == "round 4 / 20, loss 2.000 to 3.000, 2 min 0 s left"
+
+
+@pytest.mark.parametrize("phase", ["restarting", "left out"])
+def test_a_group_that_died_does_not_count_with_its_old_values(tmp_path, phase):
+    syncs = [sync_line(step) for step in (1, 2)]
+    place = {"outer_step": 2, "loss": 2.0, "seconds_left": 30.0}
+    folders = [write_group(tmp_path, i, syncs=syncs, **place) for i in range(2)]
+    dead = write_group(tmp_path, 2, syncs=[sync_line(1, digest="cd")], phase=phase)
+    line = status_line([view_of(folder) for folder in (*folders, dead)])
+    assert ", loss 2.000, 30 s left, parameters equal: abababab, group 2 " in line
 
 
 def test_what_is_wrong_is_named_with_its_groups(tmp_path):
