@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.shards import local_tensor
 
 log = logging.getLogger(__name__)
@@ -62,11 +63,10 @@ def not_loaded(saved: Mapping[str, int] | None, live: Mapping[str, Tensor]) -> f
             "%d of %d tensors of the model are not the checkpoint's: left out of the load "
             "(load_ignore_keys), or replaced since. Their values are kept and become global "
             "parameters, and their outer momentum is reset. A sync in flight that contains them "
-            "is dropped. All replica groups must have the same values: %s%s",
+            "is dropped. All replica groups must have the same values: %s",
             len(kept),
             len(live),
-            ", ".join(kept[:6]),
-            f" and {len(kept) - 6} more" if len(kept) > 6 else "",
+            listed(kept),
         )
     return frozenset(kept)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from composer import Logger
-from composer.loggers import ProgressBarLogger
+from composer.loggers import ConsoleLogger, ProgressBarLogger
 from composer.utils import dist
 from tqdm import tqdm
 
@@ -163,19 +164,36 @@ class Console:
             take_part = plural(self._num_groups, "group takes", "groups take")
             log.info("Outer step %d: %s; %s part", step, news, take_part)
 
-    def show_round(self, rounds: float, logger: Logger) -> None:
-        """Put the round and the number of groups beside the loss in Composer's progress bar.
+    def show_position(self, rounds: float, outer_step: int, logger: Logger) -> None:
+        """Put the round, the outer step and the number of groups on Composer's console.
+
+        Its progress bar has them before the bar, and its console logger beside the other metrics
+        of each batch that it prints.
 
         Args:
-            rounds: How many this group has trained.
+            rounds: How many rounds this group has trained.
+            outer_step: Of this group.
             logger: Composer's logger.
         """
         if not self._is_on:
             return
-        shown = {"round": f"{rounds:.1f}", "groups": str(self._num_groups)}
+        groups = plural(self._num_groups, "group")
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger) and destination.train_pbar:
-                destination.train_pbar.metrics.update(shown)  # it draws them with the next loss
+                bar = destination.train_pbar.pbar
+                bar.bar_format = short_bar_format(bar.bar_format)
+                # It is drawn with the next loss.
+                bar.set_description_str(
+                    f"round {rounds:.1f}, outer step {outer_step}, {groups}", refresh=False
+                )
+            elif isinstance(destination, ConsoleLogger):
+                destination.log_metrics(
+                    {
+                        "diloco/round": rounds,
+                        "diloco/outer_step": outer_step,
+                        "diloco/num_participants": self._num_groups,
+                    }
+                )
 
     # ---- the end ----------------------------------------------------------------------------
 
@@ -198,6 +216,15 @@ class Console:
             format_duration(seconds),
             100 * self._blocked_s / max(seconds, 1e-9),
         )
+
+
+def short_bar_format(bar_format: str) -> str:
+    """Make room in the format of Composer's progress bar, which has 48 columns of bar and spaces.
+
+    Args:
+        bar_format: Composer's, or what this returned: then it is returned as it is.
+    """
+    return re.sub(" {2,}", " ", bar_format).replace("{bar:25}", "{bar:10}")
 
 
 def members_of(manager: Any) -> dict[str, str]:

@@ -29,6 +29,7 @@ from composer_replication.data.group_data import group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.settings_table import settings_table
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Fit:
             state: Composer's state.
             logger: Composer's logger.
         """
+        self._log_settings()
         also_synced, averages = self._group.also_synced, self._group.averages
         assert averages is not None, "the state has been restored"
         known_step = self._run.outer_step if self._run is not None else 0
@@ -100,6 +102,14 @@ class Fit:
         if self._membership is not None:
             diloco.offer_settings(self._membership.known_settings())
         return diloco
+
+    def _log_settings(self) -> None:
+        if dist.get_global_rank() == 0:
+            source = "Settings"
+            if self._run is not None:
+                version, origin = self._run.settings_version, self._run.settings_source
+                source = f"The coordinator's settings (version {version}, {origin})"
+            log.info("%s:\n  %s", source, "\n  ".join(settings_table(self._settings)))
 
     def _is_in_batch(self) -> bool:
         return self._group.diloco is not None and self._group.diloco.counts_steps
@@ -128,7 +138,7 @@ class Fit:
         self.sync_log.log_syncs(reports, state, logger)
         self.console.synced(reports, self.manager)
         progress = self.sync_log.report_phase(phase, state, diloco)
-        self.console.show_round(progress["round"], logger)
+        self.console.show_position(progress["round"], progress["outer_step"], logger)
         if self._membership is not None:
             self._membership.report_progress(progress)
         if reports and data is not None:

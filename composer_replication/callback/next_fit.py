@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composer_replication.callback.checkpoint import momentum_of
 from composer_replication.callback.checksums import checksums
+from composer_replication.diloco.fragments import listed
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def replaced_since(left: Mapping[str, int] | None, live: Mapping[str, Tensor]) -
             "and become global parameters, and their outer momentum is reset. All replica groups "
             "must have the same values: %s",
             len(names),
-            ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
+            listed(names),
         )
     return names
 
@@ -54,7 +55,7 @@ def carry_over(
     theta = _theta(ended)
     new = sorted(_theta(fresh).keys() - theta.keys())
     if new:
-        log.info("Trained from this fit on, and synchronised: %s", ", ".join(new))
+        log.info("Trained from this fit on, and synchronised: %s", listed(new))
     if not new and not replaced:
         return dict(ended)
     kept = {name: tensor for name, tensor in theta.items() if name not in replaced}

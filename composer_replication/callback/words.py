@@ -34,6 +34,14 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
+def format_roughly(seconds: float) -> str:
+    """Format seconds in one unit, such as ``45 s``, ``12 min`` or ``3 h``."""
+    for unit, length in (("s", 1), ("min", 60)):
+        if seconds < 100 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 3600:.0f} h"
+
+
 def listed_groups(names: Sequence[str], limit: int = 8) -> str:
     """Name replica groups: ``group 1``, ``groups 0, 1 and 2``, or how many, if they are many."""
     if len(names) > limit:

@@ -57,7 +57,6 @@ class RunInfo:
             SettingsMismatch: One differs from the run's.
         """
         self.check_settings(named, str(options.coordinator_addr))
-        log.info("The coordinator's settings (%s): %s", self.settings_source, self.settings)
         return replace(
             options,
             lighthouse_addr=options.lighthouse_addr or self.lighthouse_addr,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from composer_replication.diloco.fragments import listed
+
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +69,7 @@ class Freezing:
         for name in news:
             self._parameters[name].requires_grad_(False)
         if news:
-            log.info("Frozen, as in the global state that was taken over: %s", ", ".join(news))
+            log.info("Frozen, as in the global state that was taken over: %s", listed(news))
 
     def rules(self, sent: list[bool], frozen: Mapping[int, Tensor], alpha: float) -> StepRules:
         """Return how the outer step of a sync treats this fragment.

@@ -20,8 +20,9 @@ from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
 from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.coordinator_command import settings_of, tls_dir_of
-from composer_replication.launch.display import Display
+from composer_replication.launch.display import Display, print_settings
 from composer_replication.launch.errors import BAD_INPUT, FAILED, INTERRUPTED
+from composer_replication.launch.group_ends import GroupEnds
 from composer_replication.launch.group_process import environment, group_environment
 from composer_replication.launch.job import Job, check_launch
 from composer_replication.launch.outcome import conclude, explain_failure, keep_page
@@ -91,6 +92,7 @@ def launch_groups(
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     if auto:
         console.print(auto, markup=False, soft_wrap=True)
+    print_settings(console, settings_of(config), job.source)
     say = partial(console.print, style="red", markup=False, soft_wrap=True)
     began = time.monotonic()
     tokens_of_env = ReplicaEnv.from_env().tokens
@@ -198,7 +200,11 @@ def _watch(
         The exit statuses of the groups that failed for good.
     """
 
+    ends = GroupEnds(supervisor)
+
     def show(statuses: dict[int, int | None], is_last: bool) -> None:
+        for line in () if is_last else ends.new():  # an end of the run is explained after it
+            display.say(line)
         display.refresh(statuses, is_last=is_last)
         starts.look()
         if fault_injector is not None and not is_last:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from composer_replication.callback.run_folder import METRICS, RESULT, log_path
 from composer_replication.callback.words import format_duration, plural
 from composer_replication.launch.errors import FAILED
+from composer_replication.launch.group_ends import describe_end
 from composer_replication.launch.page_record import write_page
 from composer_replication.launch.report import write_report
 from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
@@ -84,8 +86,7 @@ def finish(
         rows.append(("started again", each))
     rows += [("time", format_duration(seconds)), ("picture", str(picture))]
     rows.append(("page", str(write_page(run_dir))))
-    for name, value in [*rows, ("all files", str(run_dir))]:
-        print(f"{name:<24}{value}")
+    print_rows([*rows, ("all files", str(run_dir))])
     if len(set(run.digests.values())) > 1:
         print_error(
             "The groups ended with different global parameters, so their last syncs differ. "
@@ -109,12 +110,29 @@ def explain_failure(
     run_dir: Path, replica_id: int, status: int, consequence: str = "the run is stopped"
 ) -> None:
     """Print how a group ended, what follows from it, and the last lines of its log."""
-    end = f"ended with exit status {status}"
-    if status < 0:
-        end = f"was ended by {signal.Signals(-status).name}"
     path = log_path(run_dir, replica_id)
-    print_error(f"Replica group {replica_id} {end}, so {consequence}. {path} ends with:")
+    print_error(
+        f"Replica group {replica_id} {describe_end(status)}, so {consequence}. {path} ends with:"
+    )
     print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Print names and values below each other, on a terminal with values wrapped in their column.
+
+    Elsewhere each is one line, whatever its length.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        for name, value in rows:
+            print(f"{name:<24}{value}")
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    console.print(table)
 
 
 def print_error(text: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from composer_replication.callback.run_folder import log_path
 from composer_replication.launch.errors import INTERRUPTED
+from composer_replication.launch.group_ends import GroupEnds
 from composer_replication.launch.group_process import group_environment, without_ranks
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.launch.start_watch import StartWatch
@@ -112,19 +113,14 @@ class _Narrator:
 
     def __init__(self, supervisor: Supervisor, replica_id: str, watch: StartWatch) -> None:
         self._record = supervisor.records[replica_id]
-        self._most, self._id, self._watch = supervisor.max_restarts, replica_id, watch
-        self._told = 0
+        self._watch = watch
+        self._ends = GroupEnds(supervisor)
 
     def __call__(self, statuses: Mapping[ReplicaId, int | None], is_last: bool) -> None:
-        record = self._record
-        if not record.deaths:  # else its own errors say more
+        if not self._record.deaths:  # else its own errors say more
             self._watch.look()
-        for status in record.deaths[self._told :]:
-            then = "it is not started again"
-            if record.due is not None:
-                then = f"it is started again (restart {record.in_a_row + 1} of {self._most})"
-            log.warning("Replica group %s ended with status %d: %s", self._id, status, then)
-        self._told = len(record.deaths)
+        for line in self._ends.new():
+            log.warning("Replica %s", line)
 
 
 def replica_id_from(environ: Mapping[str, str]) -> str:

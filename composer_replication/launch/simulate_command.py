@@ -10,10 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.callback.run_folder import CONFIG, make_run_folder
+from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.auto_numbers import with_numbers
-from composer_replication.launch.display import Display
+from composer_replication.launch.display import Display, print_settings
 from composer_replication.launch.outcome import finish
-from composer_replication.training.config import save_config
+from composer_replication.training.config import diloco_section, save_config
 
 
 def simulate_groups(config: dict[str, Any], config_path: Path, replicas: int) -> int:
@@ -39,6 +41,8 @@ def simulate_groups(config: dict[str, Any], config_path: Path, replicas: int) ->
 
     # The display shows one table for all groups. Their log lines would be drawn over it.
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
-    with Display(Console(), run_dir, replicas).follow():
+    console = Console(highlight=False)
+    print_settings(console, pick(DiLoCoSettings, diloco_section(config)), str(config_path))
+    with Display(console, run_dir, replicas).follow():
         simulate_replicas(config, replicas)
     return finish(run_dir, range(replicas), time.monotonic() - began, restarts={})

@@ -23,6 +23,10 @@ MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
+RESTARTING, LEFT_OUT, NOT_BACK = "restarting", "left out", "not back"
+"""Phases of a group that has died: it will be started again; it failed too often, and the others go
+on; it died when no group was left to join."""
+
 JOINED = ("training", "evaluating", "finished")
 """Phases of a group that has joined the others."""
 
@@ -160,11 +164,11 @@ class Supervisor:
             record.status = status
             record.is_left_out = record.restarts > 0 and any(map(self.is_training, self.records))
             if record.is_left_out:
-                self._write_phase(replica_id, "left out")
+                self._write_phase(replica_id, LEFT_OUT)
             return
         pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
-        self._write_phase(replica_id, "restarting")
+        self._write_phase(replica_id, RESTARTING, restart_at=time.time() + pause_s)
 
     def _has_failed_to_start(self, replica_id: ReplicaId, status: int) -> bool:
         """Whether a group ended with an error of its own before it joined, in its first process.
@@ -203,12 +207,12 @@ class Supervisor:
 
     def _is_rejoining(self, replica_id: ReplicaId, record: GroupRecord) -> bool:
         """Whether a group was started again and has not joined yet."""
-        return bool(record.restarts) and self._phase(replica_id) in ("restarting", "joining")
+        return bool(record.restarts) and self._phase(replica_id) in (RESTARTING, "joining")
 
     def _give_up(self, replica_id: ReplicaId, record: GroupRecord) -> None:
         self.groups.end(replica_id)
         record.is_given_up, record.due, record.status = True, None, 1
-        self._write_phase(replica_id, "not back")
+        self._write_phase(replica_id, NOT_BACK)
 
     def _metrics_size(self, replica_id: ReplicaId) -> int:
         path = log_path(self.run_dir, replica_id).with_name(METRICS)
@@ -221,10 +225,10 @@ class Supervisor:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         return read_json(path).get("phase", "")
 
-    def _write_phase(self, replica_id: ReplicaId, phase: str) -> None:
+    def _write_phase(self, replica_id: ReplicaId, phase: str, **more: float) -> None:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
         try:
-            replace_json(path, read_json(path) | {"phase": phase})
+            replace_json(path, read_json(path) | {"phase": phase, **more})
         except OSError as error:  # a full disk must not end the groups that train
             log.warning("Cannot write %s, group %s is %s: %s", path, replica_id, phase, error)
 

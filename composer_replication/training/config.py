@@ -33,6 +33,7 @@ TOP_LEVEL = (
     "algorithms",
     "autoresume",
     "callbacks",
+    "console_log_interval",
     "device",
     "device_eval_batch_size",
     "device_train_microbatch_size",

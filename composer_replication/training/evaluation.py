@@ -52,6 +52,6 @@ def _reference(
     here = {"text": text, "tokens": trainer.state.timestamp.token.value * num_replicas}
     different = [f"{name} {here[name]}" for name in here if reference.get(name) != here[name]]
     if different:
-        log.info("The reference of data parallel is not shown: it is not for %s", different)
+        log.info("No data parallel result is shown: none is known for %s", " and ".join(different))
         return {}
     return {key: float(reference[key])}

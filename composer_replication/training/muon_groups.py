@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from composer_replication.diloco.fragments import listed
+
 log = logging.getLogger(__name__)
 
 ADAMW_NAMES = (
@@ -76,6 +78,6 @@ def split_groups(params: Iterable[Any], adamw_names: str) -> list[dict[str, Any]
             f"there is no matrix of a hidden layer for Muon, and {rest} parameters for AdamW: "
             "use another optimizer, or other adamw_names"
         )
-    names = ", ".join(found) or "none"
+    names = listed(found) or "none"
     log.info("Muon trains %d parameters, AdamW %d; matrices among these: %s", muon, rest, names)
     return split

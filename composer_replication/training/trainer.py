@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 TRAINER_ARGUMENTS = (
     "autoresume",
+    "console_log_interval",
     "device",
     "device_train_microbatch_size",
     "dist_timeout",

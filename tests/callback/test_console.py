@@ -19,7 +19,7 @@ import pytest
 from composer_jobs import callback_of, fit, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.callback.console import changes, members_of
+from composer_replication.callback.console import changes, members_of, short_bar_format
 from composer_replication.callback.words import listed_groups
 from composer_replication.simulation.simulation import Fault, simulate
 
@@ -187,10 +187,10 @@ def test_a_group_that_trains_alone_says_so(printed, monkeypatch):
 
 
 @pytest.fixture
-def terminal():
-    """A terminal of 200 columns: its file, and a function that returns what it shows."""
+def terminal(request):
+    """A terminal of so many columns: its file, and a function that returns what was written."""
     reading, writing = os.openpty()
-    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 50, request.param, 0, 0))
     shown = bytearray()
 
     def read():
@@ -212,30 +212,73 @@ def terminal():
     os.close(reading)
 
 
-@pytest.mark.parametrize("verbose", [True, False])
-def test_composers_progress_bar_shows_the_round_and_the_groups(terminal, verbose):
+@pytest.mark.parametrize("unit", ["ba", "ep"])
+@pytest.mark.parametrize("terminal", [80, 120], indirect=True)
+def test_composers_progress_bar_shows_the_position_and_the_loss_as_far_as_it_fits(
+    terminal, request, unit
+):
     file, close = terminal
+    width = request.node.callspec.params["terminal"]
 
     def replica(sim):
         shows = sim.replica_id == 0
         bar = {"progress_bar": True, "console_stream": file} if shows else {}
-        fit(sim, max_duration="8ba", diloco={"verbose": verbose}, **bar)
+        fit(sim, max_duration={"ba": "8ba", "ep": "2ep"}[unit], **bar)
+
+    simulate(replica, num_replicas=2)
+    drawn = [line for line in re.split(r"[\r\n]", close()) if "train" in line]
+    drawn = [re.sub(r"\x1b\[[A-Za-z]", "", line) for line in drawn]
+    positions = [re.search(r"round \d\.\d, outer step \d, 2 groups: +\d+%\|", d) for d in drawn]
+    assert any("round 2.0, outer step 2, 2 groups: 100%|" in line for line in drawn)
+    # Composer draws a bar before its first batch, and a finished one without a loss.
+    assert sum(map(bool, positions)) >= len(drawn) / 2
+    assert max(map(len, drawn)) <= width
+    # With Composer's own format 120 columns would end before the loss.
+    whole = [line for line in drawn if "groups:" in line and "loss/train/total=" in line]
+    assert bool(whole) == (width == 120)
+
+
+@pytest.mark.parametrize("terminal", [160], indirect=True)
+def test_without_verbose_composers_progress_bar_is_composers(terminal):
+    file, close = terminal
+
+    def replica(sim):
+        bar = {"progress_bar": True, "console_stream": file} if sim.replica_id == 0 else {}
+        fit(sim, max_duration="8ba", diloco={"verbose": False}, **bar)
 
     simulate(replica, num_replicas=2)
     shown = close()
-    assert "loss/train/total=" in shown
-    assert ("round=1.0, groups=2" in shown) == ("round" in shown) == verbose
+    assert "loss/train/total=" in shown and "round" not in shown
+    assert "train" + 20 * " " in shown
 
 
-def test_composers_console_logger_shows_the_round_and_the_groups(tmp_path):
+def test_a_shortened_format_of_a_bar_stays_as_it_is():
+    composers = "train                         {l_bar}{bar:25}{r_bar}{bar:-1b}"
+    short = short_bar_format(composers)
+    assert short == short_bar_format(short) == "train {l_bar}{bar:10}{r_bar}{bar:-1b}"
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_composers_console_logger_shows_the_position_at_each_batch_that_it_prints(
+    tmp_path, verbose
+):
     def replica(sim):
         with (tmp_path / f"{sim.replica_id}").open("w") as file:
-            shown = {"log_to_console": True, "console_stream": file, "console_log_interval": "4ba"}
-            fit(sim, max_duration="8ba", **shown)
+            shown = {"log_to_console": True, "console_stream": file, "console_log_interval": "2ba"}
+            fit(sim, max_duration="8ba", diloco={"verbose": verbose}, **shown)
 
     simulate(replica, num_replicas=2)
     said = (tmp_path / "0").read_text()
-    assert "Train diloco/round: 2.0000" in said and "Train diloco/num_participants: 2" in said
+    names = ("round", "outer_step", "num_participants")
+    values = [re.findall(rf"Train diloco/{name}: ([\d.]+)", said) for name in names]
+    # A sync every four batches. Each group's own metrics of a sync are shown in any case.
+    rounds, steps, participants = values
+    if verbose:
+        assert [float(value) for value in rounds] == [0.25, 0.5, 1.0, 1.5, 2.0]
+        assert [int(value) for value in steps] == [0, 0, 1, 1, 2]
+    else:
+        assert [float(value) for value in rounds] == [1.0, 2.0]
+    assert participants == ["2"] * len(rounds)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def test_a_run_ends_with_a_summary_a_picture_and_what_came_out(tmp_path, capsys)
     assert (run_dir / "loss.png").stat().st_size > 10_000
     assert "sync_every: 10" in (run_dir / "config.yaml").read_text()
     said = capsys.readouterr().out
+    assert "\nSettings from tiny.yaml:\n  sync_every " in said
     assert "3.200   (unigram 4.700, uniform 8.000)" in said
     assert "equal in 2 groups after 2 outer steps: abababab" in said
     # Two syncs of 4000 bytes; data parallel sends as much in each of 20 inner steps.
@@ -204,7 +205,9 @@ def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_pat
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [replica["restarts"] for replica in summary["replicas"]] == [0, 1]
     assert (tmp_path / "run" / "replica_1" / "lives").read_text() == "xx"
-    assert "started again           group 1 1 time" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "started again           group 1 1 time" in said
+    assert "group 1 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)\n" in said
     assert alive(pids_of(tmp_path)) == []
 
 

@@ -1,14 +1,11 @@
 """What is read from a run folder, told and drawn. Run: pytest tests/launch/test_report.py."""
 
 import json
-from io import TextIOWrapper
 from itertools import pairwise
 
 import pytest
-from rich.console import Console
 
 from composer_replication.callback.words import format_duration
-from composer_replication.launch.display import Display, GroupView
 from composer_replication.launch.outer_readings import READINGS
 from composer_replication.launch.report import MAX_POINTS, write_report
 from composer_replication.launch.run_record import (
@@ -208,66 +205,6 @@ def test_of_a_long_run_evenly_spaced_syncs_are_drawn(number):
 def test_syncs_that_were_made_again_after_a_resume_are_drawn_once():
     lines = [sync(1), sync(2, loss=9.0), sync(3, loss=9.0), sync(2), sync(3)]
     assert [line["loss"] for line in thin_out(lines, ["loss"], MAX_POINTS)] == [4.9, 4.8, 4.7]
-
-
-def test_a_groups_progress_follows_its_files(tmp_path):
-    view = GroupView(tmp_path)
-    view.update(None)
-    assert (view.phase, view.round, view.loss) == ("starting", "-", "-")
-    status = {"phase": "training", "batch": 25, "max_batches": 95, "round": 2.5, "outer_step": 2}
-    status |= {"inner_steps": 25, "loss": 3.14159, "seconds_left": 75.0}
-    (tmp_path / "status.json").write_text(json.dumps(status))
-    view.update(None)
-    assert (view.phase, view.round, view.loss) == ("training", "2 / 10", "3.142")
-    assert view.time_left == "1 min 15 s"
-    view.update(-9)
-    assert (view.phase, view.time_left) == ("failed", "-")
-
-
-def test_a_groups_progress_keeps_the_last_digests_only(tmp_path):
-    view = GroupView(tmp_path)
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        for step in [*range(1, 1500), *range(1400, 1600)]:  # 100 made again after a resume
-            file.write(json.dumps(sync(step, **{"diloco/global_digest": "ab"})) + "\n")
-    view.update(None)
-    assert list(view.digests) == list(range(600, 1600))
-
-
-def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(tmp_path, caplog):
-    # As stdout is when it is a file on a full disk.
-    with open("/dev/full", "wb", buffering=0) as full:
-        console = Console(file=TextIOWrapper(full, write_through=True))
-        with Display(console, tmp_path, 2) as shown:
-            for _ in range(3):
-                shown.refresh({0: None, 1: None}, is_last=True)
-    assert caplog.text.count("Cannot show how the groups are doing") == 1
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-@pytest.mark.parametrize(
-    ("others", "verdict"),
-    [("ab", "equal at outer step 1: abababab"), ("cd", "DIFFERENT at outer step 1")],
-)
-def test_the_display_compares_the_last_digests_that_all_have(
-    tmp_path, is_terminal, others, verdict
-):
-    for replica_id, digest in enumerate(("ab", others)):
-        folder = tmp_path / f"replica_{replica_id}"
-        folder.mkdir()
-        status = {"phase": "training", "batch": 9, "max_batches": 20, "outer_step": 2}
-        status |= {"inner_steps": 9, "round": 0.9, "loss": 3.0}
-        (folder / "status.json").write_text(json.dumps(status))
-        # Group 0 is one outer step ahead.
-        syncs = [sync(step, **{"diloco/global_digest": digest * 32}) for step in (1, 2)]
-        lines = [json.dumps(line) + "\n" for line in syncs[: 2 - replica_id]]
-        (folder / "metrics.jsonl").write_text("".join(lines))
-    console = Console(force_terminal=is_terminal, width=100)
-    with console.capture() as capture:
-        with Display(console, tmp_path, 2) as shown:
-            shown.refresh({0: None, 1: None}, is_last=True)
-    said = capture.get()
-    assert f"outer step 2, 2 participants, {verdict}" in said
-    assert "training" in said and "0 / 2" in said and "3.000" in said
 
 
 def test_the_end_of_a_log_is_its_error_without_the_frames(tmp_path):

@@ -6,6 +6,7 @@ Stood in for: the processes, by exit statuses; the clock's pauses, by shorter on
 """
 
 import json
+import time
 
 import pytest
 from failing_disk import no_file_above
@@ -151,7 +152,8 @@ def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_pa
             groups.lives[0][0] = groups.lives[1][0] = 0
 
     supervise(tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back)
-    assert json.loads(status.read_text()) == {"phase": "restarting"}
+    restart_at = pytest.approx(time.time(), abs=900)
+    assert json.loads(status.read_text()) == {"phase": "restarting", "restart_at": restart_at}
     assert status.stat().st_ino != inode  # replaced, not overwritten
 
 

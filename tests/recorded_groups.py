@@ -1,0 +1,43 @@
+"""Folders of replica groups as their callbacks would write them, for tests of what is shown."""
+
+import json
+import time
+
+from composer_replication.launch.group_view import GroupView
+
+
+def sync_line(outer_step, *, digest="ab", participants=2, **changes):
+    """A line of ``metrics.jsonl``. ``digest``: two characters, repeated; None for none."""
+    values = {"outer_step": outer_step, "fragment": 0, "num_participants": participants}
+    values |= {"sync_seconds": 0.25, "compute_fraction": 0.9, "bytes_sent": 4000}
+    values |= {"bytes_float32": 4000} | ({"global_digest": digest * 32} if digest else {})
+    line = {f"diloco/{name}": value for name, value in values.items()}
+    return line | {"inner_steps": 10 * outer_step, "loss": 4.0} | changes
+
+
+def write_group(run_dir, replica_id, *, syncs=(), **status):
+    """Write what a group of 200 batches says at batch 25, with these changes and further syncs."""
+    folder = run_dir / f"replica_{replica_id}"
+    folder.mkdir(parents=True, exist_ok=True)
+    position = {"phase": "training", "batch": 25, "max_batches": 200, "inner_steps": 25}
+    position |= {"outer_step": 2, "round": 2.5, "loss": 3.14159, "seconds_left": 75.0}
+    position |= {"trained_at": time.time()}
+    (folder / "status.json").write_text(json.dumps(position | status))
+    with (folder / "metrics.jsonl").open("a") as file:
+        for line in syncs:
+            file.write(json.dumps(line) + "\n")
+    return folder
+
+
+def view_of(folder, exit_status=None):
+    """The display's view of a group."""
+    view = GroupView(folder)
+    view.update(exit_status)
+    return view
+
+
+def recorded(run_dir, count, **status):
+    """Views of groups that have taken two outer steps."""
+    syncs = [sync_line(step, participants=count) for step in (1, 2)]
+    folders = [write_group(run_dir, i, syncs=syncs, **status) for i in range(count)]
+    return [view_of(folder) for folder in folders]
