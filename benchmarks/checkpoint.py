@@ -1,6 +1,6 @@
 """What DiLoCo adds to a Composer checkpoint, in bytes and in seconds, as ratios.
 
-    python benchmarks/checkpoint.py [--d-model 512] [--saves 7]
+    python benchmarks/checkpoint.py [--quick] [--json OUT] [--d-model 512] [--saves 7]
 
 The same job with and without the callback, in one process; saves take turns, and the median counts.
 The floor is what a resume cannot do without: model, inner optimizer, and twice the model in fp32
@@ -9,8 +9,6 @@ The floor is what a resume cannot do without: model, inner optimizer, and twice 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 from composer import Callback, Trainer
+from results import command_line, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -101,10 +100,12 @@ def run(job: str, path: Path, d_model: int, saves: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line(__doc__, quick="two saves of a small model")
     parser.add_argument("--d-model", type=int, default=512)
     parser.add_argument("--saves", type=int, default=7)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.d_model, arguments.saves = 64, 2
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for job in track(JOBS, "saving"):
@@ -116,17 +117,19 @@ def main() -> None:
         row["bytes_ratio"], row["seconds_ratio"] = (
             row[key] / alone[key] for key in ("bytes", "seconds")
         )
+        if row is not alone:
+            row["bytes / floor"] = row["bytes"] / row["floor"]
         table.add_row(
             job,
             f"{row['bytes'] / 1e6:.1f}",
             f"{row['bytes_ratio']:.2f}",
-            f"{row['bytes'] / row['floor']:.3f}" if row is not alone else "-",
+            f"{row['bytes / floor']:.3f}" if row is not alone else "-",
             f"{row['seconds']:.2f}",
             f"{row['seconds_ratio']:.2f}",
             f"{row['bytes'] / row['seconds'] / 1e6:.0f}",
         )
     Console().print(table)
-    print(json.dumps(found))
+    write({"params": round(found["Composer alone"]["model"] / 4), "jobs": found}, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ disk before it is given, so the disk's own time for that is shown too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from results import command_line, write
 from rich.console import Console
 from rich.table import Table
 
@@ -97,7 +97,9 @@ class Group:
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
         """One request; its answer."""
         data = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = (
+            f"{method} /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        )
         self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         headers = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         size = int(headers.split("content-length:")[1].split("\r\n")[0])
@@ -238,10 +240,7 @@ def large(root: Path, num_leases: int, starts: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="under 50 s, with fewer leases")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, quick="under 50 s, with fewer leases").parse_args()
     quick = arguments.quick
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -252,8 +251,7 @@ def main() -> None:
         with console.status("a large state folder"):
             found |= large(root, 100_000 if quick else UNITS, 1 if quick else 3)
     show(console, found)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    write(found, arguments)
 
 
 def show(console: Console, found: dict[str, float]) -> None:

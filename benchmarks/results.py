@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
+import shlex
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -54,8 +62,37 @@ def report(title: str, rows: Mapping[str, Sequence[float]], arguments: argparse.
 
 
 def write(found: Mapping[str, object], arguments: argparse.Namespace) -> None:
-    """Write what was measured, and under which arguments, where ``--json`` says."""
+    """Write what was measured, with which arguments, when and where, to the file of ``--json``.
+
+    The pages take their numbers from such files in ``benchmarks/measured``.
+    """
     if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({**found, "arguments": vars(arguments)}, default=str, indent=1)
-        )
+        about = {"arguments": vars(arguments), "measured": circumstances()}
+        arguments.json.write_text(json.dumps({**found, **about}, default=str, indent=1) + "\n")
+
+
+def circumstances() -> dict[str, object]:
+    """The command of this process, today, the state of the repository, and this machine."""
+    state = ["git", "describe", "--always", "--dirty"]
+    folder = Path(__file__).parent
+    commit = subprocess.run(state, cwd=folder, capture_output=True, text=True, check=False)
+    torch = sys.modules.get("torch")
+    return {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip() or None,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    """Its name; Linux has it in a file only."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor())

@@ -158,6 +158,14 @@ def _length_look() -> Iterator[Cell]:
     yield replace(DATA_PARALLEL_MUON, lr=8e-3, steps=3600)
 
 
+def _muon_batch_look() -> Iterator[Cell]:
+    """Whether a larger batch narrows the gap with Muon inside."""
+    yield replace(TWO_MUON, sync_every=15, batch=32)
+    yield replace(DATA_PARALLEL_MUON, batch=32)
+    yield replace(TWO_MUON, sync_every=15, batch=32, lr=1.2e-2)
+    yield replace(DATA_PARALLEL_MUON, batch=32, lr=1.6e-2)
+
+
 def _claims() -> Iterator[Cell]:
     """All arms, a few seeds of each before the rest: whatever has been run can be compared."""
     for seeds in (CLAIM_SEEDS[:5], CLAIM_SEEDS[5:]):
@@ -176,6 +184,7 @@ STAGES = {
     "muon lr look": _muon_lr_look,
     "length look": _length_look,
     "plain average look": _plain_average_look,
+    "muon batch look": _muon_batch_look,
     "base": _base,
     "quickstart": _quickstart,
     "claims": _claims,

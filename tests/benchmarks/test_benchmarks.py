@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from number_sources import read_results
 
 from composer_replication.launch.run_record import read_run
 
@@ -176,3 +177,18 @@ def test_a_run_without_goodput_is_refused_with_what_to_give(load, tmp_path):
     (tmp_path / "replica_0").mkdir()
     with pytest.raises(ValueError, match="has no goodput or no sync_every: give the summary.json"):
         goodput.measured_costs(read_run(tmp_path), {}, costs_of(goodput))
+
+
+def test_a_file_of_results_says_what_has_made_it_and_is_read_by_the_pages(load, tmp_path):
+    results = load("results")
+    arguments = results.command_line("", quick="less").parse_args(
+        ["--json", f"{tmp_path}/x-1.json"]
+    )
+    results.report("a title", {"ours / floor": [1.5, 1.0, 3.0]}, arguments)
+    found = read_results(tmp_path)["x_1"]
+    assert found.ratios == {"ours / floor": {"median": 1.5, "min": 1.0, "max": 3.0}}
+    assert found.arguments.quick is False
+    about = found.measured
+    assert "pytest" in about.command and about.torch == torch.__version__.partition("+")[0]
+    assert about.cores >= 1 and about.memory_gib >= 1 and about.processor
+    assert about.date[:2] == "20" and about.keys() >= {"commit", "gpu", "python"}

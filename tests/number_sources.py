@@ -1,0 +1,184 @@
+"""What a mark in a page may name: results, the code, other files, the planner, publications."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import yaml
+from plan_errors import plan_errors
+from typer.testing import CliRunner
+
+from composer_replication.cli import app
+from composer_replication.diloco import outer_table
+from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "measured"
+PACKAGE = ROOT / "composer_replication"
+STUDY = ROOT / "spikes" / "009-learning" / "results.jsonl"
+REQUIREMENTS = (
+    "pyproject.toml",
+    *(f"tests/{name}/requirements.txt" for name in ("torch_new", "llmfoundry")),
+)
+
+
+class Values(dict[str, Any]):
+    """An object of a JSON file, whose members are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no {name!r} in {', '.join(self)}") from None
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, Values]:
+    """Every file of results, under its name with underscores.
+
+    Raises:
+        ValueError: A file does not say which command has made it, and when.
+    """
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        values = json.loads(path.read_text(), object_hook=Values)
+        missing = {"command", "date", "commit"} - values.get("measured", {}).keys()
+        if missing:
+            raise ValueError(f"{path.name} lacks {sorted(missing)} in 'measured'")
+        results[path.stem.replace("-", "_")] = values
+    return results
+
+
+@cache
+def code(path: str, name: str) -> Any:
+    """The literal that a module of the package gives a name: a constant, field or argument.
+
+    Args:
+        path: Of the module, below ``composer_replication``.
+        name: The constant's, or the default's; it has to have one value in the module.
+    """
+    found = []
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.AnnAssign):
+            found += [node.value] if getattr(node.target, "id", None) == name else []
+        elif isinstance(node, ast.Assign):
+            found += [node.value] if name in [getattr(t, "id", None) for t in node.targets] else []
+        elif isinstance(node, ast.arguments):
+            positional = [*node.posonlyargs, *node.args]
+            pairs = [*zip(reversed(positional), reversed(node.defaults), strict=False)]
+            pairs += zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            found += [default for argument, default in pairs if argument.arg == name]
+        elif isinstance(node, ast.keyword) and node.arg == name:
+            found.append(node.value)
+    texts = {ast.unparse(node) for node in found if node is not None and _is_literal(node)}
+    if len(texts) != 1:
+        raise ValueError(f"{path} has {sorted(texts) or 'no literal'} for {name}: name one")
+    return eval(texts.pop(), {"__builtins__": {}})
+
+
+def _is_literal(node: ast.AST) -> bool:
+    return not any(isinstance(each, ast.Name | ast.Call | ast.Attribute) for each in ast.walk(node))
+
+
+@cache
+def found(path: str, pattern: str) -> list[float | str]:
+    """What the groups of a pattern match in a file of the repository, as numbers if possible.
+
+    Args:
+        path: Of the file, below the root of the repository.
+        pattern: A regular expression that the file matches at one place.
+    """
+    matches = list(re.finditer(pattern, (ROOT / path).read_text()))
+    if len(matches) != 1:
+        raise ValueError(f"{path} has {pattern!r} {len(matches)} times: it has to be there once")
+    texts = matches[0].groups()
+    return [float(text) if re.fullmatch(r"[\d.e-]+", text) else text for text in texts]
+
+
+def config(path: str, key: str) -> Any:
+    """A value of a YAML file, under a key with points."""
+    value = yaml.safe_load((ROOT / path).read_text())
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+@cache
+def plan(**options: str | float) -> str:
+    """What ``composer-replication plan`` prints with these options."""
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
+    arguments = ["plan", *(text for pair in pairs for text in pair)]
+    answer = CliRunner(env={"COLUMNS": "100"}).invoke(app, arguments, catch_exceptions=False)
+    return answer.output
+
+
+def published(url: str, *values: float) -> tuple[float, ...]:
+    """Figures of others, and where they stand."""
+    if not url.startswith("https://"):
+        raise ValueError(f"{url!r} is no address: begin it with https://")
+    return values
+
+
+def chosen(*values: float | str) -> tuple[float | str, ...]:
+    """Numbers that are no findings: an example's, a target's, a name's."""
+    return values
+
+
+def claims(**cell: Any) -> list[float]:
+    """Bits per byte of a training of the learning study, of each seed that counts."""
+    return _study(cell, lambda seed: seed < 100)
+
+
+def tuning(**cell: Any) -> list[float]:
+    """The same of the seeds on which settings were chosen."""
+    return _study(cell, lambda seed: seed > 100)
+
+
+def _study(cell: Mapping[str, Any], counts: Callable[[int], bool]) -> list[float]:
+    lines = [json.loads(line) for line in STUDY.read_text().splitlines()]
+    fits = [line for line in lines if counts(line["cell"]["seed"]) and _is_like(line["cell"], cell)]
+    others = {json.dumps({**line["cell"], "seed": 0}, sort_keys=True) for line in fits}
+    if len(others) != 1:
+        raise ValueError(f"{len(others)} trainings of {STUDY.name} are like {cell}: name one")
+    return [line["bits"] for line in sorted(fits, key=lambda line: line["cell"]["seed"])]
+
+
+def _is_like(cell: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(cell.get(name, 0) == value for name, value in wanted.items())
+
+
+def rows(names: str, *runs: Mapping[str, Any]) -> list[Any]:
+    """Lines of the tables of benchmarks, with ``;`` between names: of each those of all runs."""
+    return [run["ratios"][name] for name in names.split("; ") for run in runs]
+
+
+def versions() -> dict[str, set[str]]:
+    """The versions of each product that a page may name, as long as they are given or shorter."""
+    text = "\n".join((ROOT / path).read_text() for path in REQUIREMENTS)
+    text += "\n" + "\n".join(requires("mosaicml") or ())
+    names = {"Composer": "mosaicml", "Python": "requires-python", "Version": "version"}
+    names |= {"Apache License": 'license = "Apache-', "Ray": r"ray\[train\]"}
+    names |= {product: product for product in ("torch", "torchvision")}
+    known: dict[str, set[str]] = {}
+    for product, name in names.items():
+        given = re.findall(rf'(?<![\w-]){name}[=<>"\s]*(\d+(?:\.\d+)*)', text)
+        parts = [version.split(".") for version in given]
+        known[product] = {".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
+    return known
+
+
+def sources() -> dict[str, Any]:
+    """All names of marks."""
+    own = (code, found, config, plan, plan_errors, published, chosen, claims, tuning, rows)
+    python = (abs, len, list, max, min, sum, zip)
+    names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
+    names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}
+    names |= {"bytes_per_parameter": Values(BYTES_PER_PARAMETER), "outer_table": outer_table}
+    return names | read_results()
