@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from forked import Script
+from page_blocks import block
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -26,11 +27,11 @@ from composer_replication.training.settings_file import load_settings
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def commands(name):
-    """The commands at the top of a script, each as its words."""
+def commands(name, on_page):
+    """The commands of a block, which stand at the top of the script too, each as its words."""
     text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
-    lines = text.partition("\n\n")[2].splitlines()
-    return [shlex.split(line.removesuffix(" &")) for line in lines]
+    assert text.partition("\n\n")[2] == on_page.rstrip()
+    return [shlex.split(line.removesuffix(" &")) for line in on_page.splitlines()]
 
 
 def start(words, *arguments, output, **environ):
@@ -53,7 +54,9 @@ def finish(*scripts):
 
 @pytest.mark.integration
 def test_a_plain_loop_in_two_groups_ends_on_one_model(tmp_path):
-    lighthouse_line, (_, *exported), *groups = commands("plain_loop.py")
+    lighthouse_line, (_, *exported), *groups = commands(
+        "plain_loop.py", block("docs/examples.md", "torchft_lighthouse")
+    )
     environ = dict(word.split("=", 1) for word in exported)
     bind = lighthouse_line[lighthouse_line.index("--bind") + 1]
     assert lighthouse_line[0] == "torchft_lighthouse"
@@ -114,7 +117,9 @@ def launch(tmp_path):
 @pytest.mark.integration
 def test_composer_hands_over_to_diloco_and_back(launch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before, diloco, export, after = commands("handover.py")
+    before, diloco, export, after = commands(
+        "handover.py", block("docs/examples.md", "python examples/handover.py")
+    )
 
     def plain(words):
         output = tmp_path / f"{words[-1]}.txt"
