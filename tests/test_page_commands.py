@@ -70,19 +70,14 @@ def test_make_train_trains_two_groups(tmp_path):
     assert lines[0] == lines[-1] == [["make", "train"], ["make", "test"]]  # which runs this test
     # The environment is there, and training is short.
     here = ["--old-file", ".venv/.installed", f"BIN={PROGRAMS}"]
-    small = " ".join([*SMALL, f"run_dir={tmp_path}"])
-    done = subprocess.run(
-        [*lines[0][0], *here, f"ARGS={small}"],
-        cwd=ROOT,
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-    )
+    command = [*lines[0][0], *here, f"ARGS={' '.join(SMALL)} run_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRON, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal in 2 groups after 2 outer steps" in done.stdout
     assert json.loads((tmp_path / "summary.json").read_text())["outer_steps"] == 2
 
 
+@pytest.mark.slow
 def test_an_export_is_the_global_weights(folder):
     from composer_jobs import fit_alone
 
@@ -94,6 +89,7 @@ def test_an_export_is_the_global_weights(folder):
     assert {tensor.shape[0] for tensor in load_file(out).values()} == {4, 16}
 
 
+@pytest.mark.slow
 def test_the_doctor_examines_the_machine_and_a_config(folder):
     machine, config, as_json = block("docs/doctor.md", "composer-replication doctor").splitlines()
     assert "ok       versions" in invoke(machine)

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from own_job import OwnJob, blocks, page
 from page_blocks import block
@@ -108,4 +109,8 @@ def test_a_setting_is_changed_by_the_pages_line(job):
     done = subprocess.run(
         ["bash", "-ec", line], cwd=job.folder, capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout)["settings"]["outer_lr"] == 0.4
+    assert json.loads(done.stdout) == {"settings_version": 2}
+    answer = httpx.get(
+        f"http://localhost:{job.port}/v1/settings/2", headers={"Authorization": f"Bearer {token}"}
+    )
+    assert answer.json()["outer_lr"] == 0.4
