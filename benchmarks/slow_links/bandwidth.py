@@ -14,6 +14,10 @@ train a multilayer perceptron and meet over gloo. ``+50ms`` is one way: the roun
 * Overlap: over a link on which a sync of the model takes about three inner steps; with how much of
   the round training stood still, and what is left of it without the faster group's wait for the
   slower one. Where a sync begins both have to be there.
+* Peak / mean: the highest rate on the line in a window, over the bytes of a round by its time. The
+  line is either busy or idle, so in a window shorter than a turn the peak is the line's own rate.
+  On a line of 1.2 times the mean rate it is no higher, but for the shaper's burst of 80 kB. The
+  round's time there tells what that costs.
 
 Needs root, iproute2 and a kernel with network namespaces, veth, tbf and TUN. Where it may not make
 such links it says so and exits with 2.

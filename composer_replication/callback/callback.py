@@ -80,7 +80,7 @@ class DiLoCoCallback(Callback):
     Key                              Value
     ===============================  ===================================================
     ``diloco/outer_step``            outer steps committed so far
-    ``diloco/round``                 inner steps so far / ``sync_every``
+    ``diloco/round``                 rounds so far
     ``diloco/fragment``              which fragment was synchronised, from 0
     ``diloco/num_participants``      groups in the quorum
     ``diloco/contribution``          this group's weight in the mean
@@ -99,6 +99,7 @@ class DiLoCoCallback(Callback):
     ``diloco/loss_before``           the same in the last steps before this sync
     ``diloco/loss_spread_after``     largest minus smallest of the groups' loss_after
     ``diloco/loss_spread_before``    the same of their loss_before
+    ``diloco/sync_every``            inner steps of this group in a round
     ``diloco/steps_lost``            inner steps dropped by a heal, or as not finite
     ``diloco/retries``               attempts that did not commit
     ``diloco/healed``                1 if the group took over the global state in it

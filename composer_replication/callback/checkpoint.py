@@ -29,7 +29,8 @@ from torch import Tensor
 
 from composer_replication.callback.checkpoint_layout import BadStateError, CheckpointLayout
 from composer_replication.callback.checksums import checksums, not_loaded
-from composer_replication.diloco.settings import FIXED, DiLoCoSettings, compare_fingerprints
+from composer_replication.diloco.fingerprints import FIXED, compare_fingerprints
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
 
 FORMAT = 3
@@ -70,6 +71,7 @@ def pack(
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
         "frozen": [f["frozen"] for f in fragments],
         "tied": layout.tied,
+        "first_names": layout.first_names,
         "model": whose,
         "checksums": checksums(layout.live, in_model),
     }
@@ -134,6 +136,7 @@ def unpack(
         odd = sorted(names ^ layout.live.keys())[0]
         where = "only in the model" if odd in layout.live else "not in the model"
         raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
+    layout.check_cut(progress.get("first_names"))
     for name, tensor in saved["local"].items():
         if tensor.dtype != layout.live[name].dtype:
             raise BadStateError(

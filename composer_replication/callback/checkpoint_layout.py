@@ -41,6 +41,29 @@ class CheckpointLayout:
         ]
         """The global parameters that are saved beside the model."""
 
+    @property
+    def first_names(self) -> list[str]:
+        """The name of the first tensor in each fragment."""
+        return [names[0] for names in self.fragments]
+
+    def check_cut(self, saved: Sequence[str] | None) -> None:
+        """Check that a checkpoint has the same parameters in each fragment.
+
+        Args:
+            saved: What ``first_names`` was. None: the version that wrote it did not save that.
+
+        Raises:
+            BadStateError: It was saved with another cut, which its counts per fragment are of.
+        """
+        pairs = zip(saved or [], self.first_names, strict=False)
+        for index, (theirs, mine) in enumerate(pairs):
+            if theirs != mine:
+                raise BadStateError(
+                    f"its fragment {index} begins with {theirs}, and with {mine} here: the model's "
+                    "blocks have changed. Continue with the model's code, and the version of "
+                    "composer-replication, that wrote it"
+                )
+
     def save(self, name: str, shard: Tensor) -> Tensor:
         """Return what the checkpoint stores of a tensor. A collective if it has to be gathered."""
         like = self.live[name]

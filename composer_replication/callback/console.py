@@ -21,7 +21,7 @@ from composer_replication.callback.words import (
 )
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.settings import AUTO, DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ package_log = logging.getLogger("composer_replication")
 SHOWN = (
     __name__,
     "composer_replication.callback.callback",
+    "composer_replication.diloco.fragment_sizes",
     "composer_replication.replica.factory",
 )
 """Loggers whose information is shown. Of all others, warnings are shown."""
@@ -124,12 +125,17 @@ class Console:
 
     def _round(self, num_fragments: int) -> str:
         steps, delay = self._settings.sync_every, self._settings.fragment_sync_delay
+        length, seconds = plural(steps, "inner step"), self._settings.round_seconds
+        if seconds == AUTO:
+            length = f"as long as the fastest group takes for {length},"
+        elif seconds is not None:
+            length = f"{seconds:g} s, at most {length},"
         ends_with = "a sync" if self._members else "an outer step"
         of = "the whole model" if num_fragments == 1 else f"each of {num_fragments} fragments"
         overlap = f", overlapped with {plural(delay, 'inner step')}" if delay else ""
         if self._settings.turns_in_flight:
             overlap += f", {self._settings.turns_in_flight + 1} in flight"
-        return f"{plural(steps, 'inner step')} and {ends_with} of {of}{overlap}"
+        return f"{length} and {ends_with} of {of}{overlap}"
 
     def _traffic(self, num_elements: int) -> str:
         wire_format, steps = self._settings.wire_format, self._settings.sync_every

@@ -60,7 +60,7 @@ class Fit:
         self._group, self._settings, self._options, self._run = group, settings, options, run
         run_dir = options.run_dir if dist.get_global_rank() == 0 else None
         self.folder = ReplicaFolder(run_dir, replica_id_of(options))
-        self.sync_log = SyncLog(self.folder, settings.sync_every)
+        self.sync_log = SyncLog(self.folder, settings)
         self.console = Console(settings, options)
         self.manager: Any = None
         self._sizes: list[int] = []

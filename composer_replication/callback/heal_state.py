@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from composer_replication.callback.progress import max_batches
 from composer_replication.callback.schedules import Schedules
 from composer_replication.callback.weight_averages import WeightAverages
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.inner_optimizer import load_state, save_state
-from composer_replication.diloco.settings import SettingsMismatch
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from composer_replication.callback.run_folder import ReplicaFolder
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.outer_health import HEALTH
+from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +25,17 @@ class SyncLog:
 
     Args:
         folder: The group's folder.
-        sync_every: Inner steps in a round.
+        settings: The run's settings.
 
     Attributes:
         final_loss: The mean training loss of the last round that had batches; None before.
     """
 
-    def __init__(self, folder: ReplicaFolder, sync_every: int) -> None:
+    def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings) -> None:
         self._folder = folder
         self._reached = folder.reached()
         self._before = folder.read_status()
-        self._sync_every = sync_every
+        self._settings = settings
         self._losses: list[float] = []
         self._began: tuple[int, float] | None = None
         self._synced_at: float | None = None
@@ -58,7 +59,8 @@ class SyncLog:
             self._synced_at = time.monotonic()
             names = ("contribution", "num_participants", "sync_seconds", "settings_version")
             self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)}
-            logger.log_metrics(metrics | {"diloco/round": report.inner_steps / self._sync_every})
+            at = self._round(report.inner_steps, report.outer_step)
+            logger.log_metrics(metrics | {"diloco/round": at})
             digest = report.global_digest
             self._folder.append_sync(
                 metrics
@@ -79,6 +81,12 @@ class SyncLog:
                 report.sync_seconds,
                 f", {report.retries} retries" if report.retries else "",
             )
+
+    def _round(self, inner_steps: int, outer_step: int) -> float:
+        """Rounds so far. Where they have another length in each group, whole turns count."""
+        if self._settings.round_seconds is None:
+            return inner_steps / self._settings.sync_every
+        return outer_step / self._settings.fragment_count
 
     def log_start(self, diloco: DiLoCo) -> None:
         """Log that the group has joined, and what its earlier process had trained by its end."""
@@ -133,7 +141,7 @@ class SyncLog:
             "max_batches": batches,
             "inner_steps": diloco.inner_steps,
             "outer_step": diloco.outer_step,
-            "round": diloco.inner_steps / self._sync_every,
+            "round": self._round(diloco.inner_steps, diloco.outer_step),
             "loss": self._losses[-1] if self._losses else self.final_loss,
         }
         trained_at = self._before.get("trained_at") if phase == "joining" else time.time()

@@ -14,8 +14,9 @@ from composer_replication.callback.checkpoint_layout import BadStateError, Check
 from composer_replication.callback.composer_job import unwrapped
 from composer_replication.callback.global_weights import tied_names
 from composer_replication.callback.weight_averages import averages_in
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.fragments import synced_tensors
-from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 

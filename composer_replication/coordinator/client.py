@@ -18,7 +18,8 @@ from composer_replication.coordinator.client_http import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
-from composer_replication.diloco.settings import AUTO, CHANGEABLE, DiLoCoSettings, SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.diloco.settings import AUTO, CHANGEABLE, DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ from composer_replication.coordinator.client_http import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport
-from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import ask_on_rank_0
 

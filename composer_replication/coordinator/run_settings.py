@@ -10,8 +10,9 @@ from typing import Any
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
+from composer_replication.diloco.fingerprints import check_turns
 from composer_replication.diloco.outer_table import resolve
-from composer_replication.diloco.settings import CHANGEABLE, DiLoCoSettings, check_turns
+from composer_replication.diloco.settings import CHANGEABLE, DiLoCoSettings
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torchft.local_sgd
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import takes
+from composer_replication.diloco.fingerprints import check_turns
 from composer_replication.diloco.fragments import model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
@@ -25,7 +25,7 @@ from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retries import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_saved_state, saved_state
-from composer_replication.diloco.settings import DiLoCoSettings, check_turns
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -279,13 +279,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._state.settings_version = max(versions)
 
     def _follow_schedule(self) -> None:
-        """Set the length of a round to that of the settings in force."""
-        sync_every = self._state.fingerprint.get("sync_every", self.settings.sync_every)
-        known = self._outer.known_settings.get(self._state.settings_version)
-        if known is not None:
-            sync_every = known.sync_every
-        self.settings = replace(self.settings, sync_every=sync_every)
-        self._sync_every = sync_every // self.settings.fragment_count
+        """Set the length of a turn by the settings in force, and by this group's pace."""
+        self.settings = self._outer.settings
+        self._sync_every = self._outer.round_length.steps_in_turn(self.settings)
 
     # ---- what others read -------------------------------------------------------------------
 
@@ -348,6 +344,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return saved_state(self._state, self._outer.fragments, in_flight, copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
+            "round_length": self._outer.round_length.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -361,7 +358,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer optimizer.
         """
         load_saved_state(state_dict, self._state, self._outer.fragments)
-        self._outer.inner_steps = state_dict["inner_steps"]
+        # Older checkpoints have no round_length: there, all turns were equally long.
+        self._outer.resume(state_dict["inner_steps"], state_dict.get("round_length"))
+        self._sync_every = self._outer.round_length.steps_in_turn(self.settings)
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self.settings.delay_in_turn - 1
         is_in_turn = before_prepare < self._local_step < self._sync_every

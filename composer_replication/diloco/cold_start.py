@@ -12,10 +12,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.fingerprints import compare_fingerprints
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.retries import MAX_FAILED_JOINS
-from composer_replication.diloco.settings import compare_fingerprints
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from composer_replication.diloco.block_cuts import cut_at_blocks
 from composer_replication.diloco.settings import DiLoCoSettings
 
 Parameters = dict[str, nn.Parameter]
@@ -31,7 +30,8 @@ def split_model(
     Args:
         model_fragments: One module, which is cut here, or one module per fragment, as torchft takes
             them. Their parameters are then called ``<fragment>.<name>``.
-        num_fragments: Number of fragments to cut a single module into, at block boundaries.
+        num_fragments: Number of fragments to cut a single module into, at block boundaries, see
+            ``cut_at_blocks``.
         fragment_patterns: Instead of it: the shell patterns over parameter names of each fragment.
         also_synced: Names of frozen parameters that are in a fragment nevertheless.
 
@@ -54,7 +54,7 @@ def split_model(
         return _by_patterns(parameters, fragment_patterns)
     if num_fragments == 1:
         return [parameters]
-    return _by_blocks(model_fragments, parameters, num_fragments)
+    return cut_at_blocks(model_fragments, parameters, num_fragments)
 
 
 def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) -> list[Buffers]:
@@ -230,67 +230,6 @@ _ADAPTER = re.compile(r"\.(lora_\w+)\.[^.]+")
 def as_peft_writes(name: str) -> str:
     """Return the name under which PEFT saves a LoRA parameter: without the adapter's name."""
     return _ADAPTER.sub(r".\1", name)
-
-
-def _by_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) -> list[Parameters]:
-    names = {id(p): name for name, p in parameters.items()}
-    taken: set[int] = set()
-    units: list[list[str]] = []
-    for unit in _units(model):
-        own = [id(p) for p in unit if id(p) in names and id(p) not in taken]
-        taken.update(own)
-        if own:
-            units.append([names[identity] for identity in own])
-    if len(units) < num_fragments:
-        raise ValueError(
-            f"num_fragments={num_fragments} but the model has {len(units)} blocks with trainable "
-            f"parameters: use at most {len(units)}, or give fragment_patterns"
-        )
-    sizes = [sum(parameters[name].numel() for name in unit) for unit in units]
-    bounds = [0, *_balanced_cuts(sizes, num_fragments), len(units)]
-    return [
-        {name: parameters[name] for unit in units[start:stop] for name in unit}
-        for start, stop in itertools.pairwise(bounds)
-    ]
-
-
-def _units(module: nn.Module) -> Iterator[Iterable[nn.Parameter]]:
-    """Yield the parameters of each unit that is never cut apart, in the model's order.
-
-    A unit is a block (an entry of a ModuleList or Sequential), or a module beside the blocks (an
-    embedding, a head).
-    """
-    direct = list(module.parameters(recurse=False))
-    if direct:
-        yield direct
-    for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not _is_container(child):
-            yield child.parameters()
-        elif any(_is_container(submodule) for submodule in child.modules()):
-            yield from _units(child)
-        else:
-            yield child.parameters()
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
-def _balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where to cut ``sizes`` into ``parts`` runs so that the largest run is minimal."""
-    ends = [*itertools.accumulate(sizes, initial=0)]
-
-    @functools.cache
-    def best(stop: int, parts: int) -> tuple[int, list[int]]:
-        """The largest run, and the cuts, of the first ``stop`` sizes."""
-        if parts == 1:
-            return ends[stop], []
-        return min(
-            (max(best(cut, parts - 1)[0], ends[stop] - ends[cut]), [*best(cut, parts - 1)[1], cut])
-            for cut in range(parts - 1, stop)
-        )
-
-    return best(len(sizes), parts)[1]
 
 
 def listed(names: Sequence[str], limit: int = 6) -> str:

@@ -283,6 +283,12 @@ class GlobalParameters:
         norms = self.share.norms(own) if self.is_shared else self.shards.norms(own)
         return StepNorms._make([*norms, decay])
 
+    def mean_over_ranks(self, value: float) -> float:
+        """The mean of a number over the ranks of the group: a collective, if there are several."""
+        parts = self.share if self.is_shared else self.shards
+        total, count = parts.sum(torch.tensor([value, 1.0], dtype=torch.float64)).tolist()
+        return total / count
+
     def _compute_momentum_norm(self) -> float:
         squares = []
         for index, theta in enumerate(self.theta.values()):

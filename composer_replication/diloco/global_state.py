@@ -13,17 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.looked_up import LookedUp, digest_of
 from composer_replication.diloco.outer_optimizer import describe, number_in
 from composer_replication.diloco.outer_schedule import row_at
 from composer_replication.diloco.outer_state import cut, gather, load_outer_state, outer_state
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
-from composer_replication.diloco.settings import (
-    DiLoCoSettings,
-    adopt_changes,
-    compare_fingerprints,
-)
+from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 

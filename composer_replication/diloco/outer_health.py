@@ -27,12 +27,14 @@ class Vitals(NamedTuple):
         norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
         loss_after: Its mean training loss in the first inner steps after the previous sync.
         loss_before: The same in the last inner steps before this sync.
+        step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
     """
 
     contribution: float = 0.0
     norm: float = 0.0
     loss_after: float = math.nan
     loss_before: float = math.nan
+    step_s: float = math.nan
 
 
 class StepNorms(NamedTuple):

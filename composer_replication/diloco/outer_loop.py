@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from composer_replication.diloco.loss_watch import LossWatch
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
+from composer_replication.diloco.round_length import RoundLength
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.sync_clock import SyncClock
+from composer_replication.diloco.sync_clock import SyncClock, SyncSeconds
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import (
     HEAL_STATE,
@@ -44,6 +46,7 @@ class OuterLoop:
 
     Attributes:
         fragments: The fragments in the order of their turns.
+        round_length: The inner steps of this group's turns.
         turns: What is sent in a quorum, and what its vote ends.
         clock: The clock that the fragments report quorums and votes to.
         peer_table: The table that the fragments send.
@@ -65,12 +68,13 @@ class OuterLoop:
     ) -> None:
         self.manager = manager
         self.state = state
-        self._max_retries = settings.max_sync_retries
+        self._settings = settings
         self._inner_optimizer = arguments.inner_optimizer
         self._digest_every = arguments.digest_every
         self._give_up_after_s = arguments.give_up_after_s
         self.clock = SyncClock(hang_watch, longest_wait_s(manager))
         self.fragments: list[FragmentSync] = []
+        self.round_length = RoundLength(settings)
         self.peer_table = PeerTable(manager, state, self.fragments, arguments.digest_every)
         device = arguments.message_device
         self.fragments += (
@@ -97,6 +101,18 @@ class OuterLoop:
         self.ends_with_next_step = self.has_healed = False
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         serve_state(manager, state)
+
+    def resume(self, inner_steps: int, round_length: Mapping[str, Any] | None) -> None:
+        """Continue the counts of a checkpoint.
+
+        Args:
+            inner_steps: Inner steps of this group until then.
+            round_length: The ``RoundLength`` of then; None if the checkpoint has none.
+        """
+        self.inner_steps = self._synced_at = inner_steps
+        if round_length is not None:
+            self.round_length.load_state_dict(round_length)
+            self.peer_table.step_s = self.round_length.step_s
 
     # ---- a sync -----------------------------------------------------------------------------
 
@@ -138,7 +154,9 @@ class OuterLoop:
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
-        retries = SyncRetries(self.manager, self.state, self._max_retries, self._give_up_after_s)
+        retries = SyncRetries(
+            self.manager, self.state, self._settings.max_sync_retries, self._give_up_after_s
+        )
         while self.turns.has_failed:
             retries.wait()
             self.manager.start_quorum()
@@ -168,6 +186,7 @@ class OuterLoop:
         else:
             self._recover()
         seconds, vitals = self.clock.read(), self.peer_table.vitals
+        self._choose_round_length(seconds)
         self._forget_losses()
         is_idle = self._is_idle or not self.peer_table.is_training
         if not moved and (fragment.is_joining or is_idle):
@@ -180,6 +199,7 @@ class OuterLoop:
             has_digest=self._digest_every > 0 and self.state.outer_step % self._digest_every == 0,
             num_participants=self.manager.num_participants(),
             inner_steps=self.inner_steps,
+            sync_every=self.round_length.steps_in_turn(self.settings) * len(self.fragments),
             steps_lost=self._steps_lost,
             retries=retries,
             healed=self.has_healed,
@@ -192,9 +212,28 @@ class OuterLoop:
         if moved:  # a group that missed this commit gets the settings by a heal
             self._adopt_agreed_settings()
 
+    def _choose_round_length(self, seconds: SyncSeconds) -> None:
+        """Choose the inner steps of the next turn by the time that those of this one took."""
+        if self._settings.round_seconds is None:
+            return
+        if steps := self.inner_steps - self._synced_at:
+            own = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
+            self.round_length.measure(own)
+        self.peer_table.step_s = self.round_length.step_s
+        self.round_length.choose(self.settings, self.peer_table.vitals)
+
     def _forget_losses(self) -> None:
         self.peer_table.losses.clear()
         self._synced_at = self.inner_steps
+
+    @property
+    def settings(self) -> DiLoCoSettings:
+        """The settings, with the ``sync_every`` that is in force."""
+        sync_every = self.state.fingerprint.get("sync_every", self._settings.sync_every)
+        known = self.known_settings.get(self.state.settings_version)
+        if known is not None:
+            sync_every = known.sync_every
+        return replace(self._settings, sync_every=sync_every)
 
     def _adopt_agreed_settings(self) -> None:
         """Adopt the newest settings that all groups know: all have read the same table."""
@@ -211,7 +250,7 @@ class OuterLoop:
             SyncError: More than ``max_sync_retries`` syncs in a row had such a pseudo-gradient.
         """
         self._sick_in_a_row += 1
-        if self._sick_in_a_row > self._max_retries:
+        if self._sick_in_a_row > self._settings.max_sync_retries:
             raise SyncError(
                 f"this group's pseudo-gradient was not finite in {self._sick_in_a_row} syncs in a "
                 f"row, the last one outer step {self.state.outer_step}: it leaves, and the others "

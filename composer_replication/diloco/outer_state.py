@@ -100,5 +100,6 @@ def _check(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
             )
             raise ValueError(
                 f"global parameter {name} of a saved or received state {what}, and here it is "
-                f"{torch.float32} {tuple(shape)}: it is another model's state"
+                f"{torch.float32} {tuple(shape)}: it is another model's state, or has "
+                "other fragments"
             )

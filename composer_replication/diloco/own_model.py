@@ -14,6 +14,7 @@ from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
 from composer_replication.diloco.averaging.weighted_mean import elements_of
+from composer_replication.diloco.fragment_sizes import log_sizes
 from composer_replication.diloco.fragments import merged_radially, split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
@@ -72,6 +73,8 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     split = split_all(arguments.model_fragments, settings, arguments.also_synced)
     fragments = [parameters for parameters, _ in split]
     check_trained_by(fragments, arguments.inner_optimizer)
+    sent = [parameters | buffers for parameters, buffers in split]
+    log_sizes(arguments.model_fragments, settings, sent, arguments.also_synced)
     ranks, sharded_over = arguments.ranks, None
     num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
     if num_shards > 1:  # each rank holds a part already

@@ -25,7 +25,8 @@ class PeerRow:
         min_replica_size: Its ``min_replica_size``.
         is_replacing: Whether its local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
-        vitals: Its contribution, norm and losses: any numbers of fp32, to which the others add 0.
+        vitals: Its contribution, norm, losses and pace: any numbers of fp32, to which the others
+            add 0.
         samples: How much of its sample stream is in the model once this sync has committed.
         settings: 44 bits of the digest of its settings, as two numbers above 0.
         digests: The same of each fragment's global parameters; zeros where none is due.
@@ -68,7 +69,8 @@ class PeerRow:
     def decode(cls, numbers: Sequence[float], num_fragments: int) -> PeerRow:
         """The row of which ``encode`` made these numbers."""
         _, more, joining, healed, step, version, min_size, replacing = map(int, numbers[:8])
-        vitals, rest = Vitals(*numbers[8:12]), [int(number) for number in numbers[12:]]
+        size = 8 + len(Vitals._fields)
+        vitals, rest = Vitals(*numbers[8:size]), [int(number) for number in numbers[size:]]
         samples, settings, rest = rest[:6], rest[6:8], rest[8:]
         digests, frozen = rest[: 2 * num_fragments], rest[2 * num_fragments :]
         whole = ((high << BITS) + low for high, low in _pairs(samples))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,12 +14,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.loss_watch import LossNotes
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
-from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class PeerTable:
     Attributes:
         is_training: Whether this group still trains. The outer loop sets it.
         losses: This group's training losses. The outer loop notes them.
+        step_s: Seconds that an inner step of this group takes. The outer loop sets it.
         known_version: The newest version of the settings that this group knows.
         agreed_version: The newest one that all groups of the last sync know.
         is_over: Whether no group of the last sync trains or has anything to send.
@@ -99,6 +101,7 @@ class PeerTable:
         self._digest_every = digest_every
         self.is_training = True
         self.losses = LossNotes()
+        self.step_s = math.nan
         self.is_over = self.are_all_joining = self.is_replacing = False
         self.known_version = self.agreed_version = 0
         self.synced_samples: list[SyncedSamples] = []
@@ -139,7 +142,7 @@ class PeerTable:
     def _own_vitals(self, mean: WeightedMean) -> Vitals:
         # A norm that is not finite belongs to a group that contributes nothing.
         norm = mean.norm if mean.contribution else 0.0
-        return Vitals(mean.contribution, norm, *self.losses.ends())
+        return Vitals(mean.contribution, norm, *self.losses.ends(), self.step_s)
 
     def _digest_is_due(self) -> bool:
         by_count = self._digest_every and self._state.outer_step % self._digest_every == 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
 from composer_replication.diloco.checks import check_integer, check_number
 from composer_replication.diloco.outer_schedule import check_outer_schedule
+from composer_replication.diloco.schedule_checks import check_round_seconds, check_schedule
 
 WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
 
@@ -25,22 +26,6 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 CHANGEABLE = ("outer_lr", "outer_momentum", "outer_schedule", "sync_every")
 """Settings that may change while groups are training."""
 
-FIXED = (
-    "num_fragments",
-    "fragment_patterns",
-    "bucket_cap_mb",
-    "sync_buffers",
-    "wire_format",
-    "merge",
-)
-"""Settings that a resume cannot change: they define the fragments and the messages. Other groups
-that resume have them from their checkpoints, and a message of another size would abort these groups
-inside gloo before the settings could be compared."""
-
-
-class SettingsMismatch(ValueError):
-    """Two replica groups of one run were started with different settings or models."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoSettings:
@@ -51,6 +36,11 @@ class DiLoCoSettings:
 
     Args:
         sync_every: Inner steps in a round. Every fragment is synchronised once a round.
+        round_seconds: Make a round a time instead of a number of inner steps, for groups of unequal
+            speed: each takes as many inner steps as it can in that time, in seconds, and all arrive
+            at a sync together. ``auto``: as long as the fastest group takes for ``sync_every``
+            inner steps. No group takes more than ``sync_every``, nor fewer than a tenth of it.
+            None: all groups take ``sync_every`` inner steps.
         num_fragments: Number of fragments that the model is cut into, at block boundaries. 1 is
             DiLoCo (arXiv 2311.08105), more is Streaming DiLoCo (arXiv 2501.18512).
         fragment_patterns: Instead of ``num_fragments``: one entry per fragment, each a shell
@@ -79,7 +69,7 @@ class DiLoCoSettings:
             (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
             last synchronised. With ``uniform`` a joiner's first round counts fully, although the
             joiner has trained in only a part of it. With ``steps`` it counts as much as the joiner
-            has trained.
+            has trained. None: ``steps`` with ``round_seconds``, ``uniform`` without.
         merge: How the groups' pseudo-gradients become one: their weighted mean (``mean``), or by
             radial-directional averaging (``rda``, arXiv 2604.21428): for each tensor, the weighted
             mean of the groups' norms times the direction of the weighted mean of their unit
@@ -103,6 +93,7 @@ class DiLoCoSettings:
     """
 
     sync_every: int = 100
+    round_seconds: float | Literal["auto"] | None = None
     num_fragments: int = 1
     fragment_patterns: Sequence[str | Sequence[str]] | None = None
     fragment_sync_delay: int = 0
@@ -111,7 +102,7 @@ class DiLoCoSettings:
     outer_momentum: float | Literal["auto"] = OUTER_MOMENTUM
     outer_nesterov: bool = True
     outer_schedule: Sequence[Sequence[float]] | None = None
-    weight_by: str = "uniform"
+    weight_by: str = cast(str, None)  # one of WEIGHT_BY once __post_init__ has run
     merge: str = MERGES[0]
     sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
@@ -135,8 +126,7 @@ class DiLoCoSettings:
         for name in ("outer_nesterov", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
-        if self.weight_by not in WEIGHT_BY:
-            raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
+        self._choose_weights()
         if self.merge not in MERGES:
             raise ValueError(f"merge={self.merge!r}: use {' or '.join(MERGES)}")
         if self.sync_buffers not in SYNC_BUFFERS:
@@ -144,6 +134,16 @@ class DiLoCoSettings:
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
         check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
+        if self.round_seconds is not None:
+            delay, between = self.fragment_sync_delay, self.steps_between_syncs
+            check_round_seconds(self.round_seconds, self.weight_by, delay, between)
+
+    def _choose_weights(self) -> None:
+        if self.weight_by is None:
+            weight_by = "uniform" if self.round_seconds is None else "steps"
+            object.__setattr__(self, "weight_by", weight_by)
+        if self.weight_by not in WEIGHT_BY:
+            raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
 
     def _choose_alpha(self) -> None:
         alpha = self.fragment_update_alpha
@@ -177,6 +177,15 @@ class DiLoCoSettings:
     def steps_between_syncs(self) -> int:
         """Inner steps between two syncs, each of another fragment."""
         return self.sync_every // self.fragment_count
+
+    @property
+    def steps_in_turn(self) -> range:
+        """How many inner steps a group may take between two syncs."""
+        most = self.steps_between_syncs
+        if self.round_seconds is None:
+            return range(most, most + 1)
+        # torchft's hook sends before the end of a turn, by the delay.
+        return range(max(math.ceil(most / 10), self.delay_in_turn + 1), most + 1)
 
     @property
     def delay_in_turn(self) -> int:
@@ -244,92 +253,3 @@ class DiLoCoSettings:
         if self.turns_in_flight:
             agreed["turns_in_flight"] = self.turns_in_flight
         return agreed
-
-
-def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
-    """Check that every fragment gets its turn in a round, and its sync ends within a round.
-
-    torchft (``torchft/local_sgd.py``, ``DiLoCo.__init__``) needs a delay below the inner steps
-    between two syncs, since it has one sync in flight.
-
-    Raises:
-        ValueError: The rounds cannot be divided among the fragments, or the delay is too long.
-    """
-    if sync_every % num_fragments:
-        below = sync_every - sync_every % num_fragments
-        fits = f"{below} or {below + num_fragments}" if below else f"{num_fragments}"
-        raise ValueError(
-            f"sync_every={sync_every} is not divisible by num_fragments={num_fragments}: use {fits}"
-        )
-    if fragment_sync_delay >= sync_every:
-        raise ValueError(
-            f"fragment_sync_delay={fragment_sync_delay} is not below sync_every={sync_every}, so a "
-            f"fragment would be sent again before its last sync ends: use at most {sync_every - 1}"
-        )
-
-
-def check_turns(before: DiLoCoSettings, after: DiLoCoSettings) -> None:
-    """Check that a change in mid-run leaves as many turns in flight.
-
-    Raises:
-        ValueError: It does not; the message has the values of ``sync_every`` that do.
-    """
-    turns = before.turns_in_flight
-    if after.turns_in_flight == turns:
-        return
-    count, delay = before.fragment_count, before.fragment_sync_delay
-    fits = f"at least {(delay // (turns + 1) + 1) * count}"
-    if turns:
-        fits += f" and at most {delay // turns * count}"
-    raise ValueError(
-        f"sync_every={after.sync_every} with fragment_sync_delay={delay} and {count} fragments "
-        f"would have {after.turns_in_flight} further turns in flight and not {turns}, which cannot "
-        f"change while the run goes on: use {fits}"
-    )
-
-
-def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:
-    """Check that two groups have the same fingerprint.
-
-    Args:
-        mine: This group's fingerprint.
-        theirs: The other one.
-        whose: Who has the other one, for the message.
-
-    Raises:
-        SettingsMismatch: They differ. The message lists every differing key with both values.
-    """
-    keys = sorted(mine.keys() | theirs.keys())
-    differing = [key for key in keys if mine.get(key) != theirs.get(key)]
-    if differing:
-        lines = [f"  {key}: {mine.get(key)!r} here, {theirs.get(key)!r} there" for key in differing]
-        raise SettingsMismatch(
-            f"this replica group's settings differ from those of {whose}; make them equal:\n"
-            + "\n".join(lines)
-        )
-
-
-def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Compare the settings of a resume with those of its checkpoint.
-
-    Returns:
-        One phrase for each change that is adopted.
-
-    Raises:
-        SettingsMismatch: A setting has changed that the saved state does not allow to change.
-    """
-    saved = {"merge": MERGES[0], **saved}  # there was no choice when older ones were saved
-    compare_fingerprints(
-        {key: mine.get(key) for key in ("model", *FIXED)},
-        {key: saved.get(key) for key in ("model", *FIXED)},
-        "the checkpoint",
-    )
-    name = "outer_optimizer"
-    if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
-        compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
-    keys = sorted(mine.keys() | saved.keys())
-    return [
-        f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now"
-        for key in keys
-        if mine.get(key) != saved.get(key)
-    ]

@@ -5,8 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from composer_replication.diloco.hang_watch import HangWatch
+
+
+class SyncSeconds(NamedTuple):
+    """Where the time between two committed syncs went, in seconds.
+
+    Attributes:
+        blocked: For which training was blocked.
+        waited: The part of it spent waiting for the quorum.
+        trained: The rest.
+    """
+
+    blocked: float
+    waited: float
+    trained: float
+
+    @property
+    def compute_fraction(self) -> float:
+        """The fraction of the time that was spent training."""
+        return self.trained / max(self.blocked + self.trained, 1e-9)
 
 
 class SyncClock:
@@ -46,14 +66,14 @@ class SyncClock:
         self._waiting_since = time.monotonic()
         self._hang_watch.note_progress()
 
-    def read(self) -> tuple[float, float, float]:
-        """Return seconds blocked, seconds waited and the fraction spent training; reset all."""
+    def read(self) -> SyncSeconds:
+        """Return where the time since the last call went, and start anew."""
         now = time.monotonic()
-        elapsed = max(now - self._began, 1e-9)
         blocked_s = self._blocked_s
         if self._blocked_since is not None:  # the sync that is accounted for has not ended yet
             blocked_s += now - self._blocked_since
             self._blocked_since = now
-        reading = blocked_s, self._waited_s, max(0.0, 1.0 - blocked_s / elapsed)
+        trained_s = max(0.0, now - self._began - blocked_s)
+        reading = SyncSeconds(blocked_s, self._waited_s, trained_s)
         self._began, self._blocked_s, self._waited_s = now, 0.0, 0.0
         return reading

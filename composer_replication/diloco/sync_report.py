@@ -9,6 +9,7 @@ from typing import Any
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals, directions, losses
+from composer_replication.diloco.sync_clock import SyncSeconds
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class SyncReport:
         loss_spread_after: The largest of the groups' losses minus the smallest, in the first
             quarter. None: fewer than two groups have one.
         loss_spread_before: The same in the last quarter.
+        sync_every: Inner steps of this group in a round, from now on: ``sync_every`` unless
+            ``round_seconds`` is set.
         steps_lost: Inner steps that this group has thrown away since the previous sync, because it
             took the global state from a peer or its pseudo-gradient was not finite. 0 for a joiner.
         retries: Attempts that did not commit before this one did.
@@ -77,6 +80,7 @@ class SyncReport:
     loss_before: float | None
     loss_spread_after: float | None
     loss_spread_before: float | None
+    sync_every: int
     steps_lost: int
     retries: int
     healed: bool
@@ -91,7 +95,7 @@ class SyncReport:
         fragment: FragmentSync,
         state: GlobalState,
         vitals: Sequence[Vitals],
-        seconds: tuple[float, float, float],
+        seconds: SyncSeconds,
         *,
         has_digest: bool,
         **counted: Any,
@@ -105,9 +109,8 @@ class SyncReport:
             seconds: What ``SyncClock.read`` returned.
             has_digest: Whether the report contains the digest.
             **counted: What the outer loop counts: ``num_participants``, ``inner_steps``,
-                ``steps_lost``, ``retries`` and ``healed``.
+                ``sync_every``, ``steps_lost``, ``retries`` and ``healed``.
         """
-        sync_seconds, wait_seconds, compute_fraction = seconds
         mean, globals_ = fragment.mean, fragment.globals
         moved, norms = fragment.total_contribution > 0, globals_.step_norms()
         averaged = () if globals_.merged_radially else vitals  # only of a plain mean it is known
@@ -116,9 +119,9 @@ class SyncReport:
             fragment=fragment.fragment_id,
             contribution=mean.contribution,
             total_contribution=fragment.total_contribution,
-            sync_seconds=sync_seconds,
-            wait_seconds=wait_seconds,
-            compute_fraction=compute_fraction,
+            sync_seconds=seconds.blocked,
+            wait_seconds=seconds.waited,
+            compute_fraction=seconds.compute_fraction,
             bytes_sent=mean.num_bytes,
             bytes_float32=mean.num_bytes_float32,
             pseudo_gradient_norm=mean.norm,

@@ -10,7 +10,7 @@ import traceback
 from rich.console import Console
 
 from composer_replication import MissingExtraError
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.training.config import ConfigError
 
 FAILED = 1

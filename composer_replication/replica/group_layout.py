@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.lighthouse import LighthouseStatus
 from composer_replication.replica.quorum_reports import Report
 

@@ -60,6 +60,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
     # One value for each that is neither its default nor another's, where the type has so many.
     given = {
         "sync_every": 12,
+        "round_seconds": 45.0,
         "fragment_patterns": ["a*", "*"],
         "num_fragments": 2,
         "fragment_sync_delay": 3,

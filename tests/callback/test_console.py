@@ -7,6 +7,7 @@ groups are threads over the simulation's shared buffer.
 import collections
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import re
@@ -70,6 +71,7 @@ def test_each_group_says_who_is_there_what_travels_and_what_it_cost(printed):
     assert collections.Counter(lines) == {
         "[diloco] Started with groups 0 and 1; here is group 0, 1 rank": 1,
         "[diloco] Started with groups 0 and 1; here is group 1, 1 rank": 1,
+        "[diloco] The largest of 2 fragments has 70 % of the bytes": 2,
         "[diloco] A round is 4 inner steps and a sync of each of 2 fragments": 2,
         "[diloco] A round sends 1.94 kB (float32); data parallel would send 7.74 kB in its 4 steps,"
         " 4 times as much": 2,
@@ -149,6 +151,21 @@ def test_the_end_by_stop_is_explained(printed, tmp_path):
     (tmp_path / "STOP").touch()
     lines = printed(train, 1, run_dir=str(tmp_path))
     assert "[diloco] Ending after outer step 1: the run's folder contains STOP" in lines
+
+
+def test_a_round_that_is_a_time_is_named_and_its_steps_are_in_the_metrics(printed, tmp_path):
+    settings = {"sync_every": 4, "round_seconds": 600, "num_fragments": 2}
+    lines = printed(train, 2, run_dir=str(tmp_path), **settings)
+    round_is = "600 s, at most 4 inner steps, and a sync of each of 2 fragments"
+    assert lines.count(f"[diloco] A round is {round_is}") == 2
+    syncs = [
+        json.loads(line) for line in (tmp_path / "replica_0/metrics.jsonl").read_text().splitlines()
+    ]
+    # The fewest at first: a step a turn. From then on as many as are allowed, in 600 s.
+    assert [sync["inner_steps"] for sync in syncs] == [1, 3, 5, 7, 8, 8]
+    assert [sync["diloco/sync_every"] for sync in syncs] == [4] * 6
+    log = printed(train, 1, sync_every=4, round_seconds="auto")
+    assert any("A round is as long as the fastest group takes for 4 inner" in line for line in log)
 
 
 def test_a_group_that_trains_alone_says_so(printed, monkeypatch):

@@ -36,6 +36,7 @@ from torchmetrics import MeanSquaredError
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.callback.export import export, read_checkpoint
 from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco import block_cuts
 from composer_replication.diloco.outer_table import nearest_row
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.run_record import read_run
@@ -378,12 +379,13 @@ def test_auto_in_a_resumed_group_is_what_the_run_began_with_whatever_num_replica
     assert numbers(outer_lr=0.25) == {(0.25, run[1])}
 
 
-def test_a_checkpoint_that_has_the_manager_s_step_still_loads(tmp_path):
+def test_checkpoints_of_earlier_versions_still_load(tmp_path):
     train_and_save(tmp_path, num_replicas=1, max_duration="9ba")
     path = tmp_path / "0" / "ba6.pt"
     saved = torch.load(path, weights_only=False)
     ours = saved["state"]["callbacks"]["DiLoCoCallback"]
     progress = json.loads(ours["progress"])
+    del progress["first_names"]
     ours["progress"] = json.dumps(progress | {"manager": {"step": 5, "batches_committed": 7}})
     torch.save(saved, path)
 
@@ -606,6 +608,20 @@ def test_other_fragments_than_the_checkpoint_s_are_refused_with_both(tmp_path):
     callback = DiLoCoCallback(sync_every=4, num_fragments=2, replica_id=0)
     with pytest.raises(ValueError, match="num_fragments: 2 here, 1 there"):
         trainer_of(callback, load_path=str(tmp_path / "0/ba3.pt"), max_duration="6ba").fit()
+
+
+def test_a_model_that_is_cut_at_other_blocks_than_the_checkpoint_s_is_refused(
+    tmp_path, monkeypatch
+):
+    diloco = {"sync_every": 4, "num_fragments": 2}
+    train_and_save(tmp_path, num_replicas=1, diloco=diloco)
+    callback = DiLoCoCallback(**diloco, replica_id=0)
+    path = str(tmp_path / "0/ba3.pt")
+    trainer = trainer_of(callback, load_path=path, max_duration="6ba")
+    monkeypatch.setattr(block_cuts, "balanced_cuts", lambda sizes, parts: [2])
+    message = "fragment 1 begins with mlp.layers.2.weight, and with mlp.layers.4.weight here"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit()
 
 
 def test_fsdp1_is_refused_with_what_to_do():

@@ -21,7 +21,8 @@ from composer_replication.coordinator.client_http import (
 )
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport
-from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 
 GOOD = b'{"settings_version": 1, "unknown": []}'

@@ -12,8 +12,8 @@ from torch import nn
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 STREAMING = {

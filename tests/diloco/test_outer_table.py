@@ -13,8 +13,9 @@ import torch
 from common import Constant, plain_sgd, take_step
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_table import TABLE, nearest_row, resolve
-from composer_replication.diloco.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 AUTO = {"outer_lr": "auto", "outer_momentum": "auto"}

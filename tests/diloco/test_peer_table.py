@@ -8,10 +8,10 @@ import torch
 from common import Constant, plain_sgd, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_table import DivergenceError, PeerRow
 from composer_replication.diloco.sample_ledger import SyncedSamples
-from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 # ---- a row ----------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
         settings_version=largest - 1,
         min_replica_size=3,
         is_replacing=False,
-        vitals=Vitals(2.0**23, 2.0**-70, 3.25, -1.5),
+        vitals=Vitals(2.0**23, 2.0**-70, 3.25, -1.5, 2.0**-9),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
         settings=(largest + 1, 1),
         digests=((1, largest + 1), (0, 0)),

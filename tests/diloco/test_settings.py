@@ -3,7 +3,7 @@
 import pytest
 
 from composer_replication import DiLoCoSettings
-from composer_replication.diloco.settings import SettingsMismatch, compare_fingerprints
+from composer_replication.diloco.fingerprints import SettingsMismatch, compare_fingerprints
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -33,6 +33,11 @@ from composer_replication.diloco.settings import SettingsMismatch, compare_finge
     ({"fragment_patterns": "*"}, "fragment_patterns='*': give a list"),
     ({"fragment_patterns": ["a", "b"], "num_fragments": 3}, "leave num_fragments out"),
     ({"fragment_patterns": ["a", "b", "*"], "sync_every": 100}, "use 99 or 102"),
+    ({"round_seconds": 0}, "round_seconds=0: use a number 0.001 or more, or auto"),
+    ({"round_seconds": "60"}, "round_seconds='60': use a number 0.001 or more, or auto"),
+    ({"round_seconds": 60, "weight_by": "uniform"}, "use weight_by=steps, samples or tokens"),
+    ({"round_seconds": 60, "num_fragments": 10, "fragment_sync_delay": 10},
+     "use a delay of at most 9"),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_value_and_fix(arguments, message):
     with pytest.raises(ValueError) as caught:

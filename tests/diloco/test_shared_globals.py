@@ -15,6 +15,7 @@ from forked import context
 from torch import nn
 
 from composer_replication import DiLoCo
+from composer_replication.diloco import sync_clock
 from composer_replication.diloco.averaging import rank_shares
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.simulation.simulation import simulate
@@ -122,10 +123,39 @@ def one_rank(rank, folder):
     adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
     alone, shared = train(None, CASES["vanilla"], adam), train(world, CASES["vanilla"], adam)
     assert are_equal(shared[:3], alone[:3]) and shared[3] == alone[3]
+    keep_step(rank, world)
     ask_alone(rank, world)
     backend = world._get_backend(CPU)
     dist.destroy_process_group()
     del backend  # after all that has the group, or torch 2.7 may hang: see Gloo.abort
+
+
+def keep_step(rank, world):
+    """Ranks that measure different times choose the same number of inner steps."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    sync_clock.time, real = clock, sync_clock.time
+
+    def replica(sim):
+        model = Model()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"sync_every": 10, "round_seconds": 7.0, "ranks": world}
+        lengths = []
+        with DiLoCo(sim.manager, model, inner, nesterov_sgd(), **settings) as diloco:
+            while len(lengths) < 3:
+                clock.now += 1.0 + 0.2 * rank  # 1.3 s in the mean: 5.4 steps in 7 s
+                take_step(inner, 0.1)
+                lengths += [report.sync_every for report in diloco.pop_finished_syncs()]
+        return lengths
+
+    assert simulate(replica, num_replicas=1) == [[5, 5, 5]]
+    sync_clock.time = real
 
 
 def ask_alone(rank, world):

@@ -27,8 +27,8 @@ from torch.distributed import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.diloco.settings import SettingsMismatch
 from composer_replication.replica import factory as replica
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.process_group import host_store, make_process_group

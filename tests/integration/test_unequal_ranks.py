@@ -20,7 +20,7 @@ from integration.replicas import Group, run_groups
 from torch.distributed.fsdp import fully_shard
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.process_group import host_store

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from composer_replication.diloco.algorithm import SyncError
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.launch.errors import report_error
 from composer_replication.simulation.simulation import SimulationError
 

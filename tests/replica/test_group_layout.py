@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore
 
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.group_layout import (
     GroupLayout,
     check_on_rank_0,

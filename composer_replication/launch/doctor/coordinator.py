@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import MissingExtraError, named_extra
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.launch.doctor.link import SIZES, Link, check_link, measure_link
 from composer_replication.launch.doctor.network import (
     check_clock,

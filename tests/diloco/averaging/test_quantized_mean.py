@@ -21,7 +21,7 @@ from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import MeanLayout
 from composer_replication.diloco.averaging.wire_formats import Int8
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS, encoded_bytes
-from composer_replication.diloco.settings import SettingsMismatch
+from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 ENCODED = WIRE_FORMATS[1:]

@@ -1,0 +1,91 @@
+"""Compares settings: of two groups, of a checkpoint and a resume, before and after a change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from composer_replication.diloco.settings import MERGES, DiLoCoSettings
+
+FIXED = (
+    "num_fragments",
+    "fragment_patterns",
+    "bucket_cap_mb",
+    "sync_buffers",
+    "wire_format",
+    "merge",
+)
+"""Settings that a resume cannot change: they define the fragments and the messages. Other groups
+that resume have them from their checkpoints, and a message of another size would abort these groups
+inside gloo before the settings could be compared."""
+
+
+class SettingsMismatch(ValueError):
+    """Two replica groups of one run were started with different settings or models."""
+
+
+def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:
+    """Check that two groups have the same fingerprint.
+
+    Args:
+        mine: This group's fingerprint.
+        theirs: The other one.
+        whose: Who has the other one, for the message.
+
+    Raises:
+        SettingsMismatch: They differ. The message lists every differing key with both values.
+    """
+    keys = sorted(mine.keys() | theirs.keys())
+    differing = [key for key in keys if mine.get(key) != theirs.get(key)]
+    if differing:
+        lines = [f"  {key}: {mine.get(key)!r} here, {theirs.get(key)!r} there" for key in differing]
+        raise SettingsMismatch(
+            f"this replica group's settings differ from those of {whose}; make them equal:\n"
+            + "\n".join(lines)
+        )
+
+
+def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Compare the settings of a resume with those of its checkpoint.
+
+    Returns:
+        One phrase for each change that is adopted.
+
+    Raises:
+        SettingsMismatch: A setting has changed that the saved state does not allow to change.
+    """
+    saved = {"merge": MERGES[0], **saved}  # there was no choice when older ones were saved
+    compare_fingerprints(
+        {key: mine.get(key) for key in ("model", *FIXED)},
+        {key: saved.get(key) for key in ("model", *FIXED)},
+        "the checkpoint",
+    )
+    name = "outer_optimizer"
+    if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
+        compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
+    keys = sorted(mine.keys() | saved.keys())
+    return [
+        f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now"
+        for key in keys
+        if mine.get(key) != saved.get(key)
+    ]
+
+
+def check_turns(before: DiLoCoSettings, after: DiLoCoSettings) -> None:
+    """Check that a change in mid-run leaves as many turns in flight.
+
+    Raises:
+        ValueError: It does not; the message has the values of ``sync_every`` that do.
+    """
+    turns = before.turns_in_flight
+    if after.turns_in_flight == turns:
+        return
+    count, delay = before.fragment_count, before.fragment_sync_delay
+    fits = f"at least {(delay // (turns + 1) + 1) * count}"
+    if turns:
+        fits += f" and at most {delay // turns * count}"
+    raise ValueError(
+        f"sync_every={after.sync_every} with fragment_sync_delay={delay} and {count} fragments "
+        f"would have {after.turns_in_flight} further turns in flight and not {turns}, which cannot "
+        f"change while the run goes on: use {fits}"
+    )

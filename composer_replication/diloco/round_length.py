@@ -1,0 +1,78 @@
+"""How many inner steps a replica group takes in a turn, if a round is a time and no number."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from composer_replication.diloco.outer_health import Vitals
+from composer_replication.diloco.settings import AUTO, DiLoCoSettings
+
+TURNS = 5
+"""Turns over whose median a group's pace is taken: an evaluation in one of them does not count."""
+
+
+class RoundLength:
+    """Chooses the inner steps of a turn, so that groups of unequal speed end it at the same time.
+
+    Each group measures how long its inner steps take. With ``round_seconds`` a turn lasts
+    ``round_seconds / num_fragments``. With ``auto`` it lasts as long as the fastest group of the
+    last sync takes for ``sync_every / num_fragments`` inner steps. Each group takes as many as it
+    can in that time, within ``settings.steps_in_turn``. Without ``round_seconds`` all take
+    ``sync_every / num_fragments``.
+
+    Only the time between syncs counts, so the groups also ask for a quorum at the same time.
+
+    Args:
+        settings: The run's settings.
+
+    Attributes:
+        step_s: Seconds that an inner step of this group takes; NaN before the first measurement.
+    """
+
+    def __init__(self, settings: DiLoCoSettings) -> None:
+        self._measured: deque[float] = deque(maxlen=TURNS)
+        self._steps = settings.steps_in_turn.start
+        self.step_s = math.nan
+
+    def measure(self, step_s: float) -> None:
+        """Add a turn's seconds for an inner step, the same number on every rank of the group."""
+        self._measured.append(step_s)
+        self.step_s = median(self._measured)
+
+    def choose(self, settings: DiLoCoSettings, vitals: Sequence[Vitals]) -> None:
+        """Choose the inner steps of the next turn.
+
+        Args:
+            settings: The settings in force.
+            vitals: What the groups of the last sync said about themselves.
+        """
+        if settings.round_seconds == AUTO:
+            paces = [group.step_s for group in vitals if group.step_s > 0]
+            turn_s = min(paces, default=math.nan) * settings.steps_between_syncs
+        else:
+            turn_s = float(settings.round_seconds or math.nan) / settings.fragment_count
+        steps = turn_s / self.step_s
+        if math.isfinite(steps):
+            self._steps = round(steps)
+
+    def steps_in_turn(self, settings: DiLoCoSettings) -> int:
+        """The inner steps of this turn."""
+        if settings.round_seconds is None:
+            return settings.steps_between_syncs
+        allowed = settings.steps_in_turn
+        return max(allowed.start, min(allowed.stop - 1, self._steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs to continue with the same turn."""
+        return {"steps": self._steps, "step_seconds": [*self._measured]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``."""
+        self._steps = state["steps"]
+        self._measured.clear()
+        for step_s in state["step_seconds"]:
+            self.measure(step_s)
