@@ -316,10 +316,12 @@ def env() -> None:
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
 ) -> None:
-    """Draw loss.png from what a run wrote, and print its result."""
+    """Write loss.png and report.html from what a run wrote, and print its result."""
+    from composer_replication.launch.page_record import write_page
     from composer_replication.launch.report import write_report
     from composer_replication.launch.run_record import describe, read_run
 
     picture = write_report(run_dir)
-    for name, value in [*describe(read_run(run_dir)), ("picture", str(picture))]:
+    files = [("picture", str(picture)), ("page", str(write_page(run_dir)))]
+    for name, value in [*describe(read_run(run_dir)), *files]:
         print(f"{name:<24}{value}")

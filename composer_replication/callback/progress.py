@@ -40,6 +40,7 @@ class SyncLog:
         self._began: tuple[int, float] | None = None
         self._synced_at: float | None = None
         self._last_sync: dict[str, Any] = {}
+        self._settings_since = (0, 0)
         self.final_loss: float | None = None
 
     def count_batch(self, state: State, diloco: DiLoCo) -> None:
@@ -58,7 +59,13 @@ class SyncLog:
             metrics = numbers_of(report)
             self._synced_at = time.monotonic()
             names = ("contribution", "num_participants", "sync_seconds", "settings_version")
-            self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)}
+            if report.settings_version != self._settings_since[0]:
+                self._settings_since = (report.settings_version, report.outer_step)
+            self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)} | {
+                "settings_since": self._settings_since[1],
+                "synced_step": report.outer_step,
+                "synced_batch": state.timestamp.batch.value,
+            }
             at = self._round(report.inner_steps, report.outer_step)
             logger.log_metrics(metrics | {"diloco/round": at})
             digest = report.global_digest

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
-from importlib import resources
+from collections.abc import Collection
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
@@ -30,17 +28,11 @@ from composer_replication.coordinator.api_types import (
 from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import StorageError
-from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.page import page_html, report_html
 from composer_replication.coordinator.reach_api import reach_router
-from composer_replication.coordinator.registry import (
-    DuplicateError,
-    OutdatedError,
-    Registry,
-    Versions,
-)
-from composer_replication.coordinator.run_settings import RejectedError, RunSettings
-from composer_replication.coordinator.strangers import Strangers
-from composer_replication.coordinator.streams import Streams
+from composer_replication.coordinator.registry import DuplicateError, OutdatedError, Versions
+from composer_replication.coordinator.run_data import RunData
+from composer_replication.coordinator.run_settings import RejectedError
 from composer_replication.coordinator.work_units.tables import (
     DatasetMismatch,
     StreamClosed,
@@ -61,49 +53,22 @@ STATUS_OF = {
 """The HTTP status of each of our errors. The answer has the error's text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts about a run that groups receive beside its settings.
-
-    Args:
-        num_replicas: Number of groups that a cold start waits for.
-        min_replicas: Fewest groups in a quorum that may commit.
-        model_section: The config's ``model``, if it has one. Groups compare it with their own
-            before they build the model.
-    """
-
-    num_replicas: int
-    min_replicas: int = 1
-    model_section: Mapping[str, Any] | None = None
-
-
 def create_app(
-    settings: RunSettings,
-    registry: Registry,
-    streams: Streams,
-    journal: Journal,
+    run: RunData,
     *,
     audit: Audit,
-    strangers: Strangers,
     tokens: Collection[str],
     hosts: Collection[str] | None = None,
-    lighthouse_addr: str,
-    facts: RunFacts,
 ) -> FastAPI:
     """Build the application.
 
     Args:
-        settings: Settings of the run.
-        registry: Replica groups of the run.
-        streams: Their sample streams.
-        journal: Newest events, for the page.
+        run: What there is to say about the run, and what requests change.
         audit: Receives changes of the run.
-        strangers: Members of the lighthouse that have not registered.
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
-        lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
-        facts: What groups receive beside the settings.
     """
+    settings, registry, streams = run.settings, run.registry, run.streams
     errors: dict[int | str, dict[str, Any]] = {
         code: {"model": ErrorBody} for code in (401, 409, 410, 413, 422, 507)
     }
@@ -122,21 +87,7 @@ def create_app(
     @v1.get("/info")
     def info() -> Info:
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
-        version, newest, source = settings.newest()
-        return Info(
-            version=registry.versions.composer_replication,
-            torchft=registry.versions.torchft,
-            settings=asdict(newest),
-            settings_version=version,
-            settings_source=source,
-            num_replicas=facts.num_replicas,
-            min_replicas=facts.min_replicas,
-            lighthouse_addr=lighthouse_addr,
-            heartbeat_timeout_s=registry.heartbeat_timeout_s,
-            outer_step=streams.outer_step,
-            model_fingerprint=registry.model_fingerprint(),
-            model_section=None if facts.model_section is None else dict(facts.model_section),
-        )
+        return run.info()
 
     @v1.get("/settings/{version}")
     def version(version: Annotated[int, Field(ge=1, lt=2**53)]) -> dict[str, Any]:
@@ -190,26 +141,26 @@ def create_app(
 
     @v1.get("/status")
     def status() -> dict[str, Any]:
-        """Return everything that the status page shows."""
-        replicas = registry.replicas()
-        run = info().model_dump()
-        return run | {
-            "time": time.time(),
-            "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
-            "replicas": replicas,
-            "losses": registry.losses(),
-            "datasets": [asdict(dataset) for dataset in streams.units.datasets()],
-            "strangers": strangers.names,
-            "events": journal.events(),
-        }
+        """Return the replica groups, the settings, and what has happened."""
+        return run.status()
+
+    @v1.get("/page")
+    def page_data() -> dict[str, Any]:
+        """Return everything that the status page shows: the status, and what the run's folder has.
+
+        It may take a second. What decides about a run asks for the status.
+        """
+        return run.page()
+
+    @v1.get("/report", response_class=HTMLResponse)
+    def report() -> HTMLResponse:
+        """Return the status page with its data inside, to keep it or to send it to others."""
+        return HTMLResponse(report_html(run.page()))
 
     @app.get("/", include_in_schema=False)
     def page() -> HTMLResponse:
-        return HTMLResponse(page_text)  # without data: it asks for the token and then for those
+        return HTMLResponse(page_html())  # without data: it asks for the token and then for those
 
-    page_text = (
-        resources.files("composer_replication.coordinator").joinpath("page.html").read_text("utf-8")
-    )
     v1.include_router(data_router(streams, audit))
     v1.include_router(reach_router(tokens, audit))
     app.include_router(v1)

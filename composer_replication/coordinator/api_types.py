@@ -102,6 +102,9 @@ class Heartbeat(StrictBody):
     seconds_since_sync: Number = None
     steps_per_second: Number = None
     settings_version: Count | None = None
+    settings_since: Count | None = None
+    synced_step: Count | None = None
+    synced_batch: Count | None = None
     momentum_cosine: Number = None
     group_cosine: Number = None
     mean_norm_ratio: Number = None

@@ -13,6 +13,7 @@ from typing import Any
 from composer_replication.coordinator import run_model
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.run_history import RunHistory
 from composer_replication.coordinator.run_model import ModelRow, check_model, find_fingerprint
 from composer_replication.coordinator.run_settings import RejectedError
 
@@ -66,9 +67,10 @@ class Registry:
         versions: Versions of this process. Groups with others are rejected.
         heartbeat_timeout_s: Seconds of silence after which a group is dead.
         clock: Returns seconds; tests replace it.
-    """
 
-    MAX_POINTS = 500
+    Attributes:
+        history: What the heartbeats have reported over time.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Registry:
         # dead.
         self._lock = threading.Lock()
         self._incarnations: dict[str, Incarnation] = {}
-        self._losses: dict[str, dict[int, float]] = {}
+        self.history = RunHistory()
         database.execute_schema(_SCHEMA + run_model.SCHEMA)
         with database.transaction() as cursor:
             rows = cursor.execute("SELECT replica_id, session FROM replicas").fetchall()
@@ -142,6 +144,8 @@ class Registry:
         is_new = row is None or row[0] != session
         with self._lock:  # from here on requests of the previous session are rejected
             since = self.clock() if is_new else self._registered_at(replica_id)
+            if is_new and replica_id in self._incarnations:
+                self.history.end_life(replica_id, self._life(replica_id))
             self._sessions[replica_id] = session
             self._incarnations[replica_id] = Incarnation(since, self.clock(), {"phase": "joining"})
         if is_new:
@@ -178,11 +182,7 @@ class Registry:
             self._check_session(replica_id, session)
             since = self._registered_at(replica_id)
             self._incarnations[replica_id] = Incarnation(since, self.clock(), dict(progress))
-            if progress.get("loss") is not None:
-                losses = self._losses.setdefault(replica_id, {})
-                losses[progress.get("batch") or 0] = progress["loss"]
-                if len(losses) > 4 * self.MAX_POINTS:
-                    self._losses[replica_id] = dict(sorted(losses.items())[::2])
+        self.history.add(replica_id, progress)
 
     def end(self, replica_id: str) -> None:
         """Record that a group's processes have ended, so that its name is free at once.
@@ -258,21 +258,26 @@ class Registry:
         incarnation = self._incarnations.get(replica_id)
         return self._began if incarnation is None else incarnation.registered_at
 
-    def losses(self) -> dict[str, list[tuple[int, float]]]:
-        """The losses of each group, thinned to ``MAX_POINTS`` points for a chart.
+    def _life(self, replica_id: str) -> dict[str, Any]:
+        """When the present incarnation of a group lived, in seconds since 1970, and its end."""
+        incarnation = self._incarnations[replica_id]
+        epoch = time.time() - self.clock()
+        until = end = None
+        if not self.is_alive(replica_id):
+            until = epoch + (incarnation.left_at or incarnation.last_seen)
+            end = "finished" if incarnation.progress.get("phase") == "finished" else "lost"
+        return {"began": epoch + incarnation.registered_at, "ended": until, "end": end}
 
-        They are by batch, since a group that was restarted counts inner steps from 0.
+    def lives(self) -> dict[str, list[dict[str, Any]]]:
+        """The lives of each group that this process knows, oldest first.
+
+        Returns:
+            For each group, rows of ``began`` and ``ended`` in seconds since 1970, and ``end``:
+            ``finished``, ``lost``, or None if the group is alive.
         """
         with self._lock:
-            copies = {
-                replica_id: list(losses.items()) for replica_id, losses in self._losses.items()
-            }
-        thinned = {}
-        for replica_id, points in copies.items():
-            points.sort()
-            every = 1 + len(points) // self.MAX_POINTS
-            thinned[replica_id] = points[(len(points) - 1) % every :: every]  # with the newest one
-        return thinned
+            now = {id: self._life(id) for id in self._incarnations}
+        return {id: [*self.history.lives(id), life] for id, life in now.items()}
 
     def replicas(self) -> list[dict[str, Any]]:
         """All groups that ever registered, as the status page shows them."""

@@ -115,6 +115,14 @@ class RunSettings:
             )
         return DiLoCoSettings(**json.loads(row[0]))
 
+    def changes(self) -> list[dict[str, Any]]:
+        """The changes since the run's first settings: ``version``, and its ``source`` in words."""
+        with self._database.transaction() as cursor:
+            rows = cursor.execute(
+                "SELECT version, source FROM settings WHERE version > 1 ORDER BY version"
+            ).fetchall()
+        return [{"version": version, "source": source} for version, source in rows]
+
     def change(self, changes: Mapping[str, Any]) -> int:
         """Add a version in which some settings have changed.
 

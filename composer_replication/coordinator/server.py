@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
-from composer_replication.coordinator.api import RunFacts, create_app
+from composer_replication.coordinator.api import create_app
 from composer_replication.coordinator.audit import AUDIT, Audit
-from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.database import Database, StorageError
 from composer_replication.coordinator.http_service import HttpService, TlsFiles
 from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry, Versions
+from composer_replication.coordinator.run_data import Record, RunData, RunFacts
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
@@ -26,10 +29,13 @@ from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.folder_lock import open_lock
+from composer_replication.replica.json_files import replace_json
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
+
+log = logging.getLogger(__name__)
 
 STATE = "coordinator.sqlite"
 """Name of the database in the state folder."""
@@ -56,6 +62,7 @@ class CoordinatorArguments(RunFacts):
         lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
         all_start: Whether all groups start together with this service, see ``RunSettings``.
         tls: Certificate of the service. None: plain HTTP.
+        record: What the run's folder adds to the page's data, see ``RunData``.
     """
 
     settings: DiLoCoSettings
@@ -70,6 +77,7 @@ class CoordinatorArguments(RunFacts):
     lighthouse_heartbeat_ms: int = 5_000
     all_start: bool = False
     tls: TlsFiles | None = None
+    record: Record | None = None
 
 
 class Coordinator:
@@ -110,22 +118,26 @@ class Coordinator:
             self.address = f"{'https' if own.tls else 'http'}://{host}:{self._http.port}"
             own_addr = f"http://{_own_address(own.bind)}:{port}"
             strangers = opened.enter_context(closing(Strangers(own_addr, registry, journal)))
-            app = create_app(
-                run_settings,
-                registry,
-                Streams(database, registry, journal),
-                journal,
-                audit=Audit(own.state_dir / AUDIT),
+            self._run = RunData(
+                settings=run_settings,
+                registry=registry,
+                streams=Streams(database, registry, journal),
+                journal=journal,
                 strangers=strangers,
-                tokens=own.tokens,
-                hosts=None if own.tokens else _loopback_names(own.bind, own.hostname),
                 lighthouse_addr=self.lighthouse_addr,
                 facts=own,
+                record=own.record,
+            )
+            app = create_app(
+                self._run,
+                audit=Audit(own.state_dir / AUDIT),
+                tokens=own.tokens,
+                hosts=None if own.tokens else _loopback_names(own.bind, own.hostname),
             )
             strangers.start()
             self._http.start(app)
             self._open = opened.pop_all()
-        self._registry = registry
+        self._registry, self._state_dir = registry, own.state_dir
 
     @property
     def is_serving(self) -> bool:
@@ -137,8 +149,16 @@ class Coordinator:
         self._registry.end(str(replica_id))
 
     def shutdown(self) -> None:
-        """Stop the service and the lighthouse. What the service has answered is on the disk."""
-        self._open.close()
+        """Stop the service and the lighthouse. What the service has answered is on the disk.
+
+        What the page showed last is written to ``page.json`` in the state folder, for the report.
+        """
+        try:
+            replace_json(self._state_dir / PAGE_DATA, self._run.status())
+        except (OSError, StorageError) as error:  # a full disk must not keep the service alive
+            log.warning("The page's last data are not kept: %s", error)
+        finally:
+            self._open.close()
 
 
 def _start_lighthouse_beside(

@@ -78,6 +78,8 @@ class KillableCoordinator:
         ports = _free_ports()
         if arguments.get("tls") is not None:
             arguments["tls"] = asdict(arguments["tls"])
+        if arguments.get("record") is not None:  # it travels as JSON, like the others
+            arguments["record"] = str(arguments["record"].run_dir)
         arguments |= {"settings": asdict(settings), "source": source}
         # The coordinator starts a lighthouse of its own on the next port. Nobody uses that one.
         self.services = {
@@ -131,6 +133,7 @@ def serve(role: str, arguments: dict[str, Any]) -> None:
     else:
         from composer_replication.coordinator.http_service import TlsFiles
         from composer_replication.coordinator.server import Coordinator
+        from composer_replication.launch.page_record import RunRecord
 
         if arguments.get("tls") is not None:
             files: dict[str, Any] = {
@@ -140,6 +143,8 @@ def serve(role: str, arguments: dict[str, Any]) -> None:
             arguments["tls"] = TlsFiles(**files)
         arguments["settings"] = DiLoCoSettings(**arguments["settings"])
         arguments["state_dir"] = Path(arguments["state_dir"])
+        if arguments.get("record") is not None:
+            arguments["record"] = RunRecord(Path(arguments["record"]))
         coordinator = Coordinator(**arguments)
         address = coordinator.address
     print(address, flush=True)

@@ -11,11 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.coordinator.http_service import TlsFiles
+from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator, is_loopback
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import CoordinatorOptions
 from composer_replication.launch.run_token import TOKEN_FILE, make_token_file, read_token_file
+from composer_replication.replica.json_files import read_json
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import ConfigError, diloco_section
 from composer_replication.training.settings_file import in_words, load_settings
@@ -72,6 +74,12 @@ def coordinate(options: CoordinatorOptions) -> None:
             pass
     finally:
         coordinator.shutdown()
+    shown = read_json(state_dir / PAGE_DATA)
+    if shown:
+        page = write_report_html(
+            state_dir, shown | {"report": {"written": shown["time"], "files": []}}
+        )
+        console.print(f"page: {page.absolute()}", markup=False, soft_wrap=True)
 
 
 def choose_tokens(

@@ -24,7 +24,8 @@ from composer_replication.launch.display import Display
 from composer_replication.launch.errors import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.group_process import environment, group_environment
 from composer_replication.launch.job import Job, check_launch
-from composer_replication.launch.outcome import conclude, explain_failure
+from composer_replication.launch.outcome import conclude, explain_failure, keep_page
+from composer_replication.launch.page_record import RunRecord
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
 from composer_replication.launch.run_token import TOKEN_FILE, write_token_file
 from composer_replication.launch.start_watch import StartWatch
@@ -107,6 +108,7 @@ def launch_groups(
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
         all_start=True,
         model_section=config.get("model"),
+        record=RunRecord(run_dir),
     )
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
@@ -141,6 +143,8 @@ def launch_groups(
                     console.print("Stopping the groups; Ctrl-C again kills them at once")
         finally:
             coordinator.shutdown()
+    if failed or interrupts.count:
+        keep_page(run_dir)
     if failed:
         return BAD_INPUT if BAD_INPUT in failed.values() else FAILED
     if interrupts.count:

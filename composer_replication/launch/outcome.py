@@ -11,6 +11,7 @@ from rich.console import Console
 from composer_replication.callback.run_folder import METRICS, RESULT, log_path
 from composer_replication.callback.words import format_duration, plural
 from composer_replication.launch.errors import FAILED
+from composer_replication.launch.page_record import write_page
 from composer_replication.launch.report import write_report
 from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
 from composer_replication.launch.supervision import Supervisor
@@ -50,7 +51,7 @@ def finish(
     restarts: Mapping[str, int],
     advice: str = "",
 ) -> int:
-    """Write the summary and the picture, and print the result.
+    """Write the summary, the picture and the page, and print the result.
 
     Args:
         run_dir: The run's folder.
@@ -82,6 +83,7 @@ def finish(
         each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in restarts.items() if n)
         rows.append(("started again", each))
     rows += [("time", format_duration(seconds)), ("picture", str(picture))]
+    rows.append(("page", str(write_page(run_dir))))
     for name, value in [*rows, ("all files", str(run_dir))]:
         print(f"{name:<24}{value}")
     if len(set(run.digests.values())) > 1:
@@ -91,6 +93,16 @@ def finish(
         )
         return FAILED
     return 0
+
+
+def keep_page(run_dir: Path) -> None:
+    """Write the page of a run that has failed or was interrupted, if any group has written."""
+    try:
+        print(f"Page: {write_page(run_dir)}")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        print_error(f"The page of the run is not written: {error}")
 
 
 def explain_failure(

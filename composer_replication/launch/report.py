@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from composer_replication.callback.run_folder import METRICS, OUTER_STEP
+from composer_replication.callback.run_folder import METRICS
 from composer_replication.callback.words import plural
 from composer_replication.launch.run_record import Run, read_run
+from composer_replication.launch.thin_out import thin_out
 
 PICTURE = "loss.png"
 
@@ -28,7 +28,7 @@ _DIRECTIONS = {
     "diloco/momentum_cosine": "mean and momentum",
 }
 
-_DRAWN = (OUTER_STEP, "inner_steps", "loss", "diloco/sync_seconds", *_DIRECTIONS)
+_DRAWN = ("inner_steps", "loss", "diloco/sync_seconds", *_DIRECTIONS)
 
 Points = dict[str, list[dict[str, Any]]]
 """The syncs to draw, by group."""
@@ -63,7 +63,7 @@ def write_report(run_dir: str | Path) -> Path:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    points = {replica_id: thin_out(lines) for replica_id, lines in run.metrics.items()}
+    points = {id: thin_out(lines, _DRAWN, MAX_POINTS) for id, lines in run.metrics.items()}
     longest = max(points.values(), key=len)  # the other groups have the same cosines
     has_directions = any(_has(line, key) for line in longest for key in _DIRECTIONS)
     ratios = (2.2, 1, 1) if has_directions else (2.2, 1)
@@ -95,28 +95,6 @@ def write_report(run_dir: str | Path) -> Path:
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
-
-
-def thin_out(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Select at most ``MAX_POINTS`` of a group's syncs, without those that a resume repeated.
-
-    However many syncs there are, no more than that are held in memory.
-
-    Args:
-        lines: The group's metrics, one item for each sync.
-    """
-    kept: list[dict[str, Any]] = []
-    every = 1
-    for index, line in enumerate(lines):
-        while kept and kept[-1][OUTER_STEP] >= line[OUTER_STEP]:
-            kept.pop()
-        if index % every:
-            continue
-        kept.append({key: line[key] for key in _DRAWN if key in line})
-        if len(kept) > MAX_POINTS:
-            kept = kept[::2]
-            every *= 2
-    return kept
 
 
 def _draw_losses(axes: Any, run: Run, points: Points) -> None:

@@ -63,10 +63,25 @@ def replace_json(
     Raises:
         OSError: It cannot be written. The old content stays.
     """
+    text = json.dumps(content, indent=indent) + "\n"
+    replace_text(path, text, survives_power_cut=survives_power_cut)
+
+
+def replace_text(path: Path, text: str, *, survives_power_cut: bool = False) -> None:
+    """Write a text file as ``replace_json`` writes JSON, in UTF-8.
+
+    Args:
+        path: The file. Its folder is made if it is missing.
+        text: What to write.
+        survives_power_cut: As for ``replace_json``.
+
+    Raises:
+        OSError: It cannot be written. The old content stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}")
-    with naming(path), draft.open("w") as file:
-        file.write(json.dumps(content, indent=indent) + "\n")
+    with naming(path), draft.open("w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         if survives_power_cut:
             os.fsync(file.fileno())

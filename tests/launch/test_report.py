@@ -10,13 +10,14 @@ from rich.console import Console
 from composer_replication.callback.words import format_duration
 from composer_replication.launch.display import Display, GroupView
 from composer_replication.launch.outer_readings import READINGS
-from composer_replication.launch.report import MAX_POINTS, thin_out, write_report
+from composer_replication.launch.report import MAX_POINTS, write_report
 from composer_replication.launch.run_record import (
     describe,
     last_lines,
     read_run,
     write_summary,
 )
+from composer_replication.launch.thin_out import thin_out
 from composer_replication.replica.json_files import JsonLineReader
 
 
@@ -197,7 +198,7 @@ def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
 
 @pytest.mark.parametrize("number", [1, 999, 4000, 4001, 50_000])
 def test_of_a_long_run_evenly_spaced_syncs_are_drawn(number):
-    drawn = thin_out(sync(step) for step in range(1, number + 1))
+    drawn = thin_out((sync(step) for step in range(1, number + 1)), ["loss"], MAX_POINTS)
     steps = [line["diloco/outer_step"] for line in drawn]
     assert min(number, MAX_POINTS // 2) <= len(steps) <= MAX_POINTS
     assert len({later - earlier for earlier, later in pairwise(steps)}) <= 1
@@ -206,7 +207,7 @@ def test_of_a_long_run_evenly_spaced_syncs_are_drawn(number):
 
 def test_syncs_that_were_made_again_after_a_resume_are_drawn_once():
     lines = [sync(1), sync(2, loss=9.0), sync(3, loss=9.0), sync(2), sync(3)]
-    assert [line["loss"] for line in thin_out(lines)] == [4.9, 4.8, 4.7]
+    assert [line["loss"] for line in thin_out(lines, ["loss"], MAX_POINTS)] == [4.9, 4.8, 4.7]
 
 
 def test_a_groups_progress_follows_its_files(tmp_path):
