@@ -1,4 +1,5 @@
-# make train: install, then train two replica groups on this machine.
+# make train: install, then train two replica groups on this machine. ARGS=max_duration=300ba and
+# the like change its config.
 # make test: install, then test. make test-alone: the tests that measure time in seconds.
 # make check: lint, types and the quick tests, in 90 s on two cores.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test test-alone check check-tests gpu-check lint test-torch-new test-llmfoundry test-ray docs release-check clean
 
 train: $(VENV)/.installed
-	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2
+	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2 $(ARGS)
 
 # Two workers a core: most tests wait for other processes.
 WORKERS ?= $(shell expr 2 \* $$(nproc))

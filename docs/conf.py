@@ -20,8 +20,11 @@ html_theme = "furo"
 html_show_copyright = False
 html_show_sphinx = False
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4  # as git hosts make them
+
+nb_execution_mode = "off"  # tests/test_tutorial.py executes it, and its outputs are stored
+nb_merge_streams = True
 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # torch's and torchft's are theirs

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 from integration.groups import free_port
+from page_blocks import block
 
 PAGE = Path(__file__).parent.parent / "docs" / "composer-job.md"
 
@@ -36,8 +37,11 @@ class OwnJob:
         self.folder, self._environ = folder, environ
         self.port = str(free_port())
         self.coordinator_block, self.group_block = (
-            block.replace("29512", self.port).replace("HOST:", "localhost:")
-            for block in blocks("bash")[:2]
+            commands.replace("29512", self.port).replace("HOST:", "localhost:")
+            for commands in (
+                block("docs/composer-job.md", "export COMPOSER_REPLICATION_TOKEN"),
+                block("docs/composer-job.md", "export COMPOSER_REPLICATION_COORDINATOR"),
+            )
         )
         self.processes: list[subprocess.Popen[str]] = []
 

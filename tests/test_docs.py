@@ -1,6 +1,7 @@
 """What the documents tell people to type. Run: pytest tests/test_docs.py"""
 
 import ast
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,14 +14,22 @@ from composer_replication.replica.options import ReplicaEnv
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-SITE = sorted(DOCS.glob("*.md"))
+SITE = sorted([*DOCS.glob("*.md"), DOCS / "tutorial.ipynb"])
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *SITE]
 PROGRAM = "composer-replication "
 
 
+def text_of(path):
+    """What a page says; of a notebook, what stands between its cells of code."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
 def commands(path):
     """The calls of our command in a document, in blocks and inside of sentences."""
-    text = path.read_text()
+    text = text_of(path)
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
     inline = re.findall(r"`(composer-replication [^`]*)`", text)
     # A number may stand as a letter, and an optional part in brackets.
@@ -61,7 +70,7 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text_of(page)):
         if "://" not in target:
             file = page.parent / target if target else page
             assert file.exists(), target
@@ -80,7 +89,7 @@ def test_every_benchmark_of_the_documents_is_where_they_say():
 
 @pytest.mark.parametrize("page", SITE, ids=lambda page: page.name)
 def test_a_page_opens_with_what_its_reader_can_do_then(page):
-    heading, opening, *_ = page.read_text().split("\n\n")
+    heading, opening, *_ = text_of(page).split("\n\n")
     assert heading.startswith("# ") and opening.startswith("After this page ")
 
 
@@ -93,7 +102,7 @@ def test_every_page_is_once_in_the_navigation():
 def test_the_readme_is_short_and_leads_to_every_page():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
-    linked = set(re.findall(r"\]\(docs/([a-z-]+)\.md", text))
+    linked = set(re.findall(r"\]\(docs/([a-z-]+)\.(?:md|ipynb)", text))
     assert {page.stem for page in SITE} - linked == {"index"}
 
 

@@ -1,16 +1,18 @@
 """What the command ``plan`` prints, writes and refuses. Run: pytest tests/test_plan_command.py."""
 
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
+from page_blocks import ROOT, block, fenced
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
 from composer_replication.plan import HOST_S_PER_PARAM
 
-GIVEN = ["plan", "--params", "7e9", "--link", "1Gbit", "--step-time", "2.0", "--groups", "8"]
+GIVEN = shlex.split(block("docs/plan.md", "composer-replication plan"))[1:]
 
 
 def plan(*arguments):
@@ -23,6 +25,12 @@ def cells_of(answer, method, wire_format):
     lines = [line.split("│")[1:-1] for line in answer.output.splitlines()]
     stripped = [[cell.strip() for cell in line] for line in lines]
     return [cells[2:] for cells in stripped if cells[:2] == [method, wire_format]]
+
+
+def test_the_page_shows_what_the_command_prints():
+    shown = fenced(ROOT / "docs" / "plan.md", "")[0]
+    answer = CliRunner(env={"COLUMNS": "100"}).invoke(app, GIVEN)
+    assert [line.rstrip() for line in answer.output.splitlines()] == shown.splitlines()
 
 
 def test_the_tables_by_hand():

@@ -4,12 +4,14 @@ Real: everything; the script is one of ``examples``.
 """
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from pace import paced
+from page_blocks import block
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -37,9 +39,17 @@ def run(*command, **environ):
 
 
 def test_a_launch_of_a_script_is_a_run_like_that_of_a_config(tmp_path):
-    ours = "-m composer_replication launch --replicas 2 --set sync_every=10".split()
+    on_pages = {
+        block("README.md", "composer-replication launch"),
+        block("docs/composer-job.md", "composer-replication launch"),
+        block("docs/own-command.md", "composer-replication launch"),
+    }
+    (line,) = on_pages
+    _, *ours, dashes, python, script = shlex.split(line.replace("sync_every=100", "sync_every=10"))
+    assert (dashes, python, script) == ("--", "python", "train.py")
     # Group 1 trains a batch more than group 0, if its id is where the braces were.
     script = [sys.executable, SCRIPT, "2{replica_id}ba"]
+    ours = ["-m", "composer_replication", *ours]
     said = run(*ours, "--run-dir", tmp_path / "run", "--", *script)
     assert "equal in 2 groups after 3 outer steps" in said
     assert "sent by each group" in said
@@ -52,9 +62,12 @@ def test_a_launch_of_a_script_is_a_run_like_that_of_a_config(tmp_path):
 
 
 def test_a_script_under_faults_loses_nothing(tmp_path):
-    options = "--replicas 3 --duration 40 --faults-per-minute 12 --seed 0 --kinds one_way".split()
-    ours = ["-c", CHAOS, "chaos", *options, "--set", "sync_every=10"]
-    script = [sys.executable, SCRIPT, "1000000ba"]
+    line = block("docs/own-command.md", "composer-replication chaos")
+    _, *ours, dashes, python, _, length = shlex.split(line.replace("=20", "=10"))
+    assert (dashes, python, length) == ("--", "python", "1000000ba") and f"{SCRIPT.name} " in line
+    options = "--duration 40 --faults-per-minute 12 --seed 0 --kinds one_way".split()
+    ours = ["-c", CHAOS, *ours, *options]
+    script = [sys.executable, SCRIPT, length]
     run(*ours, "--run-dir", tmp_path / "run", "--", *script, env=paced(0.03))
     report = json.loads((tmp_path / "run" / "chaos.json").read_text())
     assert report["is_clean"] and report["violations"] == []

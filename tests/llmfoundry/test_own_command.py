@@ -4,6 +4,8 @@ Run: make test-llmfoundry. Real: everything. The data are made here.
 """
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import foundry_jobs
 import pytest
 from foundry_jobs import foundry_command, offline_environ, write_data
+from page_blocks import block
 
 pytestmark = [
     pytest.mark.llmfoundry,
@@ -48,14 +51,27 @@ def test_a_script_with_a_hugging_face_model_in_groups_of_two_ranks(tmp_path):
     assert (tmp_path / "run" / "replica_1" / "log_rank1.txt").stat().st_size
 
 
+def test_lora_trains_and_sends_the_adapters_alone(tmp_path):
+    pytest.importorskip("peft")
+    script = [sys.executable, EXAMPLES / "train_lora.py", "20ba"]
+    assert launch(tmp_path, "--set", "sync_every=10", "--", *script)["outer_steps"] == 2
+    metrics = (tmp_path / "run" / "replica_0" / "metrics.jsonl").read_text().splitlines()
+    # Two layers, each with A of 8 x 64 and B of 192 x 8, and the group's weight in the mean.
+    numbers = 2 * 8 * (64 + 192) + 1
+    assert {json.loads(line)["diloco/bytes_sent"] for line in metrics} == {4 * numbers}
+
+
 def test_llmfoundrys_own_command_with_its_own_yaml(tmp_path):
     write_data(tmp_path / "data")
-    places = [
+    shutil.copy(YAML, tmp_path / "my.yaml")
+    words = shlex.split(block("docs/llm-foundry.md", "composer-replication launch"))
+    assert words[:4] == "composer-replication launch --replicas 2".split()
+    assert words[7:] == ["llmfoundry", "train", "my.yaml", "data_local=/data/{replica_id}"]
+    places = [  # as this file names the group's data
         "variables.group={replica_id}",
         f"variables.data={tmp_path / 'data'}",
         "variables.run_dir={run_dir}",
     ]
-    settings = ["--settings", YAML]
-    summary = launch(tmp_path, *settings, "--", *foundry_command("train", YAML, *places))
+    summary = launch(tmp_path, *words[4:7], *foundry_command(*words[8:10], *places))
     assert summary["outer_steps"] > 2
     assert summary["eval"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from page_blocks import block
 
 from composer_replication.launch.job import config_job
 from composer_replication.launch.launcher import launch_groups
@@ -61,7 +62,10 @@ def load_model(folder):
 
 @pytest.mark.integration
 def test_an_image_classifier_of_torchvision_with_batch_norm(train):
-    results, models = train("image_classifier.yaml", "max_duration=15ba")
+    words = block("docs/examples.md", "composer-replication launch examples/image_classifier.yaml")
+    _, _, example, *options = words.split()
+    assert options == ["--replicas", str(GROUPS)]
+    results, models = train(Path(example).name, "max_duration=15ba")
     assert [result["outer_steps"] for result in results] == [3, 3]
     assert results[0]["eval"].keys() >= {"MulticlassAccuracy", "CrossEntropy"}
     assert results[0]["eval"] == results[1]["eval"]  # of one model, with one set of statistics
