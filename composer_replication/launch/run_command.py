@@ -120,7 +120,7 @@ class _Narrator:
         if not self._record.deaths:  # else its own errors say more
             self._watch.look()
         for line in self._ends.new():
-            log.warning("Replica %s", line)
+            log.warning("Replica group %s", line.removeprefix("group "))
 
 
 def replica_id_from(environ: Mapping[str, str]) -> str:

@@ -20,6 +20,10 @@ DATA_PARALLEL_MUON = replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
 """The best data parallel of all: what the arms are compared with."""
 
 TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
+TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
+"""The quickstart's."""
+
+DATA_PARALLEL_LONG = replace(DATA_PARALLEL_MUON, steps=3600)
 FOUR_MUON = replace(TWO_MUON, groups=4)
 EIGHT_MUON = replace(TWO_MUON, groups=8)
 WHOLE = replace(TWO_MUON, sync_every=32, steps=1920)
@@ -52,6 +56,11 @@ FIRST_ARMS = (
     Arm("2 groups, H = 30", TWO_MUON, is_drawn=True),
 )
 
+LONG_ARMS = (
+    Arm("data parallel, 3,600 steps", DATA_PARALLEL_LONG, DATA_PARALLEL_LONG, "-"),
+    Arm("2 groups, H = 15, 3,600 steps", TWO_LONG, DATA_PARALLEL_LONG, "the same length"),
+)
+
 SECOND_ARMS = (
     Arm("data parallel, AdamW", DATA_PARALLEL, is_drawn=True),
     Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW", is_drawn=True),
@@ -69,7 +78,7 @@ THIRD_ARMS = (
     Arm("2 groups, fp4", replace(TWO_MUON, wire_format="fp4"), TWO_MUON, "2 groups, H = 30"),
 )
 
-ARMS = FIRST_ARMS + SECOND_ARMS + THIRD_ARMS
+ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + THIRD_ARMS
 
 
 def _first_look() -> Iterator[Cell]:
@@ -152,10 +161,10 @@ def _muon_lr_look() -> Iterator[Cell]:
 
 def _length_look() -> Iterator[Cell]:
     """Whether twice as many steps narrow the gap."""
-    yield replace(TWO_MUON, sync_every=15, steps=3600)
-    yield replace(DATA_PARALLEL_MUON, steps=3600)
+    yield TWO_LONG
+    yield DATA_PARALLEL_LONG
     yield replace(TWO_MUON, steps=3600)
-    yield replace(DATA_PARALLEL_MUON, lr=8e-3, steps=3600)
+    yield replace(DATA_PARALLEL_LONG, lr=8e-3)
 
 
 def _muon_batch_look() -> Iterator[Cell]:
@@ -166,10 +175,16 @@ def _muon_batch_look() -> Iterator[Cell]:
     yield replace(DATA_PARALLEL_MUON, batch=32, lr=1.6e-2)
 
 
+def _long() -> Iterator[Cell]:
+    """Twice as many steps, on the first five seeds of the claims."""
+    for seed, arm in product(CLAIM_SEEDS[:5], LONG_ARMS):
+        yield arm.cell.with_seed(seed)
+
+
 def _claims() -> Iterator[Cell]:
     """All arms, a few seeds of each before the rest: whatever has been run can be compared."""
     for seeds in (CLAIM_SEEDS[:5], CLAIM_SEEDS[5:]):
-        for arms in (FIRST_ARMS, SECOND_ARMS, THIRD_ARMS):
+        for arms in (FIRST_ARMS, LONG_ARMS, SECOND_ARMS, THIRD_ARMS):
             for seed, arm in product(seeds, arms):
                 yield arm.cell.with_seed(seed)
 
@@ -187,6 +202,7 @@ STAGES = {
     "muon batch look": _muon_batch_look,
     "base": _base,
     "quickstart": _quickstart,
+    "long": _long,
     "claims": _claims,
 }
 

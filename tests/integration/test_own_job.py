@@ -80,7 +80,7 @@ def test_each_says_in_a_few_lines_how_the_run_went(job, group):
     lines = [line for line in job.said(f"group_{group}").splitlines() if "[diloco]" in line]
     # The group that is there first says so after 2 s without the other.
     said = [line for line in lines if "WARNING: Waiting for replica groups: " not in line]
-    assert len(said) == 5
+    assert len(said) == 6
     texts = re.findall(r"^\[diloco\] .*$", page(), re.MULTILINE)
 
     def shape(line):
@@ -90,8 +90,9 @@ def test_each_says_in_a_few_lines_how_the_run_went(job, group):
         return re.sub(r"\d[\d.:]*( [kMG]?B| h| min| s)*( \d+)*( min| s)*", "N", line)
 
     assert {shape(line) for line in said} <= {shape(text) for text in texts}
-    assert said[0].endswith(f"group {group} of 2 meets the others at http://localhost:{job.port}")
-    assert f"here is group {group}, 1 rank" in said[1] and "blocked for" in said[-1]
+    assert said[0].endswith("The largest of 2 fragments has 89 % of the bytes")
+    assert said[1].endswith(f"group {group} of 2 meets the others at http://localhost:{job.port}")
+    assert f"here is group {group}, 1 rank" in said[2] and "blocked for" in said[-1]
 
 
 def test_nothing_else_is_written_where_there_is_nothing_to_warn_of(job):
