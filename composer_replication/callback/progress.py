@@ -58,7 +58,13 @@ class SyncLog:
             self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
             self._synced_at = time.monotonic()
-            names = ("contribution", "num_participants", "sync_seconds", "settings_version")
+            names = (
+                "contribution",
+                "num_participants",
+                "sync_seconds",
+                "settings_version",
+                "sync_every",
+            )
             if report.settings_version != self._settings_since[0]:
                 self._settings_since = (report.settings_version, report.outer_step)
             self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)} | {
@@ -89,11 +95,15 @@ class SyncLog:
                 f", {report.retries} retries" if report.retries else "",
             )
 
+    @property
+    def _steps_of_all(self) -> int | None:
+        """The inner steps of a round in every group; None if a round is a time."""
+        return None if self._settings.round_seconds is not None else self._settings.sync_every
+
     def _round(self, inner_steps: int, outer_step: int) -> float:
         """Rounds so far. Where they have another length in each group, whole turns count."""
-        if self._settings.round_seconds is None:
-            return inner_steps / self._settings.sync_every
-        return outer_step / self._settings.fragment_count
+        steps = self._steps_of_all
+        return inner_steps / steps if steps else outer_step / self._settings.fragment_count
 
     def log_start(self, diloco: DiLoCo) -> None:
         """Log that the group has joined, and what its earlier process had trained by its end."""
@@ -153,7 +163,11 @@ class SyncLog:
         }
         trained_at = self._before.get("trained_at") if phase == "joining" else time.time()
         self._folder.write_status(
-            phase, **position, seconds_left=seconds_left, trained_at=trained_at
+            phase,
+            **position,
+            sync_every=self._steps_of_all,
+            seconds_left=seconds_left,
+            trained_at=trained_at,
         )
         since = None if self._synced_at is None else time.monotonic() - self._synced_at
         more = {"phase": phase, "steps_per_second": speed, "seconds_since_sync": since}

@@ -96,6 +96,7 @@ class Heartbeat(StrictBody):
     inner_steps: Count | None = None
     outer_step: Count | None = None
     round: Number = None
+    sync_every: Count | None = None
     loss: Number = None
     contribution: Number = None
     num_participants: Count | None = None

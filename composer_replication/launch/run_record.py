@@ -76,7 +76,7 @@ class Run:
 
     Attributes:
         run_dir: The folder.
-        sync_every: Inner steps in a round; None if the folder does not say.
+        sync_every: Inner steps in a round; None if the folder does not say, or a round is a time.
         metrics: Committed syncs by replica group, in their order.
         results: Final result by replica group, of the groups that have one.
         resumes: By replica group, each resume from a checkpoint and what it repeated.
@@ -150,15 +150,18 @@ def read_run(run_dir: str | Path) -> Run:
 
 def _sync_every(run_dir: Path) -> int | None:
     # A user's own training script leaves no config.
-    sync_every = read_value(run_dir / CONFIG, "callbacks.diloco.sync_every")
-    if sync_every is not None:
+    config = run_dir / CONFIG
+    sync_every = read_value(config, "callbacks.diloco.sync_every")
+    if sync_every is not None and read_value(config, "callbacks.diloco.round_seconds") is None:
         return sync_every
     statuses = [read_json(path) for path in run_dir.glob(f"replica_*/{STATUS}")]
     return next(filter(None, map(implied_sync_every, statuses)), None)
 
 
 def implied_sync_every(status: Mapping[str, Any]) -> int | None:
-    """Compute the inner steps of a round from a group's status; None before its first round."""
+    """The inner steps of a round by a group's status; None if that tells no number."""
+    if "sync_every" in status:  # statuses of before lack it
+        return status["sync_every"]
     return round(status["inner_steps"] / status["round"]) if status.get("round") else None
 
 

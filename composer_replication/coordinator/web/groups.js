@@ -109,6 +109,7 @@ function drawGroups(status, groups, order) {
     "Last sync",
     "Host",
   ];
+  const isTimed = status.settings?.round_seconds != null; // then each group's rounds have a length of their own
   const rows = groups.map((g) => {
     const [word, look] = g.is_alive ? ["● alive", "good"] : hasEnded(g) ? ["✓ ended", "muted"] : ["✕ dead", "bad"];
     const silent =
@@ -143,7 +144,7 @@ function drawGroups(status, groups, order) {
         ],
         null,
       ),
-      cell("Round", number(g.round, 1, 1)),
+      cell("Round", number(g.round, 1, 1) + (isTimed && isNumber(g.sync_every) ? ` of ${number(g.sync_every)} steps` : "")),
       cell(
         "Batch",
         number(g.batch) + (isNumber(g.batch) && isNumber(g.max_batches) ? ` of ${number(g.max_batches)}` : ""),
