@@ -1,9 +1,10 @@
 """Python commands as forks of a process that has imported torch, torchft, Composer and our package.
 
 ``ForkedCommand`` is ``subprocess.Popen`` in everything but its start: the process is a child of the
-one that started it, with the pid, session, signals, descriptors, environment and exit status that
-it would have. Only the start of the interpreter and the imports are shared, which take 5 s of a
-processor. At least one test of each command starts a fresh process.
+one that started it, with the pid, session, pipes, environment and exit status that it would have.
+Only the start of the interpreter and the imports are shared, which take 5 s of a processor. What an
+import leaves, such as Composer's handler of SIGTERM, is there from the start. Of each command at
+least one test starts a fresh process.
 
 A fork needs a parent without threads. So a small server forks, and steps out of the family: the
 process that serves a request forks twice, and the one between ends. The kernel gives its child to
@@ -127,19 +128,22 @@ def _serve(server: socket.socket) -> None:
         message, descriptors, _, _ = socket.recv_fds(server, MAX_REQUEST, 3)
         if not message:
             os._exit(0)
-        from_fork, to_server = os.pipe()
+        (from_fork, to_server), (go, says_go) = os.pipe(), os.pipe()
         if not (between := os.fork()):
             if pid := os.fork():
                 os.write(to_server, str(pid).encode())
                 os._exit(0)
             server.close()
-            os.close(from_fork)
-            os.close(to_server)
+            for descriptor in (from_fork, to_server, says_go):
+                os.close(descriptor)
+            os.read(go, 1)  # until nobody holds the other end: before, its parent is another one
+            os.close(go)
             _become(json.loads(message), descriptors)
         os.waitpid(between, 0)  # the child now is the child of who asks
-        server.send(os.read(from_fork, 64))
-        for descriptor in (from_fork, to_server, *descriptors):
+        pid = os.read(from_fork, 64)
+        for descriptor in (from_fork, to_server, go, says_go, *descriptors):
             os.close(descriptor)
+        server.send(pid)
 
 
 # ---- the command -----------------------------------------------------------------------------

@@ -160,7 +160,8 @@ BEFORE_COMPOSER = MISFITS.keys() - {"another model by its shapes"}
 
 
 def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
-    groups = [run.start(0, start=subprocess.Popen), run.start(1)]
+    # Fresh interpreters. A fork beside one would not wait for it: it is there so much earlier.
+    groups = [run.start(i, start=subprocess.Popen) for i in range(2)]
     run.wait_for_syncs(3)
     early = tmp_path / "early" / "composer"
     early.mkdir(parents=True)

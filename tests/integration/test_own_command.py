@@ -63,7 +63,15 @@ def test_a_script_under_faults_loses_nothing(tmp_path):
     options = "--duration 40 --faults-per-minute 12 --seed 0 --kinds one_way".split()
     ours = ["-c", CHAOS, *ours, *options]
     script = [sys.executable, SCRIPT, length]
-    run(forked_commands.ForkedCommand, *ours, "--run-dir", tmp_path / "run", "--", *script, env=paced(0.03))
+    run(
+        forked_commands.ForkedCommand,
+        *ours,
+        "--run-dir",
+        tmp_path / "run",
+        "--",
+        *script,
+        env=paced(0.03),
+    )
     report = json.loads((tmp_path / "run" / "chaos.json").read_text())
     assert report["is_clean"] and report["violations"] == []
     assert {fault["kind"] for fault in report["injected"]} == {"one_way"}
