@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -106,27 +105,25 @@ def test_a_script_and_a_module_are_run_as_main(tmp_path, start):
 
 
 STARTS = """
-import subprocess, sys, time
-code = "import os, sys, time; print(str((os.getppid(), 'torch' in sys.modules)), flush=True)"
-child = subprocess.Popen([sys.executable, "-c", code + "; time.sleep(100)"])
-shell = subprocess.Popen(["/bin/sh", "-c", "echo shell"])
-print(f"status {shell.wait()}", flush=True)
-input()
-print(f"status {child.wait()}", flush=True)
+import json, subprocess, sys, time
+code = "import os, sys, time; print(os.getppid(), 'torch' in sys.modules, flush=True)"
+command = [sys.executable, "-c", code + "; time.sleep(100)"]
+child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+shell = subprocess.run(["/bin/sh", "-c", "echo from a shell"], stdout=subprocess.PIPE, text=True)
+print(json.dumps([child.pid, child.stdout.readline(), shell.stdout]), flush=True)
+print(json.dumps(child.wait()), flush=True)
 time.sleep(100)
 """
 
 
 def test_what_a_launcher_starts_is_its_child_and_its_server_ends_with_it():
     command = [sys.executable, "-c", STARTS, "launch"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with ForkedCommand(command, text=True, bufsize=1, **pipes) as launcher:
-        lines = {launcher.stdout.readline() for _ in range(3)}
-        assert lines == {f"({launcher.pid}, True)\n", "shell\n", "status 0\n"}
-        server, child = sorted(psutil.Process(launcher.pid).children(), key=lambda each: each.pid)
-        child.send_signal(signal.SIGHUP)
-        launcher.stdin.write("go on\n")
-        assert launcher.stdout.readline() == f"status {-signal.SIGHUP}\n"
+    with ForkedCommand(command, text=True, stdout=subprocess.PIPE) as launcher:
+        pid, said, of_shell = json.loads(launcher.stdout.readline())
+        assert said == f"{launcher.pid} True\n" and of_shell == "from a shell\n"
+        children = {each.pid: each for each in psutil.Process(launcher.pid).children()}
+        children.pop(pid).send_signal(signal.SIGHUP)
+        assert json.loads(launcher.stdout.readline()) == -signal.SIGHUP
+        (server,) = children.values()
         launcher.kill()
     assert psutil.wait_procs([server], timeout=60)[1] == []
-    assert not Path(f"/proc/{child.pid}").exists()

@@ -39,7 +39,7 @@ def command(
     *arguments: object, start: type[subprocess.Popen] = subprocess.Popen, **environ: str
 ) -> subprocess.Popen[str]:
     """Start one of ours; as a ``ForkedCommand`` it need not import."""
-    own = {name: v for name, v in paced(0.02).items() if not name.startswith("COMPOSER_")}
+    own = {name: v for name, v in paced(0.04).items() if not name.startswith("COMPOSER_")}
     return start(
         [sys.executable, "-m", "composer_replication", *map(str, arguments)],
         env=own | {"OMP_NUM_THREADS": "1", "COMPOSER_REPLICATION_TOKEN": TOKEN} | environ,
