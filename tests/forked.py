@@ -2,9 +2,9 @@
 
 Importing them takes 5 s of a processor in each process that is started afresh. Python's fork server
 does it once for each pytest process (``PRELOAD``), and each of its forks is as good as new: the
-server only imports, and has no thread, socket or process group that a fork could share. What is
-about the start itself, launchers and ``python -m``, or about the end of an interpreter, starts a
-fresh process.
+server only imports, and has no thread, socket or process group that a fork could share. Commands,
+launchers too, are forks by way of ``forked_commands.py``. What is about the start itself or about
+the end of an interpreter starts a fresh process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """What a fork server imports. See tests/forked.py."""
 
 import gc
+import multiprocessing
 from importlib import import_module
+
+MAIN_PROCESS = multiprocessing.current_process()
+"""What a fork is that runs a command: see tests/forked_commands.py."""
 
 gc.disable()  # the server makes no garbage, and the collector would look at all that it imports
 for name in (
@@ -9,6 +13,8 @@ for name in (
     "composer.algorithms",
     "composer_replication.callback.callback",
     "composer_replication.replica.factory",
+    "composer_replication.launch.run_command",
+    "composer_replication.training.trainer",
     "torch._dynamo",  # building the first optimizer imports it
 ):
     import_module(name)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_commands import ForkedCommand
 
 pytestmark = pytest.mark.integration
 
@@ -99,7 +100,7 @@ os._exit(0)
 
 
 def start(script, **environ):
-    return subprocess.Popen(
+    return ForkedCommand(
         [sys.executable, "-c", HEAD + script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 from forked import Script
+from forked_commands import ForkedCommand
 
 DEADLINE_S = 600.0  # below pytest's timeout, after which nobody would stop the groups
 COMPOSER = ["composer.cli.launcher", "--nproc", "--master_addr", "--master_port"]
@@ -50,17 +52,33 @@ def start(
     *arguments: object,
     folder: Path,
     launcher: Sequence[str] | None = None,
+    is_fresh: bool = False,
     **environ: str,
 ) -> RunningGroup:
-    """Start a script as the ranks of a group; without a launcher their output is in ``folder``."""
+    """Start a script as the ranks of a group; without a launcher their output is in ``folder``.
+
+    If it ``is_fresh``, launcher and ranks are new interpreters, else forks.
+    """
     environ |= {"REPLICA_GROUP_ID": str(group)}
     if launcher is None:
         return Ranks(group, ranks, script, *arguments, folder=folder, environ=environ)
-    return Launched(launcher, ranks, script, *arguments, environ=environ)
+    return Launched(launcher, ranks, script, *arguments, environ=environ, is_fresh=is_fresh)
+
+
+def leader_of(launcher: int, replica_id: int) -> psutil.Process | None:
+    """Return the process of a group that ``launch`` has started; None if it has none.
+
+    It is known by where its output goes: a fork has the command line of what it was forked from.
+    """
+    for process in psutil.Process(launcher).children():
+        with suppress(OSError):  # it has ended
+            if f"/replica_{replica_id}/" in os.readlink(f"/proc/{process.pid}/fd/1"):
+                return process
+    return None
 
 
 class Launched:
-    """The ranks of a group under a launcher, each a fresh process."""
+    """The ranks of a group under a launcher."""
 
     def __init__(
         self,
@@ -69,11 +87,13 @@ class Launched:
         script: Path,
         *arguments: object,
         environ: dict[str, str],
+        is_fresh: bool,
     ) -> None:
         module, nproc, address, port = launcher
         options = [nproc, str(ranks), address, "127.0.0.1", port, str(free_port())]
         paths = [str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
+        start = subprocess.Popen if is_fresh else ForkedCommand
+        self._process = start(
             [sys.executable, "-m", module, *options, str(script), *map(str, arguments)],
             env=os.environ | environ | {"PYTHONPATH": os.pathsep.join(paths)},
             stdout=subprocess.PIPE,

@@ -37,6 +37,7 @@ def running(launcher: list[str] | None, num_groups: int, folder: Path, *argument
             *arguments,
             folder=folder,
             launcher=launcher,
+            is_fresh=launcher == groups.COMPOSER,  # under torchrun: forks, which need not import
             NUM_REPLICA_GROUPS=str(num_groups),
             TORCHFT_LIGHTHOUSE=lighthouse.address(),
         )

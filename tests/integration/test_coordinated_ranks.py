@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from forked_commands import ForkedCommand
 from integration.groups import free_port
 
 from composer_replication.coordinator.client import CoordinatorClient
@@ -49,7 +50,7 @@ def test_every_rank_hears_that_another_group_has_its_name(tmp_path):
     )
     port = str(free_port())
     ranks = [
-        subprocess.Popen(
+        ForkedCommand(
             [sys.executable, "-c", RANK, coordinator.address],
             env=os.environ
             | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}

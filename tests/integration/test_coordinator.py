@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forked_commands import ForkedCommand
 from integration.groups import free_port
 from pace import paced
 
@@ -34,9 +35,12 @@ callbacks: {diloco: {sync_every: 20, num_fragments: 2}}
 TOKEN = "a-secret"
 
 
-def command(*arguments: object, **environ: str) -> subprocess.Popen[str]:
-    own = {name: v for name, v in paced(0.02).items() if not name.startswith("COMPOSER_")}
-    return subprocess.Popen(
+def command(
+    *arguments: object, start: type[subprocess.Popen] = subprocess.Popen, **environ: str
+) -> subprocess.Popen[str]:
+    """Start one of ours; as a ``ForkedCommand`` it need not import."""
+    own = {name: v for name, v in paced(0.04).items() if not name.startswith("COMPOSER_")}
+    return start(
         [sys.executable, "-m", "composer_replication", *map(str, arguments)],
         env=own | {"OMP_NUM_THREADS": "1", "COMPOSER_REPLICATION_TOKEN": TOKEN} | environ,
         stdout=subprocess.PIPE,
@@ -63,7 +67,9 @@ class Run:
     def start_coordinator(self, replicas: int = 3) -> subprocess.Popen[str]:
         bind = f"127.0.0.1:{self.port}"
         options = ["--bind", bind, "--state-dir", self.folder / "state"]
-        process = command("coordinator", self.config, *options, "--replicas", replicas)
+        process = command(
+            "coordinator", self.config, *options, "--replicas", replicas, start=ForkedCommand
+        )
         self.processes.append(process)
         deadline = time.monotonic() + 240
         while True:
@@ -79,14 +85,22 @@ class Run:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         return httpx.request(method, self.address + path, headers=headers, **request)
 
-    def start(self, replica_id: int | str, *overrides: str, **environ: str):
+    def start(
+        self,
+        replica_id: int | str,
+        *overrides: str,
+        start: type[subprocess.Popen] = ForkedCommand,
+        **environ: str,
+    ):
         place = {
             "REPLICA_GROUP_ID": str(replica_id),
             "COMPOSER_REPLICATION_COORDINATOR": self.address,
         }
         run_dir = f"run_dir={self.folder / 'run'}"
         process = command(
-            "train", self.folder / "groups.yaml", run_dir, *overrides, **place | environ
+            *("train", self.folder / "groups.yaml", run_dir, *overrides),
+            start=start,
+            **place | environ,
         )
         self.processes.append(process)
         return process
@@ -146,7 +160,8 @@ BEFORE_COMPOSER = MISFITS.keys() - {"another model by its shapes"}
 
 
 def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
-    groups = [run.start(i) for i in range(2)]
+    # Fresh interpreters. A fork beside one would not wait for it: it is there so much earlier.
+    groups = [run.start(i, start=subprocess.Popen) for i in range(2)]
     run.wait_for_syncs(3)
     early = tmp_path / "early" / "composer"
     early.mkdir(parents=True)
@@ -161,7 +176,8 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
         folders = [early.parent] if name in BEFORE_COMPOSER else []
         folders += [other.parent] if environ.get("PYTHONPATH") else []
         path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-        misfits[name] = run.start(2, *overrides, f"run_dir={tmp_path / 'misfit'}", **environ | path)
+        overrides = [*overrides, f"run_dir={tmp_path / 'misfit'}"]
+        misfits[name] = run.start(2, *overrides, start=subprocess.Popen, **environ | path)
     for name, process in misfits.items():
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 2, (name, output)
@@ -257,7 +273,7 @@ def test_auto_and_a_schedule_are_the_same_in_all_groups_whoever_comes_and_goes(s
 def test_without_a_coordinator_at_the_address_a_group_says_so(run):
     began = time.monotonic()
     away = {"COMPOSER_REPLICATION_COORDINATOR": f"http://127.0.0.1:{free_port()}"}
-    group = run.start(0, **away)
+    group = run.start(0, start=subprocess.Popen, **away)
     output, _ = group.communicate(timeout=240)
     assert group.returncode == 1 and "no coordinator answers at http://127.0.0.1:" in output
     assert time.monotonic() - began < 20

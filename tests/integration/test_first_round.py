@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+from forked_commands import ForkedCommand
+from integration.groups import leader_of
 from pace import paced
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -24,14 +25,6 @@ optimizer: {name: adamw, lr: 1.0e-3}
 callbacks:
   diloco: {sync_every: 30, digest_every: 1}
 """
-
-
-def leader_of(launcher, replica_id):
-    """The process of a group, or None while it has not been started."""
-    for process in psutil.Process(launcher.pid).children():
-        if process.environ().get("REPLICA_GROUP_ID") == str(replica_id):
-            return process
-    return None
 
 
 def phase_of(run_dir, replica_id):
@@ -51,7 +44,7 @@ def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
     config, run_dir = tmp_path / "tiny.yaml", tmp_path / "run"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "composer_replication", "launch", str(config)]
-    launcher = subprocess.Popen(
+    launcher = ForkedCommand(
         [*command, "--replicas", "3", f"run_dir={run_dir}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -62,7 +55,7 @@ def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
         wait_until(lambda: all(phase_of(run_dir, i) == "training" for i in range(3)), launcher)
     else:
         wait_until(lambda: phase_of(run_dir, 2) == "joining", launcher)
-    leader_of(launcher, 2).send_signal(signal.SIGKILL)
+    leader_of(launcher.pid, 2).send_signal(signal.SIGKILL)
     assert not any((run_dir / f"replica_{i}" / "metrics.jsonl").exists() for i in range(3))
 
     wait_until((run_dir / "replica_2" / "metrics.jsonl").exists, launcher)  # it is back

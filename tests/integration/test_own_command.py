@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_commands
 import pytest
 from pace import paced
 from page_blocks import block
@@ -26,14 +27,8 @@ main()
 """
 
 
-def run(*command, **environ):
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        **environ,
-    )
+def run(start, *command, **environ):
+    done = forked_commands.run(start, [sys.executable, *map(str, command)], timeout=600, **environ)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -50,7 +45,7 @@ def test_a_launch_of_a_script_is_a_run_like_that_of_a_config(tmp_path):
     # Group 1 trains a batch more than group 0, if its id is where the braces were.
     script = [sys.executable, SCRIPT, "2{replica_id}ba"]
     ours = ["-m", "composer_replication", *ours]
-    said = run(*ours, "--run-dir", tmp_path / "run", "--", *script)
+    said = run(subprocess.Popen, *ours, "--run-dir", tmp_path / "run", "--", *script)
     assert "equal in 2 groups after 3 outer steps" in said
     assert "sent by each group" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -68,7 +63,15 @@ def test_a_script_under_faults_loses_nothing(tmp_path):
     options = "--duration 40 --faults-per-minute 12 --seed 0 --kinds one_way".split()
     ours = ["-c", CHAOS, *ours, *options]
     script = [sys.executable, SCRIPT, length]
-    run(*ours, "--run-dir", tmp_path / "run", "--", *script, env=paced(0.03))
+    run(
+        forked_commands.ForkedCommand,
+        *ours,
+        "--run-dir",
+        tmp_path / "run",
+        "--",
+        *script,
+        env=paced(0.03),
+    )
     report = json.loads((tmp_path / "run" / "chaos.json").read_text())
     assert report["is_clean"] and report["violations"] == []
     assert {fault["kind"] for fault in report["injected"]} == {"one_way"}

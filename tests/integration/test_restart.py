@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from forked import Script
+from forked_commands import ForkedCommand
+from integration.groups import leader_of
 
 import composer_replication
 from composer_replication.callback.checkpoint_files import LATEST, what_is_wrong
@@ -45,7 +47,7 @@ class Launch:
         command = [sys.executable, "-m", "composer_replication", "launch", config]
         self._output = run_dir.with_suffix(".out")
         with self._output.open("a") as output:
-            self.process = subprocess.Popen(
+            self.process = ForkedCommand(
                 [*map(str, command), "--replicas", "2", f"run_dir={run_dir}"],
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -65,10 +67,8 @@ class Launch:
             time.sleep(0.005)
 
     def kill_groups(self) -> None:
-        groups = psutil.Process(self.process.pid).children(recursive=True)
-        for group in groups:
-            if "composer_replication" in group.cmdline() and "train" in group.cmdline():
-                group.send_signal(signal.SIGKILL)
+        for replica_id in range(2):
+            leader_of(self.process.pid, replica_id).send_signal(signal.SIGKILL)
 
     def kill_all(self) -> None:
         processes = psutil.Process(self.process.pid).children(recursive=True)

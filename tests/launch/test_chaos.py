@@ -11,6 +11,7 @@ import sys
 from itertools import islice
 
 import pytest
+from forked_commands import ForkedCommand, run
 from pace import paced
 
 from composer_replication.launch.chaos import run_chaos
@@ -257,11 +258,12 @@ def test_a_short_run_under_a_fault_is_clean(tmp_path, kind):
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     options = "--replicas 3 --duration 40 --faults-per-minute 12 --seed 0 --slow 2:0.5"
     options = [*options.split(), "--kinds"]
-    process = subprocess.run(
+    # One of them as a user starts it, and the other as forks, which need not import.
+    start = subprocess.Popen if kind == "one_way" else ForkedCommand
+    process = run(
+        start,
         [sys.executable, "-c", CHAOS, "chaos", str(tmp_path / "tiny.yaml"), *options, kind]
         + [f"run_dir={tmp_path / 'run'}"],
-        capture_output=True,
-        text=True,
         timeout=600,
         env=paced(0.03),
     )

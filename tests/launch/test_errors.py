@@ -1,9 +1,9 @@
 """Which errors are a line and which a traceback. Run: pytest tests/launch/test_errors.py."""
 
-import subprocess
 import sys
 
 import pytest
+from forked_commands import ForkedCommand, run
 
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.diloco.fingerprints import SettingsMismatch
@@ -61,6 +61,6 @@ def test_bad_input_of_several_ranks_is_bad_input_of_their_launcher(tmp_path):
     """Composer's launcher ends rank 0 by a signal as soon as another rank has ended."""
     (tmp_path / "rank.py").write_text(RANK)
     launcher = [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2", "rank.py"]
-    ended = subprocess.run(launcher, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    ended = run(ForkedCommand, launcher, cwd=tmp_path, timeout=240)
     assert ended.returncode == 2, ended.stderr
     assert "there is no config at /nowhere.yaml" in ended.stderr

@@ -7,10 +7,12 @@ import importlib.util
 import json
 import math
 import sqlite3
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from forked_commands import ForkedCommand
 from page_blocks import block
 
 from composer_replication.launch.job import config_job
@@ -33,6 +35,7 @@ def needs(module):
 def train(request, tmp_path, monkeypatch):
     """Trains an example in two groups, and returns their results and their last checkpoints."""
     monkeypatch.chdir(ROOT)  # where its config says that it is started
+    monkeypatch.setattr(subprocess, "Popen", ForkedCommand)  # the groups need not import
 
     def run(name, *overrides):
         folder = tmp_path / "run"
