@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from forked_commands import ForkedCommand
 from pace import paced
 
 ARGUMENTS = [
@@ -41,7 +42,7 @@ def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_pat
 
     command = [sys.executable, "-m", "composer_replication", "launch", "configs/quickstart.yaml"]
     with (tmp_path / "said").open("w") as said:
-        launched = subprocess.Popen(
+        launched = ForkedCommand(
             [*command, f"run_dir={run_dir}", *ARGUMENTS],
             stdout=said,
             stderr=subprocess.STDOUT,

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from browser import MissingBrowser, chromium, fetch_axe
+from forked_commands import ForkedCommand
 from launch import recorded_run
 from pace import paced
 
@@ -138,7 +139,7 @@ def launched(tmp_path):
     """A launched run of two groups, which ends with the file ``STOP``: its process and folder."""
     config, run_dir = tmp_path / "tiny.yaml", tmp_path / "run"
     config.write_text(CONFIG)
-    process = subprocess.Popen(
+    process = ForkedCommand(
         [sys.executable, "-m", "composer_replication", "launch", str(config), "--replicas", "2"]
         + [f"run_dir={run_dir}"],
         env=paced(0.02) | {"OMP_NUM_THREADS": "1", "COMPOSER_REPLICATION_TOKEN": TOKEN},
