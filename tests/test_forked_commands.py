@@ -81,7 +81,7 @@ def test_at_its_end_it_waits_for_threads_and_calls_what_is_registered(start):
 
 
 @BOTH
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_its_pid_ends_it(start, number):
     code = "import time; print('there', flush=True); time.sleep(100)"
     command = [sys.executable, "-c", code]
@@ -122,8 +122,8 @@ def test_what_a_launcher_starts_is_its_child_and_its_server_ends_with_it():
         pid, said, of_shell = json.loads(launcher.stdout.readline())
         assert said == f"{launcher.pid} True\n" and of_shell == "from a shell\n"
         children = {each.pid: each for each in psutil.Process(launcher.pid).children()}
-        children.pop(pid).send_signal(signal.SIGHUP)
-        assert json.loads(launcher.stdout.readline()) == -signal.SIGHUP
+        children.pop(pid).send_signal(signal.SIGUSR1)
+        assert json.loads(launcher.stdout.readline()) == -signal.SIGUSR1
         (server,) = children.values()
         launcher.kill()
     assert psutil.wait_procs([server], timeout=60)[1] == []

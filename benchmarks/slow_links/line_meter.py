@@ -117,14 +117,15 @@ def read_until_asked(connection: Connection[Any, Any], device: str, interval_s: 
     times: list[float] = []
     sent: list[int] = []
     received: list[int] = []
-    due = time.monotonic()
+    due, is_asked = time.monotonic(), False
     while True:
         times.append(time.monotonic())
         sent.append(int((folder / "tx_bytes").read_text()))
         received.append(int((folder / "rx_bytes").read_text()))
+        if is_asked:
+            break  # the last reading is from after the question
         due = max(due + interval_s, times[-1])
-        if connection.poll(max(0.0, due - time.monotonic())):
-            break
+        is_asked = connection.poll(max(0.0, due - time.monotonic()))
     connection.recv()
     connection.send((times, sent, received))
 
