@@ -67,6 +67,7 @@ def pack(
     progress = {key: state[key] for key in _PLAIN} | {
         "format": FORMAT,
         "replaces_global": state["replaces_global"],
+        "round_length": state["round_length"],
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
         "frozen": [f["frozen"] for f in fragments],
@@ -152,8 +153,9 @@ def unpack(
     if in_flight is not None and not kept.isdisjoint(in_flight["local"]):
         in_flight = None
     state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
-    if "replaces_global" in progress:
-        state["replaces_global"] = progress["replaces_global"]
+    for key in ("replaces_global", "round_length"):  # older checkpoints lack them
+        if key in progress:
+            state[key] = progress[key]
     state["since_sync"] = [
         [0, 0] if kept.issuperset(names) else counted
         for names, counted in zip(layout.fragments, progress["since_sync"], strict=True)

@@ -317,6 +317,17 @@ def test_a_run_whose_end_is_put_off_goes_on_as_if_it_had_never_ended(tmp_path, d
         assert its.state.timestamp.batch == theirs.state.timestamp.batch == 13
 
 
+@pytest.mark.slow
+def test_a_resumed_group_ends_the_turn_that_it_was_saved_in_if_a_round_is_a_time(tmp_path):
+    # The first turn has one step, the others the five that are allowed: syncs after 1, 6, 11, 12.
+    diloco = {"sync_every": 5, "round_seconds": 600.0}
+    train_and_save(tmp_path, diloco=diloco, num_replicas=1, max_duration="3ba")
+    own, path = diloco | {"run_dir": str(tmp_path / "run")}, str(tmp_path / "0" / "ba3.pt")
+    simulate(lambda sim: fit(sim, diloco=own, load_path=path, max_duration="12ba"), num_replicas=1)
+    lines = (tmp_path / "run" / "replica_0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["inner_steps"] for line in lines] == [6, 11, 12]
+
+
 def ours_in(path):
     """DiLoCo's part of a checkpoint, as one flat mapping of plain values and tensors."""
     ours = dict(read_checkpoint(path)["state"]["callbacks"]["DiLoCoCallback"])
