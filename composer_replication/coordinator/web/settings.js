@@ -64,9 +64,9 @@ async function change(event) {
       body,
       signal: AbortSignal.timeout(TIMEOUT_MS),
     });
-    const told = await answer.json();
-    if (!answer.ok) throw new Error(told.detail ?? `the service answers with an error (HTTP ${answer.status})`);
-    awaited = told.settings_version;
+    const reply = await answer.json();
+    if (!answer.ok) throw new Error(reply.detail ?? `the service answers with an error (HTTP ${answer.status})`);
+    awaited = reply.settings_version;
     $("change").reset();
     say(`Version ${awaited} is set. All groups adopt it at the same sync; its outer step will stand here.`);
     start();

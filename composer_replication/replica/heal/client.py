@@ -148,7 +148,7 @@ class HealClient:
     ) -> Iterator[tuple[Question, HTTPResponse]]:
         """Get the server's challenge, then ask with a proof, both on one connection."""
         connection.request("GET", path)
-        with connection.getresponse() as answer:  # it may hold the socket, whoever closes that
+        with connection.getresponse() as answer:  # it may outlive the connection
             challenge = answer.getheader(CHALLENGE)
             if answer.status != 401 or challenge is None or answer.length:
                 raise _stranger(address)
