@@ -35,7 +35,7 @@ def needs(module):
 def train(request, tmp_path, monkeypatch):
     """Trains an example in two groups, and returns their results and their last checkpoints."""
     monkeypatch.chdir(ROOT)  # where its config says that it is started
-    if importlib.util.find_spec("llmfoundry") is None:  # in its environment an import starts a thread: no forks
+    if importlib.util.find_spec("llmfoundry") is None:  # an import of it starts a thread: no forks
         monkeypatch.setattr(subprocess, "Popen", ForkedCommand)  # the groups need not import
 
     def run(name, *overrides):
