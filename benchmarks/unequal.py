@@ -47,7 +47,7 @@ class Sleeping(Still):
         self._step_s = step_s
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Sleep."""
+        """Sleep for ``step_s`` seconds, in the place of a forward and a backward pass."""
         time.sleep(self._step_s)
 
 

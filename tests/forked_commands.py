@@ -42,7 +42,7 @@ prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 _lock = threading.Lock()
 _server: socket.socket | None = None
-"""To the server of this process."""
+"""The connection to the process that forks commands; None until it has been started."""
 
 
 class ForkedCommand(subprocess.Popen):
@@ -178,7 +178,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _open_streams() -> None:
-    """Over the new descriptors, with the buffers that a fresh interpreter gives them."""
+    """Open the standard streams over the new descriptors, buffered as by a fresh interpreter."""
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)
     for number, name in ((1, "stdout"), (2, "stderr")):

@@ -39,7 +39,7 @@ RUN_BY = {
     ("docs/doctor.md", "composer-replication doctor"): (
         f"{COMMANDS}::test_the_doctor_examines_the_machine_and_a_config"
     ),
-    ("docs/examples.md", "python examples/handover.py"): (
+    ("docs/examples.md", "python examples/switch.py"): (
         f"{SCRIPTS}::test_composer_hands_over_to_diloco_and_back"
     ),
     ("docs/examples.md", "torchft_lighthouse"): (

@@ -6,17 +6,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-OF_A_SYNC = (
-    "num_participants",
-    "sync_seconds",
-    "momentum_cosine",
-    "group_cosine",
-    "mean_norm_ratio",
-    "loss_after",
-    "loss_before",
-    "loss_spread_after",
-    "loss_spread_before",
-)
+from composer_replication.diloco.outer_health import HEALTH
+
+OF_A_SYNC = ("num_participants", "sync_seconds", *HEALTH)
 """Fields of a heartbeat that describe the group's last sync. The page draws them over time."""
 
 MAX_POINTS = 500

@@ -58,8 +58,8 @@ class Strangers:
     def check(self) -> None:
         """Find the unregistered members of the last quorum.
 
-        Only a member that is found twice in a row counts: a coordinator that has lost its state is
-        told of its groups a moment later.
+        Only a member that is found twice in a row counts: the groups of a coordinator
+        that has lost its state register again a moment later.
         """
         members = read_status(self._lighthouse_addr).members
         names = {_name_of(member.replica_id) for member in members} - self._registry.names()

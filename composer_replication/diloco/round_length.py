@@ -60,7 +60,12 @@ class RoundLength:
             self._steps = round(steps)
 
     def steps_in_turn(self, settings: DiLoCoSettings) -> int:
-        """The inner steps of this turn."""
+        """The inner steps that the group takes between two syncs, at the settings in force.
+
+        Args:
+            settings: Without ``round_seconds`` they give the number themselves. With it, they bound
+                the number that was chosen.
+        """
         if settings.round_seconds is None:
             return settings.steps_between_syncs
         allowed = settings.steps_in_turn
@@ -71,7 +76,7 @@ class RoundLength:
         return {"steps": self._steps, "step_seconds": [*self._measured]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict``."""
+        """Restore the number of inner steps and the measured pace that ``state_dict`` returned."""
         self._steps = state["steps"]
         self._measured.clear()
         for step_s in state["step_seconds"]:

@@ -10,7 +10,7 @@ from typing import Any
 from composer_replication.diloco.settings import DiLoCoSettings
 
 GAP = "   "
-"""Stands between two columns."""
+"""Spaces between two columns of settings."""
 
 
 def settings_table(settings: DiLoCoSettings, width: int = 100) -> list[str]:

@@ -21,7 +21,7 @@ DATA_PARALLEL_MUON = replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
 
 TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
-"""The quickstart's."""
+"""Two groups with the quickstart's settings, for twice its steps."""
 
 DATA_PARALLEL_LONG = replace(DATA_PARALLEL_MUON, steps=3600)
 FOUR_MUON = replace(TWO_MUON, groups=4)

@@ -12,22 +12,13 @@ import sys
 import pytest
 from browser import MissingBrowser, chromium, fetch_axe
 from forked_commands import ForkedCommand
+from integration.test_coordinator import CONFIG, TOKEN
 from launch import recorded_run
 from pace import paced
 
 from composer_replication.launch.page_record import write_page
 
 pytestmark = [pytest.mark.integration, pytest.mark.together]
-
-TOKEN = "a-secret"
-CONFIG = """
-max_duration: 100000ba
-global_train_batch_size: 8
-model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 2, max_seq_len: 32}
-train_loader: {name: text, path: null, max_seq_len: 32}
-optimizer: {name: adamw, lr: 1.0e-3}
-callbacks: {diloco: {sync_every: 20, num_fragments: 2}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +63,7 @@ def open_page(browser):
 
 
 def violations(page, axe):
-    """What axe-core finds, in words."""
+    """The violations that axe-core finds on a page, a line each."""
     page.evaluate(axe)
     found = page.evaluate("axe.run()")["violations"]
     return [f"{one['id']}: {node['target']}" for one in found for node in one["nodes"]]

@@ -118,7 +118,7 @@ def launch(tmp_path):
 def test_composer_hands_over_to_diloco_and_back(launch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before, diloco, export, after = commands(
-        "handover.py", block("docs/examples.md", "python examples/handover.py")
+        "switch.py", block("docs/examples.md", "python examples/switch.py")
     )
 
     def plain(words):

@@ -1,9 +1,9 @@
 """Ordinary training with Composer, then DiLoCo in two groups, then ordinary training again.
 
-python examples/handover.py before
-composer-replication launch --replicas 2 --set sync_every=20 -- python examples/handover.py diloco
-composer-replication export runs/handover/group_0/latest-rank0.pt runs/handover/model.safetensors
-python examples/handover.py after
+python examples/switch.py before
+composer-replication launch --replicas 2 --set sync_every=20 -- python examples/switch.py diloco
+composer-replication export runs/switch/group_0/latest-rank0.pt runs/switch/model.safetensors
+python examples/switch.py after
 """
 
 import os
@@ -27,18 +27,18 @@ network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 model = ComposerClassifier(network, num_classes=4)
 
 if STAGE == "before":  # ends with an ordinary checkpoint
-    own = {"save_folder": "runs/handover/before"}
+    own = {"save_folder": "runs/switch/before"}
 elif STAGE == "diloco":  # each group starts from its weights, with a new inner optimizer
     own = {
         "train_dataloader": ReplicaDataLoader(dataset, 16, dataset_id="four", unit_size=64),
-        "load_path": "runs/handover/before/latest-rank0.pt",
+        "load_path": "runs/switch/before/latest-rank0.pt",
         "load_weights_only": True,
-        "save_folder": f"runs/handover/group_{os.environ['REPLICA_GROUP_ID']}",
+        "save_folder": f"runs/switch/group_{os.environ['REPLICA_GROUP_ID']}",
         "callbacks": [DiLoCoCallback()],
     }
 else:  # group 0's checkpoint itself would do as well, with load_path and load_weights_only
     own = {}
-    model.load_state_dict(load_file("runs/handover/model.safetensors"))
+    model.load_state_dict(load_file("runs/switch/model.safetensors"))
 
 trainer = Trainer(
     model=model,
