@@ -167,6 +167,15 @@ def _length_look() -> Iterator[Cell]:
     yield replace(DATA_PARALLEL_LONG, lr=8e-3)
 
 
+def _early_look() -> Iterator[Cell]:
+    """Whether short rounds close the gap, all of them or only the first; on all tuning seeds."""
+    short = replace(TWO_MUON, sync_every=5)
+    for seed in TUNING_SEEDS:
+        yield DATA_PARALLEL_MUON.with_seed(seed)
+        yield short.with_seed(seed)
+        yield replace(TWO_MUON, sync_every=15, early=5).with_seed(seed)
+
+
 def _muon_batch_look() -> Iterator[Cell]:
     """Whether a larger batch narrows the gap with Muon inside."""
     yield replace(TWO_MUON, sync_every=15, batch=32)
@@ -199,6 +208,7 @@ STAGES = {
     "muon lr look": _muon_lr_look,
     "length look": _length_look,
     "plain average look": _plain_average_look,
+    "early look": _early_look,
     "muon batch look": _muon_batch_look,
     "base": _base,
     "quickstart": _quickstart,
