@@ -38,6 +38,9 @@ class Cell:
         away: How many of the groups die after a quarter of the rounds; as many others join for the
             last quarter.
         early: Inner steps in a round at the beginning, for ``EARLY_STEPS``; 0 for ``sync_every``.
+        step_times: How long an inner step of each group takes, beside the first one's; all take
+            their steps in the same time then (``round_seconds: auto``), and ``steps`` and
+            ``sync_every`` are the first one's. Empty: all groups take the same number of steps.
     """
 
     groups: int = 0
@@ -57,6 +60,10 @@ class Cell:
     seed: int = 101
     away: int = 0
     early: int = 0
+    step_times: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_times", tuple(self.step_times))  # JSON has lists
 
     @property
     def key(self) -> str:
@@ -83,4 +90,5 @@ _OUTER = (
     "merge",
     "away",
     "early",
+    "step_times",
 )

@@ -29,6 +29,15 @@ EIGHT_MUON = replace(TWO_MUON, groups=8)
 WHOLE = replace(TWO_MUON, sync_every=32, steps=1920)
 FRAGMENTS = replace(WHOLE, num_fragments=4)
 DELAYED = replace(FRAGMENTS, delay=2, alpha=0.5)
+DATA_PARALLEL_HUNDRED = replace(DATA_PARALLEL_MUON, steps=6000)
+HUNDRED = replace(TWO_MUON, sync_every=100, steps=6000)
+EIGHT_RADIAL = replace(EIGHT_MUON, merge="rda")
+SIX_RADIAL = replace(EIGHT_RADIAL, groups=6, batch=12)
+"""As many samples in all as eight, four and eight groups with as many in each."""
+
+EQUAL = replace(TWO_MUON, groups=3, batch=24, sync_every=20)
+UNEQUAL = replace(EQUAL, sync_every=30, steps=2700, step_times=(1.0, 1.5, 3.0))
+"""As many rounds and samples as the equal ones."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +71,33 @@ LONG_ARMS = (
 )
 
 SECOND_ARMS = (
-    Arm("data parallel, AdamW", DATA_PARALLEL, is_drawn=True),
-    Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW", is_drawn=True),
+    Arm("1 group, H = 30", replace(TWO_MUON, groups=1)),
     Arm("4 groups, H = 30", FOUR_MUON),
     Arm("8 groups, H = 30", EIGHT_MUON, is_drawn=True),
-    Arm("8 groups, H = 30, rda", replace(EIGHT_MUON, merge="rda"), EIGHT_MUON, "8 groups, H = 30"),
+    Arm("8 groups, H = 30, rda", EIGHT_RADIAL),
+    Arm("data parallel, AdamW", DATA_PARALLEL, is_drawn=True),
+    Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW", is_drawn=True),
+    Arm("8 groups, H = 30, AdamW", replace(TWO, groups=8), DATA_PARALLEL, "data parallel, AdamW"),
 )
 
 THIRD_ARMS = (
-    Arm("1 group, H = 30", replace(TWO_MUON, groups=1)),
     Arm("2 groups, int8", replace(TWO_MUON, wire_format="int8"), TWO_MUON, "2 groups, H = 30"),
+    Arm("2 groups, fp4", replace(TWO_MUON, wire_format="fp4"), TWO_MUON, "2 groups, H = 30"),
     Arm("2 groups, H = 32", WHOLE, WHOLE, "-"),
     Arm("4 fragments, H = 32", FRAGMENTS, WHOLE, "2 groups, H = 32"),
     Arm("4 fragments, delay 2, H = 32", DELAYED, WHOLE, "2 groups, H = 32"),
-    Arm("2 groups, fp4", replace(TWO_MUON, wire_format="fp4"), TWO_MUON, "2 groups, H = 30"),
 )
 
-ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + THIRD_ARMS
+FOURTH_ARMS = (
+    Arm("data parallel, 6,000 steps", DATA_PARALLEL_HUNDRED, DATA_PARALLEL_HUNDRED, "-"),
+    Arm("2 groups, H = 100, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "the same length"),
+    Arm("6 groups of 2 samples, rda", SIX_RADIAL, SIX_RADIAL, "-"),
+    Arm("8, 4 and 8 groups, rda", replace(EIGHT_RADIAL, away=4), SIX_RADIAL, "6 groups"),
+    Arm("3 groups, H = 20", EQUAL, EQUAL, "-"),
+    Arm("3 groups of speeds 1, 1.5 and 3", UNEQUAL, EQUAL, "3 groups, H = 20"),
+)
+
+ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + THIRD_ARMS + FOURTH_ARMS
 
 
 def _first_look() -> Iterator[Cell]:
@@ -192,8 +211,8 @@ def _long() -> Iterator[Cell]:
 
 def _claims() -> Iterator[Cell]:
     """All arms, a few seeds of each before the rest: whatever has been run can be compared."""
-    for seeds in (CLAIM_SEEDS[:5], CLAIM_SEEDS[5:]):
-        for arms in (FIRST_ARMS, LONG_ARMS, SECOND_ARMS, THIRD_ARMS):
+    for seeds in (CLAIM_SEEDS[:3], CLAIM_SEEDS[3:5], CLAIM_SEEDS[5:]):
+        for arms in (FIRST_ARMS, SECOND_ARMS, THIRD_ARMS, LONG_ARMS, FOURTH_ARMS):
             for seed, arm in product(seeds, arms):
                 yield arm.cell.with_seed(seed)
 

@@ -126,11 +126,11 @@ def draw(results: Results, folder: Path) -> None:
     curves.set(xlabel="million bytes trained on", ylabel="training loss, bits per byte")
     curves.set_ylim(top=4)
     curves.legend(fontsize=8)
-    for h in (30, 100):
+    for h in (15, 30, 100):
         shown = [
             (arm.cell.groups, above)
             for arm in ARMS
-            if _is_vanilla(arm.cell) and arm.cell.sync_every == h and (above := results.above(arm))
+            if _is_vanilla(arm) and arm.cell.sync_every == h and (above := results.above(arm))
         ]
         if shown:
             groups.errorbar(
@@ -149,10 +149,12 @@ def draw(results: Results, folder: Path) -> None:
     figure.savefig(folder / "learning.png", dpi=110)
 
 
-def _is_vanilla(cell: Cell) -> bool:
-    plain = Cell()
-    others = ("num_fragments", "wire_format", "inner", "merge")
-    return cell.groups > 0 and all(getattr(cell, o) == getattr(plain, o) for o in others)
+def _is_vanilla(arm: Arm) -> bool:
+    """Whether it has whole syncs in float32 and the inner optimizer of the best data parallel."""
+    plain = replace(Cell(), inner="muon", batch=16)
+    same = ("num_fragments", "wire_format", "inner", "merge", "away", "step_times", "batch")
+    is_plain = all(getattr(arm.cell, name) == getattr(plain, name) for name in same)
+    return is_plain and arm.cell.groups > 0 and arm.base.groups == 0
 
 
 def main() -> None:

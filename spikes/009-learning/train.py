@@ -16,6 +16,7 @@ from torch import nn
 from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.diloco import sync_clock
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation import Fault
 from composer_replication.training import Muon
@@ -82,11 +83,29 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         outer_momentum=cell.outer_momentum,
         wire_format=cell.wire_format,
         merge=cell.merge,
+        round_seconds="auto" if cell.step_times else None,
     )
     with diloco:
         losses = _steps(cell, model, inner, rank=sim.replica_id, diloco=diloco)
         diloco.final_sync()
         return model, losses, diloco.global_digest()
+
+
+class _Clock:
+    """The time of the group whose thread asks: it goes on with the group's inner steps alone."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def monotonic(self) -> float:
+        return getattr(self._own, "now", 0.0)
+
+    def advance(self, seconds: float) -> None:
+        self._own.now = self.monotonic() + seconds
+
+
+_clock = _Clock()
+sync_clock.time = _clock  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _comings_and_goings(cell: Cell) -> list[Fault]:
@@ -120,7 +139,9 @@ def _steps(
     rank: int,
     diloco: DiLoCo | None = None,
 ) -> list[float]:
-    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _decay(step, cell.steps))
+    step_time = cell.step_times[rank] if cell.step_times else 1.0
+    steps = round(cell.steps / step_time)
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _decay(step, steps))
     groups, done = max(1, cell.groups), 0
     if rank >= groups:  # in the place of a group that died
         rank, done = rank - cell.away, _rounds(cell) * 3 // 4 * cell.sync_every
@@ -128,9 +149,10 @@ def _steps(
     for _ in range(done):
         next(batches)
         schedule.step()
-    every = max(1, cell.steps // 60)
+    every = max(1, steps // 60)
     losses, total = [], 0.0
-    for step in range(done + 1, cell.steps + 1):
+    for step in range(done + 1, steps + 1):
+        _clock.advance(step_time)
         _offer(cell, diloco, step)
         batch = next(batches)
         inner.zero_grad()
