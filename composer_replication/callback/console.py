@@ -131,6 +131,9 @@ class Console:
             length = f"as long as the fastest group takes for {length},"
         elif seconds is not None:
             length = f"{seconds:g} s, at most {length},"
+        elif warmup := self._settings.warmup_sync_every:
+            count = self._settings.warmup_outer_steps
+            length += f" ({warmup} until outer step {count})"
         ends_with = "a sync" if self._members else "an outer step"
         of = "the whole model" if num_fragments == 1 else f"each of {num_fragments} fragments"
         overlap = f", overlapped with {plural(delay, 'inner step')}" if delay else ""

@@ -147,13 +147,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _join(self) -> None:
         with self._outer.clock.blocking():
             self.has_joined_others = join(self._outer, self._arguments)
+            self._follow_schedule()
             if self.has_joined_others:
                 # The others apply this sync after the delay: this puts the next sync at the same
                 # time in all groups.
                 self._local_step = -self.settings.delay_in_turn
             elif self._outer.has_healed:
                 self._local_step = 0  # all are resuming, and this group's checkpoint was older
-            self._follow_schedule()
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting steps."""
@@ -167,8 +167,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         last sync, and its next inner step begins a new round.
         """
         self._outer.sync_idle()
-        self._local_step = -self.settings.delay_in_turn
         self._follow_schedule()
+        self._local_step = -self.settings.delay_in_turn
 
     def final_sync(self) -> None:
         """Synchronise the inner steps since the last syncs, and end on the global parameters.
@@ -282,6 +282,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Set the length of a turn by the settings in force, and by this group's pace."""
         self.settings = self._outer.settings
         self._sync_every = self._outer.round_length.steps_in_turn(self.settings)
+        self._fragment_sync_delay = self.settings.delay_in_turn
 
     # ---- what others read -------------------------------------------------------------------
 
@@ -360,9 +361,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         load_saved_state(state_dict, self._state, self._outer.fragments)
         # Older checkpoints have no round_length: there, all turns were equally long.
         self._outer.resume(state_dict["inner_steps"], state_dict.get("round_length"))
-        self._sync_every = self._outer.round_length.steps_in_turn(self.settings)
+        self._follow_schedule()
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
-        before_prepare = self._sync_every - self.settings.delay_in_turn - 1
+        before_prepare = self._sync_every - self._fragment_sync_delay - 1
         is_in_turn = before_prepare < self._local_step < self._sync_every
         if not self._outer.turns.load_state_dict(in_flight, is_in_turn=is_in_turn):
             self._local_step = min(self._local_step, before_prepare)

@@ -228,12 +228,12 @@ class OuterLoop:
 
     @property
     def settings(self) -> DiLoCoSettings:
-        """The settings, with the ``sync_every`` that is in force."""
+        """The settings, with the ``sync_every`` that is in force; see ``DiLoCoSettings.at``."""
         sync_every = self.state.fingerprint.get("sync_every", self._settings.sync_every)
         known = self.known_settings.get(self.state.settings_version)
         if known is not None:
             sync_every = known.sync_every
-        return replace(self._settings, sync_every=sync_every)
+        return replace(self._settings, sync_every=sync_every).at(self.state.outer_step)
 
     def _adopt_agreed_settings(self) -> None:
         """Adopt the newest settings that all groups know: all have read the same table."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from composer_replication.diloco.checks import check_number
+from composer_replication.diloco.checks import check_integer, check_number
+
+if TYPE_CHECKING:
+    from composer_replication.diloco.settings import DiLoCoSettings
 
 
 def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
@@ -50,4 +54,47 @@ def check_round_seconds(
             f"round_seconds={round_seconds} with fragment_sync_delay={fragment_sync_delay} and "
             f"{steps_between_syncs} inner steps between two syncs: use a delay of at most "
             f"{steps_between_syncs - 1}, since these steps take another time in each group"
+        )
+
+
+def check_warmup(settings: DiLoCoSettings) -> None:
+    """Check the shorter rounds with which a run begins.
+
+    Raises:
+        ValueError: One of the two settings is missing, the rounds are not shorter, they do not fit
+            the fragments and the delay, or a round is a time.
+    """
+    steps, count = settings.warmup_sync_every, settings.warmup_outer_steps
+    if steps is None and count is None:
+        return
+    if steps is None or count is None:
+        missing = "warmup_sync_every" if steps is None else "warmup_outer_steps"
+        raise ValueError(
+            f"warmup_sync_every={steps} and warmup_outer_steps={count}: give {missing} too, or "
+            "leave both out"
+        )
+    check_integer("warmup_sync_every", steps, at_least=1)
+    check_integer("warmup_outer_steps", count, at_least=1)
+    if settings.round_seconds is not None:
+        raise ValueError(
+            f"warmup_sync_every={steps} with round_seconds={settings.round_seconds}: rounds are a "
+            "time there, use one of the two"
+        )
+    if steps >= settings.sync_every:
+        raise ValueError(
+            f"warmup_sync_every={steps} is not below sync_every={settings.sync_every}: use at most "
+            f"{settings.sync_every - 1}"
+        )
+    try:
+        warmup = settings.at(0)
+    except ValueError as error:
+        raise ValueError(
+            f"warmup_sync_every={steps}, in the place of sync_every: {error}"
+        ) from None
+    if warmup.turns_in_flight != settings.turns_in_flight:
+        raise ValueError(
+            f"warmup_sync_every={steps} with fragment_sync_delay={settings.fragment_sync_delay} "
+            f"would have {warmup.turns_in_flight} further turns in flight and not "
+            f"{settings.turns_in_flight}: use a warmup_sync_every closer to "
+            f"sync_every={settings.sync_every}"
         )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
 from composer_replication.diloco.checks import check_integer, check_number
 from composer_replication.diloco.outer_schedule import check_outer_schedule
-from composer_replication.diloco.schedule_checks import check_round_seconds, check_schedule
+from composer_replication.diloco.schedule_checks import (
+    check_round_seconds,
+    check_schedule,
+    check_warmup,
+)
 
 WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
 
@@ -36,6 +40,10 @@ class DiLoCoSettings:
 
     Args:
         sync_every: Inner steps in a round. Every fragment is synchronised once a round.
+        warmup_sync_every: Inner steps in a round while the run begins, below ``sync_every``: the
+            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217).
+        warmup_outer_steps: For how many outer steps. Each sync of a fragment is one. None, as
+            without ``warmup_sync_every``: all rounds are equally long.
         round_seconds: Make a round a time instead of a number of inner steps, for groups of unequal
             speed: each takes as many inner steps as it can in that time, in seconds, and all arrive
             at a sync together. ``auto``: as long as the fastest group takes for ``sync_every``
@@ -93,6 +101,8 @@ class DiLoCoSettings:
     """
 
     sync_every: int = 100
+    warmup_sync_every: int | None = None
+    warmup_outer_steps: int | None = None
     round_seconds: float | Literal["auto"] | None = None
     num_fragments: int = 1
     fragment_patterns: Sequence[str | Sequence[str]] | None = None
@@ -134,6 +144,7 @@ class DiLoCoSettings:
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
         check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
+        check_warmup(self)
         if self.round_seconds is not None:
             delay, between = self.fragment_sync_delay, self.steps_between_syncs
             check_round_seconds(self.round_seconds, self.weight_by, delay, between)
@@ -172,6 +183,13 @@ class DiLoCoSettings:
     def fragment_count(self) -> int:
         """Number of fragments, from ``num_fragments`` or ``fragment_patterns``."""
         return self.num_fragments if self.fragment_patterns is None else len(self.fragment_patterns)
+
+    def at(self, outer_step: int) -> DiLoCoSettings:
+        """The settings of the round after an outer step: ``sync_every`` is that of the warm-up."""
+        if outer_step >= (self.warmup_outer_steps or 0):
+            return self
+        warmup = cast(int, self.warmup_sync_every)
+        return replace(self, sync_every=warmup, warmup_sync_every=None, warmup_outer_steps=None)
 
     @property
     def steps_between_syncs(self) -> int:

@@ -20,8 +20,11 @@ DATA_PARALLEL_MUON = replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
 """The best data parallel of all: what the arms are compared with."""
 
 TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
+TWO_SHORT = replace(TWO_MUON, sync_every=15, early=5)
+"""The quickstart's settings."""
+
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
-"""Two groups with the quickstart's settings, for twice its steps."""
+"""Twice as many steps."""
 
 DATA_PARALLEL_LONG = replace(DATA_PARALLEL_MUON, steps=3600)
 FOUR_MUON = replace(TWO_MUON, groups=4)
@@ -30,7 +33,7 @@ WHOLE = replace(TWO_MUON, sync_every=32, steps=1920)
 FRAGMENTS = replace(WHOLE, num_fragments=4)
 DELAYED = replace(FRAGMENTS, delay=2, alpha=0.5)
 DATA_PARALLEL_HUNDRED = replace(DATA_PARALLEL_MUON, steps=6000)
-HUNDRED = replace(TWO_MUON, sync_every=100, steps=6000)
+HUNDRED = replace(TWO_MUON, sync_every=100, steps=6000, early=5)
 EIGHT_RADIAL = replace(EIGHT_MUON, merge="rda")
 SIX_RADIAL = replace(EIGHT_RADIAL, groups=6, batch=12)
 """As many samples in all as eight, four and eight groups with as many in each."""
@@ -61,7 +64,9 @@ class Arm:
 
 FIRST_ARMS = (
     Arm("data parallel", DATA_PARALLEL_MUON, DATA_PARALLEL_MUON, "-", is_drawn=True),
-    Arm("2 groups, H = 15", replace(TWO_MUON, sync_every=15), is_drawn=True),
+    Arm("2 groups, H = 15, warm-up", TWO_SHORT, is_drawn=True),
+    Arm("2 groups, H = 15", replace(TWO_MUON, sync_every=15)),
+    Arm("2 groups, H = 30, warm-up", replace(TWO_MUON, early=5)),
     Arm("2 groups, H = 30", TWO_MUON, is_drawn=True),
 )
 
@@ -72,12 +77,17 @@ LONG_ARMS = (
 
 SECOND_ARMS = (
     Arm("1 group, H = 30", replace(TWO_MUON, groups=1)),
-    Arm("4 groups, H = 30", FOUR_MUON),
-    Arm("8 groups, H = 30", EIGHT_MUON, is_drawn=True),
-    Arm("8 groups, H = 30, rda", EIGHT_RADIAL),
+    Arm("4 groups, H = 30, warm-up", replace(FOUR_MUON, early=5)),
+    Arm("8 groups, H = 30, warm-up", replace(EIGHT_MUON, early=5), is_drawn=True),
+    Arm("8 groups, H = 30, warm-up, rda", replace(EIGHT_RADIAL, early=5)),
     Arm("data parallel, AdamW", DATA_PARALLEL, is_drawn=True),
-    Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW", is_drawn=True),
-    Arm("8 groups, H = 30, AdamW", replace(TWO, groups=8), DATA_PARALLEL, "data parallel, AdamW"),
+    Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW"),
+    Arm(
+        "8 groups, H = 30, warm-up, AdamW",
+        replace(TWO, groups=8, early=5),
+        DATA_PARALLEL,
+        "data parallel, AdamW",
+    ),
 )
 
 THIRD_ARMS = (
@@ -90,11 +100,15 @@ THIRD_ARMS = (
 
 FOURTH_ARMS = (
     Arm("data parallel, 6,000 steps", DATA_PARALLEL_HUNDRED, DATA_PARALLEL_HUNDRED, "-"),
-    Arm("2 groups, H = 100, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "the same length"),
+    Arm(
+        "2 groups, H = 100, warm-up, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "the same length"
+    ),
     Arm("6 groups of 2 samples, rda", SIX_RADIAL, SIX_RADIAL, "-"),
     Arm("8, 4 and 8 groups, rda", replace(EIGHT_RADIAL, away=4), SIX_RADIAL, "6 groups"),
     Arm("3 groups, H = 20", EQUAL, EQUAL, "-"),
     Arm("3 groups of speeds 1, 1.5 and 3", UNEQUAL, EQUAL, "3 groups, H = 20"),
+    Arm("4 groups, H = 30", FOUR_MUON),
+    Arm("8 groups, H = 30", EIGHT_MUON),
 )
 
 ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + THIRD_ARMS + FOURTH_ARMS
@@ -166,7 +180,7 @@ def _base() -> Iterator[Cell]:
 def _quickstart() -> Iterator[Cell]:
     """The training of the quickstart, on the first five seeds of the claims."""
     for seed in CLAIM_SEEDS[:5]:
-        yield replace(TWO_MUON, sync_every=15).with_seed(seed)
+        yield TWO_SHORT.with_seed(seed)
 
 
 def _muon_lr_look() -> Iterator[Cell]:

@@ -139,7 +139,7 @@ def draw(results: Results, folder: Path) -> None:
                 yerr=[(above.high - above.low) / 2 for _, above in shown],
                 marker="o",
                 capsize=3,
-                label=f"H = {h}",
+                label=f"H = {h}, warm-up",
             )
     groups.axhline(0, color="0.6", linewidth=0.8)
     groups.set_xscale("log", base=2)
@@ -151,8 +151,9 @@ def draw(results: Results, folder: Path) -> None:
 
 def _is_vanilla(arm: Arm) -> bool:
     """Whether it has whole syncs in float32 and the inner optimizer of the best data parallel."""
-    plain = replace(Cell(), inner="muon", batch=16)
+    plain = replace(Cell(), inner="muon", batch=16, early=5)
     same = ("num_fragments", "wire_format", "inner", "merge", "away", "step_times", "batch")
+    same += ("early",) * (arm.cell.groups > 1)
     is_plain = all(getattr(arm.cell, name) == getattr(plain, name) for name in same)
     return is_plain and arm.cell.groups > 0 and arm.base.groups == 0
 

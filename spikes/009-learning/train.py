@@ -17,7 +17,6 @@ from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import sync_clock
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation import Fault
 from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
@@ -75,7 +74,9 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         model,
         inner,
         num_replicas=cell.groups,
-        sync_every=cell.early or cell.sync_every,
+        sync_every=cell.sync_every,
+        warmup_sync_every=cell.early or None,
+        warmup_outer_steps=EARLY_STEPS // cell.early if cell.early else None,
         num_fragments=cell.num_fragments,
         fragment_sync_delay=cell.delay,
         fragment_update_alpha=cell.alpha,
@@ -86,7 +87,7 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         round_seconds="auto" if cell.step_times else None,
     )
     with diloco:
-        losses = _steps(cell, model, inner, rank=sim.replica_id, diloco=diloco)
+        losses = _steps(cell, model, inner, rank=sim.replica_id)
         diloco.final_sync()
         return model, losses, diloco.global_digest()
 
@@ -120,25 +121,7 @@ def _rounds(cell: Cell) -> int:
     return cell.steps // cell.sync_every
 
 
-def _offer(cell: Cell, diloco: DiLoCo | None, step: int) -> None:
-    """End the early rounds as a coordinator does: by another version of the settings."""
-    if diloco is None or not cell.early or step not in (1, EARLY_STEPS):
-        return
-    rounds = (cell.early,) if step == 1 else (cell.early, cell.sync_every)
-    outer = {"outer_lr": cell.outer_lr, "outer_momentum": cell.outer_momentum}
-    diloco.offer_settings(
-        {n: DiLoCoSettings(sync_every=h, **outer) for n, h in enumerate(rounds, 1)}
-    )
-
-
-def _steps(
-    cell: Cell,
-    model: nn.Module,
-    inner: torch.optim.Optimizer,
-    *,
-    rank: int,
-    diloco: DiLoCo | None = None,
-) -> list[float]:
+def _steps(cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: int) -> list[float]:
     step_time = cell.step_times[rank] if cell.step_times else 1.0
     steps = round(cell.steps / step_time)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _decay(step, steps))
@@ -153,7 +136,6 @@ def _steps(
     losses, total = [], 0.0
     for step in range(done + 1, steps + 1):
         _clock.advance(step_time)
-        _offer(cell, diloco, step)
         batch = next(batches)
         inner.zero_grad()
         loss = model.loss(model(batch), batch)  # pyright: ignore[reportCallIssue]

@@ -168,6 +168,12 @@ def test_a_round_that_is_a_time_is_named_and_its_steps_are_in_the_metrics(printe
     assert any("A round is as long as the fastest group takes for 4 inner" in line for line in log)
 
 
+def test_a_warm_up_is_named(printed):
+    lines = printed(train, 2, sync_every=2, warmup_sync_every=1, warmup_outer_steps=2)
+    of = "and a sync of the whole model"
+    assert f"[diloco] A round is 2 inner steps (1 until outer step 2) {of}" in lines
+
+
 def test_a_group_that_trains_alone_says_so(printed, monkeypatch):
     for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
         monkeypatch.delenv(name, raising=False)

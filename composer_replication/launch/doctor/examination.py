@@ -156,7 +156,7 @@ class Examination:
         yield from check_overlap(settings)
         yield from check_outer(settings, groups)
         if self._file.values:
-            yield from check_duration(self._file.values.get("max_duration"), settings.sync_every)
+            yield from check_duration(self._file.values.get("max_duration"), settings)
 
     def _check_job(self) -> Iterator[Result]:
         """What the config says beside its DiLoCo section."""

@@ -99,21 +99,25 @@ def check_overlap(settings: DiLoCoSettings) -> Iterator[Result]:
         )
 
 
-def check_duration(duration: object, sync_every: int) -> Iterator[Result]:
+def check_duration(duration: object, settings: DiLoCoSettings) -> Iterator[Result]:
     """The run has enough rounds, and ends with one.
 
     Args:
         duration: ``max_duration``; None if the config has none.
-        sync_every: Inner steps in a round.
+        settings: The run's settings.
     """
     batches = re.fullmatch(r"(\d+)(ba)?", str(duration))
     if batches is None:
         what = "has no max_duration" if duration is None else f"says {duration}"
         yield skipped("rounds", f"the config {what}; in batches (400ba) rounds can be counted")
         return
-    rounds, rest = divmod(int(batches[1]), sync_every)
+    sync_every, short = settings.sync_every, (settings.warmup_outer_steps or 0)
+    warmup = short * settings.at(0).steps_between_syncs if short else 0
+    rounds, rest = divmod(max(0, int(batches[1]) - warmup), sync_every)
     value = f"max_duration={duration} is {rounds} rounds of {sync_every} inner steps"
-    if rounds < FEWEST_ROUNDS:
+    if warmup:
+        value += f" after a warm-up of {warmup}"
+    if rounds + short // settings.fragment_count < FEWEST_ROUNDS:
         shorter = int(batches[1]) // FEWEST_ROUNDS
         instead = f", or sync_every: {shorter} or less" if shorter >= FEWEST_STEPS else ""
         yield warning(
@@ -127,7 +131,7 @@ def check_duration(duration: object, sync_every: int) -> Iterator[Result]:
         yield warning(
             "last round",
             f"{value} and {rest}: the last checkpoint is from before the final sync",
-            f"max_duration: {(rounds + 1) * sync_every}ba",
+            f"max_duration: {warmup + (rounds + 1) * sync_every}ba",
         )
 
 

@@ -293,15 +293,22 @@ CASES = {
         SKIPPED, "not checked", "--replicas",
     ),
     "few outer steps": (
-        lambda _: settings.check_duration("1500ba", 100),
+        lambda _: settings.check_duration("1500ba", DiLoCoSettings()),
         WARNING, "max_duration=1500ba is 15 rounds of 100", "6000ba or more, or sync_every: 25",
     ),
     "a last round that is cut": (
-        lambda _: settings.check_duration("6010ba", 100),
+        lambda _: settings.check_duration("6010ba", DiLoCoSettings()),
         WARNING, "60 rounds of 100 inner steps and 10", "max_duration: 6100ba",
     ),
+    "a last round that is cut, after a warm-up": (
+        lambda _: settings.check_duration(
+            "1801ba", DiLoCoSettings(sync_every=15, warmup_sync_every=5, warmup_outer_steps=60)
+        ),
+        WARNING, "100 rounds of 15 inner steps after a warm-up of 300 and 1", "1815ba",
+    ),
     "a duration in epochs": (
-        lambda _: settings.check_duration("2ep", 100), SKIPPED, "not checked", "in batches",
+        lambda _: settings.check_duration("2ep", DiLoCoSettings()),
+        SKIPPED, "not checked", "in batches",
     ),
     "save_interval without save_folder": (
         lambda _: settings.check_saving({"save_interval": "17ba"}, False),
@@ -517,7 +524,10 @@ WELL = {
         DiLoCoSettings(sync_every=15, outer_momentum=0.5), 2
     ),
     "auto": lambda _: settings.check_outer(DiLoCoSettings(outer_lr="auto"), 2),
-    "60 rounds": lambda _: settings.check_duration("1500ba", 25),
+    "a run that ends with a round after a warm-up": lambda _: settings.check_duration(
+        "1800ba", DiLoCoSettings(sync_every=15, warmup_sync_every=5, warmup_outer_steps=60)
+    ),
+    "60 rounds": lambda _: settings.check_duration("1500ba", DiLoCoSettings(sync_every=25)),
     "a folder to be made": lambda tmp_path: folders.check_folder(
         "run folder", str(tmp_path / "a" / "{run_name}"), "run_dir"
     ),
