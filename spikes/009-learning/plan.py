@@ -72,7 +72,7 @@ FIRST_ARMS = (
 
 LONG_ARMS = (
     Arm("data parallel, 3,600 steps", DATA_PARALLEL_LONG, DATA_PARALLEL_LONG, "-"),
-    Arm("2 groups, H = 15, 3,600 steps", TWO_LONG, DATA_PARALLEL_LONG, "the same length"),
+    Arm("2 groups, H = 15, 3,600 steps", TWO_LONG, DATA_PARALLEL_LONG, "same length"),
 )
 
 SECOND_ARMS = (
@@ -81,7 +81,6 @@ SECOND_ARMS = (
     Arm("8 groups, H = 30, warm-up", replace(EIGHT_MUON, early=5), is_drawn=True),
     Arm("8 groups, H = 30, warm-up, rda", replace(EIGHT_RADIAL, early=5)),
     Arm("data parallel, AdamW", DATA_PARALLEL, is_drawn=True),
-    Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW"),
     Arm(
         "8 groups, H = 30, warm-up, AdamW",
         replace(TWO, groups=8, early=5),
@@ -99,19 +98,21 @@ THIRD_ARMS = (
 )
 
 FOURTH_ARMS = (
-    Arm("data parallel, 6,000 steps", DATA_PARALLEL_HUNDRED, DATA_PARALLEL_HUNDRED, "-"),
-    Arm(
-        "2 groups, H = 100, warm-up, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "the same length"
-    ),
     Arm("6 groups of 2 samples, rda", SIX_RADIAL, SIX_RADIAL, "-"),
     Arm("8, 4 and 8 groups, rda", replace(EIGHT_RADIAL, away=4), SIX_RADIAL, "6 groups"),
+    Arm("data parallel, 6,000 steps", DATA_PARALLEL_HUNDRED, DATA_PARALLEL_HUNDRED, "-"),
+    Arm("2 groups, H = 100, warm-up, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "same length"),
     Arm("3 groups, H = 20", EQUAL, EQUAL, "-"),
     Arm("3 groups of speeds 1, 1.5 and 3", UNEQUAL, EQUAL, "3 groups, H = 20"),
+)
+
+LAST_ARMS = (
+    Arm("2 groups, H = 30, AdamW", TWO, DATA_PARALLEL, "data parallel, AdamW"),
     Arm("4 groups, H = 30", FOUR_MUON),
     Arm("8 groups, H = 30", EIGHT_MUON),
 )
 
-ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + THIRD_ARMS + FOURTH_ARMS
+ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + THIRD_ARMS + FOURTH_ARMS + LAST_ARMS
 
 
 def _first_look() -> Iterator[Cell]:
@@ -225,8 +226,11 @@ def _long() -> Iterator[Cell]:
 
 def _claims() -> Iterator[Cell]:
     """All arms, a few seeds of each before the rest: whatever has been run can be compared."""
-    for seeds in (CLAIM_SEEDS[:3], CLAIM_SEEDS[3:5], CLAIM_SEEDS[5:]):
-        for arms in (FIRST_ARMS, SECOND_ARMS, THIRD_ARMS, LONG_ARMS, FOURTH_ARMS):
+    for arms in (FIRST_ARMS, SECOND_ARMS):
+        for seed, arm in product(CLAIM_SEEDS[:3], arms):
+            yield arm.cell.with_seed(seed)
+    for seeds in (CLAIM_SEEDS[:2], CLAIM_SEEDS[2:5], CLAIM_SEEDS[5:]):
+        for arms in (THIRD_ARMS, FOURTH_ARMS, FIRST_ARMS + SECOND_ARMS, LONG_ARMS + LAST_ARMS):
             for seed, arm in product(seeds, arms):
                 yield arm.cell.with_seed(seed)
 
