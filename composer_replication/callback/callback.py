@@ -102,6 +102,7 @@ class DiLoCoCallback(Callback):
     ``diloco/loss_spread_before``    the same of their loss_before
     ``diloco/sync_every``            inner steps of this group in a round
     ``diloco/steps_lost``            inner steps dropped by a heal, or as not finite
+    ``diloco/late_steps``            those sent although the group missed outer steps
     ``diloco/retries``               attempts that did not commit
     ``diloco/healed``                1 if the group took over the global state in it
     ``diloco/outer_lr``              learning rate of the outer optimizer

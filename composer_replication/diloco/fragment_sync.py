@@ -129,6 +129,10 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
         self.inner_steps = 0
         self.samples = 0
+        self.late_steps = 0
+        """Those of ``inner_steps`` from before outer steps that this group has missed."""
+        self.is_sent = False
+        """Whether peers may have steps of this group that it does not know to be committed."""
         self._packed = Packed()
         self._has_too_few = self._is_packed = False
         self.unsent: Packed | None = None
@@ -191,7 +195,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.frozen = self.globals.freezing.own()
         if self._has_too_few:
             return
-        self._state.go_on_from_healed()
         self._packed, self._is_packed = self._pack(), True
         local = self._packed.local or self.local()
         sources = self.globals.own_parts(), self.globals.share.own(local)
@@ -215,6 +218,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
+        self.is_sent |= self.mean.contribution > 0 and not self._has_too_few
         means = [] if self._has_too_few else self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
@@ -340,6 +344,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self._packed.is_replacing or self.is_joining:
             self.replaces_global = False
         self.unsent = None
+        self.is_sent, self.late_steps = False, 0
 
     def take_global(self) -> None:
         """Continue from the global parameters: nothing trained here since the last sync stays.
@@ -351,7 +356,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def forget_local(self) -> None:
         """What has been trained here since the last sync is none of this group's to send."""
-        self.inner_steps = self.samples = 0
+        self.inner_steps = self.samples = self.late_steps = 0
+        self.is_sent = False
         self._packed.is_dropped = True
         self.replaces_global = False
         self.unsent = None

@@ -229,6 +229,23 @@ class GlobalParameters:
         for index, (parameter, theta) in enumerate(pairs):
             _mix(local_tensor(parameter), theta, rules.alpha_of(index))
 
+    @torch.no_grad()
+    def carry_over(self, old: Tensor) -> None:
+        """Move the local parameters by what the global ones have moved; buffers become global.
+
+        A collective of the ranks, if they share.
+
+        Args:
+            old: What ``flat`` was before. It is used up.
+        """
+        moved = self._views(old.neg_().add_(self.flat))
+        for (name, parameter), by in zip(self.local.items(), moved, strict=True):
+            local = local_tensor(parameter)
+            if name in self._buffers:
+                _mix(local, self.whole(name), 0.0)
+            else:
+                local.add_(self.whole(name, by).to(local.device))
+
     def keep_own_state(self) -> None:
         """Copy what the optimizer has loaded, which may be a part of all that a peer sent."""
         self._momentum_norm = None
@@ -283,11 +300,16 @@ class GlobalParameters:
         norms = self.share.norms(own) if self.is_shared else self.shards.norms(own)
         return StepNorms._make([*norms, decay])
 
-    def mean_over_ranks(self, value: float) -> float:
-        """The mean of a number over the ranks of the group: a collective, if there are several."""
-        parts = self.share if self.is_shared else self.shards
-        total, count = parts.sum(torch.tensor([value, 1.0], dtype=torch.float64)).tolist()
-        return total / count
+    @property
+    def has_ranks(self) -> bool:
+        """Whether the group has several ranks, which share or shard the model or hold copies."""
+        return self.share.num_ranks > 1 or self.shards.are_held
+
+    def mean_over_ranks(self, *values: float) -> list[float]:
+        """The means of numbers over the ranks of the group: a collective, if there are several."""
+        parts = self.share if self.share.num_ranks > 1 else self.shards
+        *totals, count = parts.sum(torch.tensor([*values, 1.0], dtype=torch.float64)).tolist()
+        return [total / count for total in totals]
 
     def _compute_momentum_norm(self) -> float:
         squares = []

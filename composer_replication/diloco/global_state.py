@@ -10,7 +10,6 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
@@ -57,8 +56,6 @@ class GlobalState:
         self.settings_version = 0
         """Version of the settings in force; 0 without a coordinator."""
         self.ledger = Ledger(len(fragments))
-        self.is_behind = False
-        """Whether the local parameters are still those from before a heal."""
         self.compare_next = self.was_healed = False
         """Whether the next sync compares digests, and whether a heal has replaced this state since
         the last sync."""
@@ -128,20 +125,6 @@ class GlobalState:
         """
         self.fragment_digests()
         return self.state_dict(copies=False)
-
-    def go_on_from_healed(self) -> None:
-        """Once all ranks of the group have healed: continue from the global parameters.
-
-        With shares, writing them back is a collective. A heal is none: it may fail on one rank
-        alone, which the others would then wait for. All ranks of the group call this, at a sync.
-        """
-        first = self._fragments[0]
-        if not first.is_shared:
-            return
-        if float(first.share.sum(torch.tensor(float(self.is_behind)))) == first.share.num_ranks:
-            for fragment in self._fragments:
-                fragment.write_back()
-            self.is_behind = False
 
     def settings_digest(self) -> str:
         """SHA-256, in hex, of the settings and the model's names, shapes and dtypes."""

@@ -58,7 +58,7 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
             # and a group that resumes later would have to join it.
             barrier.vote_to_start(device)
             if manager.should_commit():
-                state.go_on_from_healed()
+                loop.late.settle()
                 loop.turns.set_torchft_step()
                 return False
         error = manager.errored()

@@ -14,6 +14,7 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch
 from composer_replication.diloco.inner_optimizer import clear_state
+from composer_replication.diloco.late_steps import LateSteps
 from composer_replication.diloco.loss_watch import LossWatch
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
@@ -47,6 +48,7 @@ class OuterLoop:
     Attributes:
         fragments: The fragments in the order of their turns.
         round_length: The inner steps of this group's turns.
+        late: What is kept of the inner steps when others have taken outer steps without this group.
         turns: What is sent in a quorum, and what its vote ends.
         clock: The clock that the fragments report quorums and votes to.
         peer_table: The table that the fragments send.
@@ -91,7 +93,10 @@ class OuterLoop:
             )
             for index, globals_ in enumerate(global_parameters)
         )
-        self.turns = Turns(manager, self.fragments, state, self.clock, settings.turns_in_flight)
+        self.late = LateSteps(self.fragments, state, settings)
+        self.turns = Turns(
+            manager, self.fragments, state, self.clock, settings.turns_in_flight, self.late
+        )
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
         self._loss_watch = LossWatch(len(self.fragments))
         self._is_idle = False
@@ -180,6 +185,7 @@ class OuterLoop:
             self.state.end_outer_step(self.peer_table.synced_samples)
         else:
             self.turns.set_torchft_step()
+        late_steps = fragment.late_steps if fragment.mean.contribution > 0 else 0
         if fragment.mean.is_finite:
             fragment.discard_synced_steps()
             self._sick_in_a_row = 0
@@ -200,7 +206,8 @@ class OuterLoop:
             num_participants=self.manager.num_participants(),
             inner_steps=self.inner_steps,
             sync_every=self.round_length.steps_in_turn(self.settings) * len(self.fragments),
-            steps_lost=self._steps_lost,
+            steps_lost=self._steps_lost + self.late.pop_steps_lost(),
+            late_steps=late_steps,
             retries=retries,
             healed=self.has_healed,
         )
@@ -217,7 +224,7 @@ class OuterLoop:
         if self._settings.round_seconds is None:
             return
         if steps := self.inner_steps - self._synced_at:
-            own = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
+            (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
         self.peer_table.step_s = self.round_length.step_s
         self.round_length.choose(self.settings, self.peer_table.vitals)
@@ -264,16 +271,12 @@ class OuterLoop:
         self._drop_local()
         clear_state(self._inner_optimizer)
 
-    def _drop_local(self, *, is_healing: bool = False) -> None:
+    def _drop_local(self) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
         self._steps_lost += max(fragment.inner_steps for fragment in self.fragments)
         self._forget_losses()
-        self.state.is_behind = is_healing and self.fragments[0].globals.is_shared
         for fragment in self.fragments:
-            if self.state.is_behind:
-                fragment.forget_local()
-            else:
-                fragment.take_global()
+            fragment.take_global()
         self.state.ledger.stop_reading()
 
     def _state_for_joiner(self) -> dict[str, Any]:
@@ -287,11 +290,14 @@ class OuterLoop:
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
+        self.late.before_heal(state["outer_step"])
         self.state.take_over(state, "the replica groups in training")
-        self.turns.drop()
-        self._drop_local(is_healing=True)
-        self.has_healed = True
         log.info("Took over the global state after outer step %d", self.state.outer_step)
+        self.turns.drop()
+        self.late.after_heal()
+        self._forget_losses()
+        self.state.ledger.stop_reading()
+        self.has_healed = True
 
     # ---- without inner steps ----------------------------------------------------------------
 

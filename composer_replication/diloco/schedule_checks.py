@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from composer_replication.diloco.checks import check_integer, check_number
-
-if TYPE_CHECKING:
-    from composer_replication.diloco.settings import DiLoCoSettings
 
 
 def check_schedule(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
@@ -57,44 +53,47 @@ def check_round_seconds(
         )
 
 
-def check_warmup(settings: DiLoCoSettings) -> None:
+def check_warmup(
+    steps: int | None, outer_steps: int | None, sync_every: int, fragments: int, delay: int
+) -> None:
     """Check the shorter rounds with which a run begins.
 
+    Args:
+        steps: ``warmup_sync_every``.
+        outer_steps: ``warmup_outer_steps``.
+        sync_every: Inner steps in the rounds after them.
+        fragments: Fragments of the model.
+        delay: ``fragment_sync_delay``.
+
     Raises:
-        ValueError: One of the two settings is missing, the rounds are not shorter, they do not fit
-            the fragments and the delay, or a round is a time.
+        ValueError: One of the two settings is missing, the rounds are not shorter, or they do not
+            fit the fragments and the delay.
     """
-    steps, count = settings.warmup_sync_every, settings.warmup_outer_steps
-    if steps is None and count is None:
+    if steps is None and outer_steps is None:
         return
-    if steps is None or count is None:
+    if steps is None or outer_steps is None:
         missing = "warmup_sync_every" if steps is None else "warmup_outer_steps"
         raise ValueError(
-            f"warmup_sync_every={steps} and warmup_outer_steps={count}: give {missing} too, or "
-            "leave both out"
+            f"warmup_sync_every={steps} and warmup_outer_steps={outer_steps}: give {missing} too, "
+            "or leave both out"
         )
     check_integer("warmup_sync_every", steps, at_least=1)
-    check_integer("warmup_outer_steps", count, at_least=1)
-    if settings.round_seconds is not None:
+    check_integer("warmup_outer_steps", outer_steps, at_least=1)
+    if steps >= sync_every:
         raise ValueError(
-            f"warmup_sync_every={steps} with round_seconds={settings.round_seconds}: rounds are a "
-            "time there, use one of the two"
-        )
-    if steps >= settings.sync_every:
-        raise ValueError(
-            f"warmup_sync_every={steps} is not below sync_every={settings.sync_every}: use at most "
-            f"{settings.sync_every - 1}"
+            f"warmup_sync_every={steps} is not below sync_every={sync_every}: use at most "
+            f"{sync_every - 1}"
         )
     try:
-        warmup = settings.at(0)
+        check_schedule(steps, fragments, delay)
     except ValueError as error:
         raise ValueError(
             f"warmup_sync_every={steps}, in the place of sync_every: {error}"
         ) from None
-    if warmup.turns_in_flight != settings.turns_in_flight:
+    turns = [delay // (each // fragments) for each in (steps, sync_every)]
+    if turns[0] != turns[1]:
         raise ValueError(
-            f"warmup_sync_every={steps} with fragment_sync_delay={settings.fragment_sync_delay} "
-            f"would have {warmup.turns_in_flight} further turns in flight and not "
-            f"{settings.turns_in_flight}: use a warmup_sync_every closer to "
-            f"sync_every={settings.sync_every}"
+            f"warmup_sync_every={steps} with fragment_sync_delay={delay} would have {turns[0]} "
+            f"further turns in flight and not {turns[1]}: use a warmup_sync_every closer to "
+            f"sync_every={sync_every}"
         )

@@ -95,6 +95,10 @@ class DiLoCoSettings:
         error_feedback: Whether a group adds the rounding error of the wire format to its next
             pseudo-gradient.
         max_sync_retries: How often in a row a sync that did not commit is retried.
+        max_missed_outer_steps: How many outer steps a group may have missed and still keep its
+            inner steps: a group that was late, or stopped for a while, sends them with its next
+            sync. After more of them it throws its inner steps away, and continues from the others'
+            global parameters. 0: it always does.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -119,11 +123,12 @@ class DiLoCoSettings:
     wire_format: str = WIRE_FORMATS[0]
     error_feedback: bool = True
     max_sync_retries: int = 8
+    max_missed_outer_steps: int = 32
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "num_fragments"):
             check_integer(name, getattr(self, name), at_least=1)
-        for name in ("fragment_sync_delay", "max_sync_retries"):
+        for name in ("fragment_sync_delay", "max_sync_retries", "max_missed_outer_steps"):
             check_integer(name, getattr(self, name), at_least=0)
         self._choose_alpha()
         if self.outer_lr != AUTO:
@@ -143,11 +148,21 @@ class DiLoCoSettings:
             raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
-        check_schedule(self.sync_every, self.fragment_count, self.fragment_sync_delay)
-        check_warmup(self)
-        if self.round_seconds is not None:
-            delay, between = self.fragment_sync_delay, self.steps_between_syncs
-            check_round_seconds(self.round_seconds, self.weight_by, delay, between)
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        fits = self.sync_every, self.fragment_count, self.fragment_sync_delay
+        check_schedule(*fits)
+        check_warmup(self.warmup_sync_every, self.warmup_outer_steps, *fits)
+        if self.round_seconds is None:
+            return
+        if self.warmup_sync_every is not None:
+            raise ValueError(
+                f"warmup_sync_every={self.warmup_sync_every} with "
+                f"round_seconds={self.round_seconds}: rounds are a time there, use one of the two"
+            )
+        delay, between = self.fragment_sync_delay, self.steps_between_syncs
+        check_round_seconds(self.round_seconds, self.weight_by, delay, between)
 
     def _choose_weights(self) -> None:
         if self.weight_by is None:
@@ -256,7 +271,8 @@ class DiLoCoSettings:
         the same number of turns is in flight.
         """
         agreed = asdict(self)
-        for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
+        own = "max_sync_retries", "max_missed_outer_steps"
+        for name in (*own, "outer_lr", "outer_momentum", "outer_nesterov"):
             del agreed[name]
         if self.outer_schedule:
             rows = ([*row, self.outer_nesterov and row[2] > 0] for row in self.outer_schedule)

@@ -22,6 +22,7 @@ FaultKind = Literal[
     "fail_heal",
     "stale_quorum",
     "late",
+    "left_behind",
 ]
 
 
@@ -43,6 +44,8 @@ class Fault:
             * ``stale_quorum`` uses a quorum id twice: nobody receives what the replica sends, and
               everybody believes that they did.
             * ``late`` starts the replica only when its peers have reached ``step``.
+            * ``left_behind`` stops the replica when it asks for a quorum, until its peers have
+              committed two syncs without it.
         replica_id: The replica that fails.
         step: The manager's step at which it fails, once. The step is 1 after the cold start and
             grows by 1 with every outer step.
@@ -221,7 +224,17 @@ class SharedBuffer:
         Returns:
             The quorum, of which the replica is a member.
         """
+        is_left_behind = self.consume_fault("left_behind", replica_id, request.step)
         with self._changed:
+            if is_left_behind:
+                self._alive.discard(replica_id)
+                self._late[replica_id] = request.step + 2
+                self._form_quorum()
+                self._changed.notify_all()
+                self._wait_until(
+                    lambda: replica_id in self._alive or not self._alive, "sync of its peers"
+                )
+                self._alive.add(replica_id)
             before = self._quorum
             self._requests[replica_id] = request
             # From here on a quorum waits for the late replicas whose step has been reached.

@@ -210,6 +210,15 @@ def _early_look() -> Iterator[Cell]:
         yield replace(TWO_MUON, sync_every=15, early=5).with_seed(seed)
 
 
+def _warm_look() -> Iterator[Cell]:
+    """With a warm-up: data parallel's learning rate, plain averages, and still shorter rounds."""
+    fast = replace(TWO_SHORT, lr=1.2e-2)
+    for seed in TUNING_SEEDS:
+        yield fast.with_seed(seed)
+        yield replace(TWO_SHORT, early=2).with_seed(seed)
+        yield replace(fast, outer_lr=1.0, outer_momentum=0.0).with_seed(seed)
+
+
 def _muon_batch_look() -> Iterator[Cell]:
     """Whether a larger batch narrows the gap with Muon inside."""
     yield replace(TWO_MUON, sync_every=15, batch=32)
@@ -246,6 +255,7 @@ STAGES = {
     "length look": _length_look,
     "plain average look": _plain_average_look,
     "early look": _early_look,
+    "warm look": _warm_look,
     "muon batch look": _muon_batch_look,
     "base": _base,
     "quickstart": _quickstart,

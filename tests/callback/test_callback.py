@@ -76,6 +76,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "wire_format": "int8",
         "error_feedback": False,
         "max_sync_retries": 4,
+        "max_missed_outer_steps": 3,
         "replica_id": "berlin",
         "num_replicas": 6,
         "lighthouse_addr": "http://head:29510",
@@ -104,9 +105,12 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "tls_dir": "/certificates",
         "verbose": False,
     }
-    callback = DiLoCoCallback(**given)
-    seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
-    assert seen == given
+    warmup = {"warmup_sync_every": 8, "warmup_outer_steps": 20}
+    for excluded in (warmup, {"round_seconds": 45.0}):
+        these = {name: value for name, value in (given | warmup).items() if name not in excluded}
+        callback = DiLoCoCallback(**these)
+        seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
+        assert seen == these | dict.fromkeys(excluded)
 
 
 def test_an_unknown_argument_is_a_type_error():

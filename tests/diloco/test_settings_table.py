@@ -18,7 +18,7 @@ def test_every_setting_is_there_once_and_no_line_is_too_wide(width):
     assert len(words) == 2 * len(NAMES), "a name and a value each"
     if width >= 40:
         assert max(map(len, lines)) <= width
-    assert len(lines) == {10: 19, 40: 19, 78: 10, 100: 7, 158: 4, 500: 1}[width]
+    assert len(lines) == {10: 20, 40: 20, 78: 10, 100: 7, 158: 4, 500: 1}[width]
 
 
 def test_the_values_are_those_of_the_settings():

@@ -124,6 +124,7 @@ def one_rank(rank, folder):
     alone, shared = train(None, CASES["vanilla"], adam), train(world, CASES["vanilla"], adam)
     assert are_equal(shared[:3], alone[:3]) and shared[3] == alone[3]
     keep_step(rank, world)
+    carry_late_steps(rank, world)
     ask_alone(rank, world)
     backend = world._get_backend(CPU)
     dist.destroy_process_group()
@@ -156,6 +157,51 @@ def keep_step(rank, world):
 
     assert simulate(replica, num_replicas=1) == [[5, 5, 5]]
     sync_clock.time = real
+
+
+def carry_late_steps(rank, world):
+    """A group that is left behind keeps its steps as one of a single rank does, or none of them."""
+
+    def run(ranks, outer=None, before=lambda loop: None):
+        def replica(sim):
+            model = Model()
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            settings = {"sync_every": 2, "sync_buffers": "mean"}
+            with DiLoCo(sim.manager, model, inner, outer, ranks=ranks, **settings) as diloco:
+                for step in range(3):  # a round, and one inner step of the next
+                    take_step(inner, 0.01 * (step + 1))
+                theirs = diloco._state.state_dict()
+                theirs["outer_step"] += 2
+                for fragment in theirs["fragments"]:
+                    for theta in fragment["theta"].values():
+                        theta.add_(0.5)
+                before(diloco._outer)
+                start_quorum = sim.manager.start_quorum
+
+                def start_and_heal():
+                    start_quorum()
+                    diloco._outer._heal(theirs)
+
+                sim.manager.start_quorum = start_and_heal
+                take_step(inner, 0.04)
+                reports = diloco.pop_finished_syncs()
+                counts = [
+                    (r.outer_step, r.contribution, r.late_steps, r.steps_lost) for r in reports
+                ]
+                return counts, diloco.global_digest()
+
+        return simulate(replica, num_replicas=1)[0]
+
+    def keep_nothing(loop):
+        if rank == 1:
+            loop.late.before_heal = lambda outer_step: None
+
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
+    for outer in (None, adam):
+        kept = run(world, outer)
+        assert kept == run(None, outer) and kept[0] == [(1, 1, 0, 0), (4, 1, 2, 0)]
+    # One rank has nothing that it could send: all do what that one does.
+    assert run(world, before=keep_nothing)[0] == [(1, 1, 0, 0), (3, 0, 0, 2)]
 
 
 def ask_alone(rank, world):

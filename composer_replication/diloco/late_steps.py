@@ -1,0 +1,112 @@
+"""What a group keeps of its inner steps when the others have taken outer steps without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.settings import DiLoCoSettings
+
+log = logging.getLogger(__name__)
+
+
+class LateSteps:
+    """Carries a group's inner steps over the outer steps that it has missed.
+
+    A group that was late for a quorum takes over the others' global parameters. What it has trained
+    since its last sync is how far its local parameters are from the global ones of then, and that
+    distance it keeps:
+
+        local += theta_new - theta_old
+
+    So its next sync sends theta_old - local, up to rounding, weighted as ever. Nothing counts
+    twice: a fragment keeps nothing if it was sent and its vote was not seen, since the others may
+    have committed it. Nor is anything kept
+
+    * in a join, where what a checkpoint has may have been sent before;
+    * after more than ``max_missed_outer_steps``;
+    * with a shared sample stream, whose samples the coordinator may have leased to others;
+    * with several fragments in flight, or while an average is to become global.
+
+    Args:
+        fragments: All fragments of this group.
+        state: The global state.
+        settings: The run's settings.
+    """
+
+    def __init__(
+        self, fragments: Sequence[FragmentSync], state: GlobalState, settings: DiLoCoSettings
+    ) -> None:
+        self._fragments, self._state, self._settings = fragments, state, settings
+        self._old: dict[int, Tensor] = {}
+        self._has_healed = False
+        self._steps_lost = 0
+
+    def pop_steps_lost(self) -> int:
+        """Inner steps that heals have thrown away since the last call."""
+        lost, self._steps_lost = self._steps_lost, 0
+        return lost
+
+    def before_heal(self, outer_step: int) -> None:
+        """Remember the global parameters of the fragments that keep their inner steps.
+
+        Args:
+            outer_step: That of the state which this group takes over.
+        """
+        missed = outer_step - self._state.outer_step
+        if not self._may_keep(missed):
+            return
+        for index, fragment in enumerate(self._fragments):
+            if fragment.inner_steps and not fragment.is_sent:
+                self._old[index] = fragment.globals.flat.clone()
+
+    def _may_keep(self, missed: int) -> bool:
+        fragments = self._fragments
+        return (
+            0 < missed <= self._settings.max_missed_outer_steps
+            and not self._settings.turns_in_flight
+            and not self._state.ledger.stream
+            and not any(each.is_joining or each.replaces_global for each in fragments)
+            and all(each.unsent is None for each in fragments)
+        )
+
+    def after_heal(self) -> None:
+        """Continue from the new global parameters: at once, or in ``settle`` if there are ranks."""
+        dropped = [each for i, each in enumerate(self._fragments) if i not in self._old]
+        self._steps_lost += max((each.inner_steps for each in dropped), default=0)
+        for fragment in dropped:
+            fragment.forget_local()
+        self._has_healed = True
+        if not self._fragments[0].globals.has_ranks:
+            self.settle()
+
+    def settle(self) -> None:
+        """Once all ranks of the group have healed: continue from the new global parameters.
+
+        A heal is no collective, and may fail on one rank alone, which the others would then wait
+        for. So all ranks call this at each sync, and do together what all of them can.
+        """
+        keeps = [index in self._old for index in range(len(self._fragments))]
+        all_healed, *all_keep = self._fragments[0].globals.mean_over_ranks(self._has_healed, *keeps)
+        if all_healed < 1:
+            return
+        self._has_healed, lost = False, 0
+        for index, fragment in enumerate(self._fragments):
+            old = self._old.pop(index, None)
+            if old is not None and all_keep[index] == 1:
+                fragment.globals.carry_over(old)
+                fragment.late_steps = fragment.inner_steps
+            else:
+                lost = max(lost, fragment.inner_steps)  # 0, unless another rank keeps nothing
+                fragment.take_global()
+        self._steps_lost += lost
+        if late := max(fragment.late_steps for fragment in self._fragments):
+            log.info(
+                "The others have taken outer steps without this group; its %d inner steps since "
+                "its last sync go into the next one",
+                late,
+            )
