@@ -1,7 +1,6 @@
 """The numbers of the learning study. Run: pytest tests/test_learning.py"""
 
 import importlib
-import statistics
 import sys
 from pathlib import Path
 
@@ -32,15 +31,22 @@ def test_the_page_has_the_tables_of_the_results_file(load):
     assert report.with_tables(changed, results) == page
 
 
-def test_the_quickstarts_reference_is_the_median_of_data_parallel(load):
-    report, plan = load("report"), load("plan")
-    config = load_config(FOLDER.parents[1] / "configs" / "quickstart.yaml")
-    found = report.Results(report.read()).bits(plan.DATA_PARALLEL_MUON)
-    bits = config["reference"]["data_parallel_bits_per_byte"]
-    assert bits == round(statistics.median(found.values()), 3), "write it into the config"
-    assert {line["text"] for line in report.read().values()} == {config["reference"]["text"]}
-    tokens = plan.DATA_PARALLEL_MUON.steps * plan.DATA_PARALLEL_MUON.batch * 128
-    assert config["reference"]["tokens"] == tokens
+def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_parallels(load):
+    study, plan = load("study"), load("plan")
+    config, done = load_config(FOLDER.parents[1] / "configs" / "quickstart.yaml"), study.read()
+    seed = config["seed"]
+    assert config["train_loader"]["seed"] == seed
+    base, own = (cell.with_seed(seed) for cell in (plan.DATA_PARALLEL_MUON, plan.TWO_SHORT))
+    assert config["reference"]["data_parallel_bits_per_byte"] == round(done[base.key]["bits"], 3)
+    assert {line["text"] for line in done.values()} == {config["reference"]["text"]}
+    assert config["reference"]["tokens"] == base.steps * base.batch * 128
+    settings, optimizer = config["callbacks"]["diloco"], config["optimizer"]
+    assert (own.inner, own.lr) == (optimizer["name"], optimizer["lr"])
+    assert own.batch == 2 * config["global_train_batch_size"]
+    assert config["max_duration"] == f"{own.steps}ba"
+    assert (own.sync_every, own.early) == (settings["sync_every"], settings["warmup_sync_every"])
+    assert settings["warmup_outer_steps"] * own.early == load("cells").EARLY_STEPS
+    assert (own.outer_lr, own.outer_momentum) == (settings["outer_lr"], settings["outer_momentum"])
 
 
 def test_a_difference_is_that_worked_out_by_hand(load):
