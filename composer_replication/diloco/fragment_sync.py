@@ -131,6 +131,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.samples = 0
         self.late_steps = 0
         """Those of ``inner_steps`` from before outer steps that this group has missed."""
+        self.is_behind = False
+        """Whether the local parameters still belong to global ones from before a heal."""
         self.is_sent = False
         """Whether peers may have steps of this group that it does not know to be committed."""
         self._packed = Packed()
@@ -218,7 +220,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
-        self.is_sent |= self.mean.contribution > 0 and not self._has_too_few
+        if self.mean.contribution > 0 and not self._has_too_few and manager.errored() is None:
+            self.is_sent = True
         means = [] if self._has_too_few else self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
@@ -275,7 +278,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         packed = self._packed
         if packed.is_replacing and not packed.inner_steps:
             return 1.0  # an average, without inner steps since
-        if self.is_joining or not packed.inner_steps:
+        if self.is_joining or self.is_behind or not packed.inner_steps:
             return 0.0
         weight_by = self._settings.weight_by
         if weight_by in ("samples", "tokens") and not packed.samples:
@@ -357,7 +360,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def forget_local(self) -> None:
         """What has been trained here since the last sync is none of this group's to send."""
         self.inner_steps = self.samples = self.late_steps = 0
-        self.is_sent = False
+        self.is_sent = self.is_behind = False
         self._packed.is_dropped = True
         self.replaces_global = False
         self.unsent = None

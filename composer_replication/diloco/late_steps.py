@@ -43,7 +43,10 @@ class LateSteps:
     ) -> None:
         self._fragments, self._state, self._settings = fragments, state, settings
         self._old: dict[int, Tensor] = {}
-        self._has_healed = False
+        """Of each fragment that keeps its steps: the global parameters from which it trained."""
+        self._since: int | None = None
+        """The outer step that they are from, from a heal until all ranks of the group have healed.
+        None: the local parameters belong to the global ones."""
         self._steps_lost = 0
 
     def pop_steps_lost(self) -> int:
@@ -57,12 +60,16 @@ class LateSteps:
         Args:
             outer_step: That of the state which this group takes over.
         """
-        missed = outer_step - self._state.outer_step
-        if not self._may_keep(missed):
+        if self._since is None:
+            self._since = self._state.outer_step
+        earlier, self._old = self._old, {}  # if another rank has failed to heal meanwhile
+        if not self._may_keep(outer_step - self._since):
             return
         for index, fragment in enumerate(self._fragments):
             if fragment.inner_steps and not fragment.is_sent:
-                self._old[index] = fragment.globals.flat.clone()
+                old = earlier.get(index)
+                self._old[index] = fragment.globals.flat.clone() if old is None else old
+                fragment.is_behind = True
 
     def _may_keep(self, missed: int) -> bool:
         fragments = self._fragments
@@ -80,7 +87,6 @@ class LateSteps:
         self._steps_lost += max((each.inner_steps for each in dropped), default=0)
         for fragment in dropped:
             fragment.forget_local()
-        self._has_healed = True
         if not self._fragments[0].globals.has_ranks:
             self.settle()
 
@@ -91,12 +97,14 @@ class LateSteps:
         for. So all ranks call this at each sync, and do together what all of them can.
         """
         keeps = [index in self._old for index in range(len(self._fragments))]
-        all_healed, *all_keep = self._fragments[0].globals.mean_over_ranks(self._has_healed, *keeps)
+        all_healed, *all_keep = self._fragments[0].globals.mean_over_ranks(
+            self._since is not None, *keeps
+        )
         if all_healed < 1:
             return
-        self._has_healed, lost = False, 0
+        self._since, lost = None, 0
         for index, fragment in enumerate(self._fragments):
-            old = self._old.pop(index, None)
+            old, fragment.is_behind = self._old.pop(index, None), False
             if old is not None and all_keep[index] == 1:
                 fragment.globals.carry_over(old)
                 fragment.late_steps = fragment.inner_steps

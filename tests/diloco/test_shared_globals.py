@@ -162,7 +162,7 @@ def keep_step(rank, world):
 def carry_late_steps(rank, world):
     """A group that is left behind keeps its steps as one of a single rank does, or none of them."""
 
-    def run(ranks, outer=None, before=lambda loop: None):
+    def run(ranks, outer=None, before=lambda loop: None, fails=None):
         def replica(sim):
             model = Model()
             inner = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -176,11 +176,15 @@ def carry_late_steps(rank, world):
                     for theta in fragment["theta"].values():
                         theta.add_(0.5)
                 before(diloco._outer)
-                start_quorum = sim.manager.start_quorum
+                start_quorum, quorums = sim.manager.start_quorum, []
 
                 def start_and_heal():
                     start_quorum()
-                    diloco._outer._heal(theirs)
+                    quorums.append(1)
+                    if fails is None or (rank == fails) == (len(quorums) == 2):
+                        diloco._outer._heal(theirs)
+                    if fails is not None and len(quorums) == 1:  # so the group votes no
+                        sim.manager.report_error(ConnectionError("a rank has not healed"))
 
                 sim.manager.start_quorum = start_and_heal
                 take_step(inner, 0.04)
@@ -193,13 +197,13 @@ def carry_late_steps(rank, world):
         return simulate(replica, num_replicas=1)[0]
 
     def keep_nothing(loop):
-        if rank == 1:
-            loop.late.before_heal = lambda outer_step: None
+        loop.fragments[0].is_sent = rank == 1
 
     adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
     for outer in (None, adam):
         kept = run(world, outer)
         assert kept == run(None, outer) and kept[0] == [(1, 1, 0, 0), (4, 1, 2, 0)]
+        assert run(world, outer, fails=2) == kept, "one rank heals a quorum later than the others"
     # One rank has nothing that it could send: all do what that one does.
     assert run(world, before=keep_nothing)[0] == [(1, 1, 0, 0), (3, 0, 0, 2)]
 
