@@ -62,7 +62,8 @@ def test_the_machine_alone_a_line_for_each_check():
 def test_the_quickstart_is_well():
     status, results = doctor(QUICKSTART)
     assert status == 0, failures(results)
-    assert results["rounds"]["value"] == "max_duration=1800ba is 120 rounds of 15 inner steps"
+    rounds = "max_duration=1800ba is 50 rounds of 30 inner steps after a warm-up of 300"
+    assert results["rounds"]["value"] == rounds
     assert results["run folder"]["value"].startswith("runs can be written")
 
 
@@ -76,10 +77,10 @@ def test_the_folder_of_the_checkpoints_is_that_of_the_run(tmp_path):
     ("override", "name", "value", "fix"),
     [
         (
-            "callbacks.diloco.num_fragments=2",
+            "callbacks.diloco.num_fragments=4",
             "settings",
-            "sync_every=15 is not div",
-            "use 14 or 16",
+            "sync_every=30 is not div",
+            "use 28 or 32",
         ),
         ("optimiser.lr=1", "config", "the config has no 'optimiser'", "did you mean 'optimizer'"),
         ("max_duration=10x", "config", "max_duration='10x'", "(batches)"),
