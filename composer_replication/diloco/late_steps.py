@@ -60,10 +60,10 @@ class LateSteps:
         Args:
             outer_step: That of the state which this group takes over.
         """
-        if self._since is None:
-            self._since = self._state.outer_step
+        since = self._state.outer_step if self._since is None else self._since
+        self._since = since
         earlier, self._old = self._old, {}  # if another rank has failed to heal meanwhile
-        if not self._may_keep(outer_step - self._since):
+        if not self._may_keep(outer_step - since):
             return
         for index, fragment in enumerate(self._fragments):
             if fragment.inner_steps and not fragment.is_sent:
