@@ -1,5 +1,7 @@
 """Small models and replicas for the tests. Inner steps are scripted, so that traces can be read."""
 
+import io
+
 import torch
 from torch import nn
 
@@ -58,6 +60,20 @@ def muon_by_shape(parameters, **arguments):
         for use_muon in (True, False)
     ]
     return Muon(groups, **arguments)
+
+
+def save(diloco, model):
+    """Return a checkpoint of a DiLoCo and its model, as bytes."""
+    file = io.BytesIO()
+    torch.save([diloco.state_dict(), model.state_dict()], file)
+    return file.getvalue()
+
+
+def load(saved, diloco, model):
+    """Continue from what ``save`` returned."""
+    state, weights = torch.load(io.BytesIO(saved), weights_only=True)
+    model.load_state_dict(weights)
+    diloco.load_state_dict(state)
 
 
 class TinyMLP(nn.Module):

@@ -3,13 +3,12 @@
 Real torchft schedule, simulated network; the reference is in plain Python.
 """
 
-import io
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from common import Constant, take_step
+from common import Constant, load, save, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.outer_schedule import MAX_ROWS, row_at
@@ -50,16 +49,6 @@ class Replica:
             for report in self.diloco.pop_finished_syncs():
                 numbers = report.outer_lr, report.outer_momentum
                 self.trace[report.outer_step] = (*numbers, values, report.global_digest)
-
-    def save(self):
-        file = io.BytesIO()
-        torch.save([self.diloco.state_dict(), self.model.state_dict()], file)
-        return file.getvalue()
-
-    def load(self, saved):
-        state, model = torch.load(io.BytesIO(saved), weights_only=True)
-        self.model.load_state_dict(model)
-        self.diloco.load_state_dict(state)
 
 
 def run(sim, steps=20, **settings):
@@ -124,14 +113,14 @@ def test_a_resume_goes_on_in_the_row_in_which_it_stopped(at):
         with replica.diloco:
             for step in range(20):
                 replica.train(step, step + 1)
-                saved[step + 1] = replica.save()
+                saved[step + 1] = save(replica.diloco, replica.model)
         return replica.trace, saved
 
     found = simulate(whole, num_replicas=2)
 
     def resumed(sim):
         replica = Replica(sim)
-        replica.load(found[sim.replica_id][1][at])
+        load(found[sim.replica_id][1][at], replica.diloco, replica.model)
         with replica.diloco:
             replica.train(at, 20)
         return replica.trace
@@ -154,13 +143,13 @@ def test_a_schedule_that_is_left_out_at_a_resume_leaves_nothing_behind(caplog):
         first = Replica(sim)
         with first.diloco:
             first.train(0, 10)
-        return first.save()
+        return save(first.diloco, first.model)
 
     (saved,) = simulate(replica, num_replicas=1)
 
     def resumed(sim):
         replica = Replica(sim, outer_schedule=None)
-        replica.load(saved)
+        load(saved, replica.diloco, replica.model)
         with replica.diloco:
             replica.train(10, 12)
         return replica.trace[6][:2]

@@ -77,6 +77,11 @@ def train(ranks, settings, outer=None, state=None, steps=9):
     return simulate(replica, num_replicas=1)[0]
 
 
+def adam(parameters):
+    """An outer optimizer for which every rank holds all of the global parameters."""
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
 def bytes_held(diloco):
     """Memory of global parameters and outer state, each storage counted once."""
     tensors = [theta for f in diloco._outer.fragments for theta in f.globals.theta.values()]
@@ -120,7 +125,6 @@ def one_rank(rank, folder):
         ]
         assert are_equal(ends[0][:3], ends[1][:3]), name
     # What may look at a whole tensor is given whole ones, on every rank.
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
     alone, shared = train(None, CASES["vanilla"], adam), train(world, CASES["vanilla"], adam)
     assert are_equal(shared[:3], alone[:3]) and shared[3] == alone[3]
     keep_step(rank, world)
@@ -199,7 +203,6 @@ def carry_late_steps(rank, world):
     def keep_nothing(loop):
         loop.fragments[0].is_sent = rank == 1
 
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
     for outer in (None, adam):
         kept = run(world, outer)
         assert kept == run(None, outer) and kept[0] == [(1, 1, 0, 0), (4, 1, 2, 0)]

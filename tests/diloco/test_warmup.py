@@ -3,12 +3,11 @@
 Real torchft schedule, simulated network.
 """
 
-import io
 from dataclasses import replace
 
 import pytest
 import torch
-from common import TinyMLP, batch, mse
+from common import TinyMLP, batch, load, mse, save
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -26,7 +25,7 @@ class Replica:
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
         settings = {"num_replicas": sim.num_replicas, "digest_every": 1} | WARMUP | settings
         self.diloco = DiLoCo(sim.manager, self.model, self.inner, **settings)
-        self.trace = {}
+        self.trace, self.contributions = {}, []
 
     def train(self, first, last):
         for step in range(first, last):
@@ -34,18 +33,9 @@ class Replica:
             mse(self.model, *batch(self.who, step)).backward()
             self.inner.step()
             for report in self.diloco.pop_finished_syncs():
+                self.contributions.append(report.contribution)
                 self.trace[report.outer_step] = (report.inner_steps, report.global_digest)
         return self.trace
-
-    def save(self):
-        file = io.BytesIO()
-        torch.save([self.diloco.state_dict(), self.model.state_dict()], file)
-        return file.getvalue()
-
-    def load(self, saved):
-        state, model = torch.load(io.BytesIO(saved), weights_only=True)
-        self.model.load_state_dict(model)
-        self.diloco.load_state_dict(state)
 
 
 def run(sim, steps=30, **settings):
@@ -75,6 +65,22 @@ def test_the_first_rounds_are_shorter(settings, steps):
     assert first == second
 
 
+def test_several_in_flight_are_sent_by_the_delay_of_the_rounds_in_force():
+    # A delay of 4 is a turn of 3 steps and one step, or a turn of 4. So in the warm-up fragments
+    # are sent one step before a turn ends, at 2, 5, 8 and 11, and after it at 16, 20, 24, 28. Each
+    # contributes the steps since it was sent last: fragment 0 sends 2, 6, 8, 8, fragment 1 sends 5,
+    # 6, 9, 8.
+    def replica(sim):
+        settings = {"num_fragments": 2, "fragment_sync_delay": 4, "weight_by": "steps"}
+        one = Replica(sim, **settings, sync_every=8, warmup_sync_every=6)
+        with one.diloco:
+            one.train(0, 32)
+        return one.contributions
+
+    first, second = simulate(replica, num_replicas=2)
+    assert first == second == [2, 5, 6, 6, 8, 9, 8, 8]
+
+
 def test_the_outer_steps_of_the_warm_up_are_those_of_a_run_with_short_rounds():
     warm = simulate(run, num_replicas=2)
     short = simulate(
@@ -93,14 +99,14 @@ def test_a_resume_goes_on_with_rounds_of_the_same_length(at, delay):
         replica, saved = Replica(sim, fragment_sync_delay=delay), b""
         with replica.diloco:
             replica.train(0, at)
-            saved = replica.save()
+            saved = save(replica.diloco, replica.model)
             return replica.train(at, 24), saved
 
     found = simulate(whole, num_replicas=2)
 
     def resumed(sim):
         replica = Replica(sim, fragment_sync_delay=delay)
-        replica.load(found[sim.replica_id][1])
+        load(found[sim.replica_id][1], replica.diloco, replica.model)
         with replica.diloco:
             return replica.train(at, 24)
 
