@@ -21,10 +21,10 @@ DATA_PARALLEL_MUON = replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
 
 TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
 TWO_SHORT = replace(TWO_MUON, early=5)
-"""The quickstart's settings."""
+"""What configs/quickstart.yaml trains: rounds of 5 inner steps for 300 steps, then of 30."""
 
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
-"""Twice as many steps."""
+"""Two groups with rounds of 15 and twice as many inner steps as in the other arms."""
 
 DATA_PARALLEL_LONG = replace(DATA_PARALLEL_MUON, steps=3600)
 FOUR_MUON = replace(TWO_MUON, groups=4)
