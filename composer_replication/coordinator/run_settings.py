@@ -68,7 +68,7 @@ class RunSettings:
             ).fetchone()
             (newest,) = cursor.execute("SELECT max(version) FROM settings").fetchone()
         self.newest_version: int = newest or 0
-        served = None if row is None else json.loads(row[0])
+        served = None if row is None else _with_defaults(json.loads(row[0]))
         settings, auto = resolve(settings, num_replicas, served)
         if auto:
             log.info("%s", auto)
@@ -163,6 +163,11 @@ class RunSettings:
             return version
         text = ", ".join(f"{name} {getattr(settings, name)} -> {v}" for name, v in changes.items())
         return self._add(changed, f"{source.partition(';')[0]}; {text}", is_config=False)
+
+
+def _with_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are stored. A version that had fewer of them behaved as by the defaults."""
+    return json.loads(json.dumps(asdict(DiLoCoSettings(**stored))))
 
 
 def _check_adoptable(before: Mapping[str, Any], now: DiLoCoSettings) -> None:

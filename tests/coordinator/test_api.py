@@ -225,6 +225,24 @@ def test_a_config_that_has_changed_is_a_new_version_where_groups_can_adopt_it(tm
     database.close()
 
 
+def test_a_state_folder_of_a_version_with_fewer_settings_is_served_on(tmp_path, clock):
+    make(tmp_path, clock)[1].close()
+    database = Database(tmp_path / "state.sqlite")
+    with database.transaction() as cursor:
+        cursor.execute(
+            "UPDATE settings SET settings = json_remove(settings, '$.max_missed_outer_steps')"
+        )
+    database.close()
+    client, database = make(tmp_path, clock)
+    told = client.get("/v1/info").json()
+    assert told["settings_version"] == 1
+    assert told["settings"]["max_missed_outer_steps"] == SETTINGS.max_missed_outer_steps
+    database.close()
+    other = dataclasses.replace(SETTINGS, max_missed_outer_steps=5)
+    with pytest.raises(RejectedError, match="max_missed_outer_steps 32 before, 5 now"):
+        make(tmp_path, clock, settings=other)
+
+
 @pytest.mark.parametrize("sync_every", [30, 100])
 @pytest.mark.parametrize("groups", [2, 4, 8])
 @pytest.mark.slow
