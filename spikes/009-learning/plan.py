@@ -223,6 +223,15 @@ def _groups_look() -> Iterator[Cell]:
         yield replace(FOUR_MUON, early=5, outer_lr=0.8, outer_momentum=momentum - 0.1)
 
 
+def _radial_look() -> Iterator[Cell]:
+    """Eight groups with ``rda`` and smaller outer steps: its mean is not shorter than a group's."""
+    eight = replace(EIGHT_MUON, early=5)
+    yield replace(eight, merge="rda", outer_lr=0.45)
+    yield eight
+    yield replace(eight, merge="rda", outer_lr=0.55)
+    yield replace(eight, merge="rda", outer_lr=0.35)
+
+
 def _muon_batch_look() -> Iterator[Cell]:
     """Whether a larger batch narrows the gap with Muon inside."""
     yield replace(TWO_MUON, sync_every=15, batch=32)
@@ -259,6 +268,7 @@ STAGES = {
     "warm look": _warm_look,
     "groups look": _groups_look,
     "muon batch look": _muon_batch_look,
+    "radial look": _radial_look,
     "base": _base,
     "quickstart": _quickstart,
     "long": _long,
