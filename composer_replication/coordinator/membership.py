@@ -71,6 +71,7 @@ class Membership:
         client: This rank's connection to the coordinator, closed by ``leave``.
         replica_id: The group's name.
         session: Of the registration, on rank 0.
+        stream: The sample stream that the group reads; 0 for none.
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.
@@ -87,6 +88,7 @@ class Membership:
         self.client = client_of(options)
         self.replica_id = replica_id_of(options)
         self.session = uuid.uuid4().hex
+        self.stream = 0
         self._interval_s = options.heartbeat_interval_s
         self._timeout_s = info.heartbeat_timeout_s
         self._registration = self._describe(synced, world_size)
@@ -97,6 +99,11 @@ class Membership:
         self._report: CommitReport | None = None
         self._sent: CommitReport | None = None
         self._refusal: ValueError | None = None
+        self._heard_at = -math.inf
+        """When the last heartbeat that was answered had been sent."""
+        self._open_stream = 0
+        """The stream, if the coordinator has said that it is open and this group has not looked
+        dead since."""
         self._left = threading.Event()
         self._is_away = self._has_complained = False
         self._thread: threading.Thread | None = None
@@ -146,6 +153,20 @@ class Membership:
         if self._refusal is not None:
             raise self._refusal
         return self._settings
+
+    def holds_stream(self) -> bool:
+        """Whether the coordinator cannot have leased the stream's samples to others. Asks nobody.
+
+        The coordinator closes streams of groups from which it has heard nothing for its timeout. So
+        a stream stays open if it was open after a heartbeat, and no heartbeat has been missing
+        since. Another third of the timeout is left for reports of syncs that are on their way.
+
+        Ranks other than 0 send no heartbeats and say yes: a group keeps what all its ranks keep.
+        """
+        if self._thread is None:
+            return True
+        silence_s = time.monotonic() - self._heard_at
+        return 0 < self.stream == self._open_stream and silence_s < self._timeout_s * 2 / 3
 
     def report_progress(self, progress: Mapping[str, Any]) -> None:
         """What the next heartbeat says."""
@@ -226,8 +247,10 @@ class Membership:
         behind_database = self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3)
         self._fetch_settings(behind_database)
         self.send_report(behind_database)
+        self._check_stream(behind_database)
 
     def _heartbeat(self, client: CoordinatorClient) -> None:
+        sent_at = time.monotonic()
         try:
             progress = {"session": self.session, **self._progress}
             self._newest_version = client.heartbeat(self.replica_id, progress)
@@ -235,7 +258,21 @@ class Membership:
             # The coordinator has lost its state, or another group has this one's name. In the
             # latter case it rejects the registration too.
             self._newest_version = client.register(self._registration)
+            self._open_stream = 0
             log.warning("Registered again: %s", error)
+        if time.monotonic() - self._heard_at >= self._timeout_s:
+            self._open_stream = 0  # this group has looked dead
+        self._heard_at = sent_at
+
+    def _check_stream(self, client: CoordinatorClient) -> None:
+        stream = self.stream
+        if stream not in (0, self._open_stream):
+            try:
+                is_open = client.is_stream_open(stream)
+            except RejectedByCoordinatorError:
+                return  # it runs on another state folder: the next commit report says so
+            if is_open:
+                self._open_stream = stream
 
     def _fetch_settings(self, client: CoordinatorClient) -> None:
         for number in range(len(self._settings) + 1, self._newest_version + 1):

@@ -240,15 +240,23 @@ class Registry:
             replica_id: Name of the group.
             session: The session of the incarnation.
         """
-        current = self._sessions.get(replica_id)
-        if current not in (None, session):
-            return self._registered_at(replica_id)
         incarnation = self._incarnations.get(replica_id)
+        if self._is_replaced(replica_id, session):
+            return self._registered_at(replica_id)
         if incarnation is not None and incarnation.left_at is not None:
             return incarnation.left_at
         if self.is_alive(replica_id):
             return None
         return self._last_seen(incarnation) + self.heartbeat_timeout_s
+
+    def has_ended(self, replica_id: str, session: str) -> bool:
+        """Whether an incarnation is known to have ended. One that is only silent may come back."""
+        incarnation = self._incarnations.get(replica_id)
+        has_left = incarnation is not None and incarnation.left_at is not None
+        return has_left or self._is_replaced(replica_id, session)
+
+    def _is_replaced(self, replica_id: str, session: str) -> bool:
+        return self._sessions.get(replica_id) not in (None, session)
 
     def _last_seen(self, incarnation: Incarnation | None) -> float:
         """When the last heartbeat came; the begin of this service if none has come since."""

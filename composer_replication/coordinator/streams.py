@@ -8,6 +8,7 @@ from collections.abc import Set
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry
+from composer_replication.coordinator.work_units.streams import OpenStream
 from composer_replication.coordinator.work_units.tables import check_count
 from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
 
@@ -21,10 +22,12 @@ CREATE TABLE IF NOT EXISTS outer_step (
 class Streams:
     """The sample streams of the replica groups, and the outer step of the run.
 
-    A group that missed a committed sync loads the others' state before it takes part again. From
-    then on nothing more of its stream can get into the model, and what did is in the ledger of that
-    sync. So that is when the stream of a dead group is closed. Closing it earlier would lease
-    samples to others that its last sync may still put into the model.
+    A dead group's stream is closed once a sync has committed without the group. Closing it earlier
+    would lease samples to others that the group's last sync may still put into the model.
+
+    A silent group may only have been stopped. When it comes back, its next sync sends what it has
+    trained, if its stream is open (docs/adrs/ADR-044). So it is closed when an epoch has no samples
+    left but leased ones. A group that is not silent knows that its stream is open.
 
     Args:
         database: Holds all of this.
@@ -92,7 +95,7 @@ class Streams:
             for stream in self.units.open_streams():
                 if stream.stream not in present:
                     died_at = self._registry.ended_at(stream.replica_id, stream.session)
-                    if died_at is not None and ended > died_at:
+                    if died_at is not None and ended > died_at and self._is_needed(stream):
                         self._close(stream.stream, stream.replica_id)
         return unknown
 
@@ -144,6 +147,13 @@ class Streams:
                 _set_outer_step(cursor, outer_step)
             self._max_observed = 0
             self._newest = outer_step, set()
+
+    def _is_needed(self, stream: OpenStream) -> bool:
+        """Whether others need a dead group's samples now, or it can never come back to them."""
+        if self._registry.has_ended(stream.replica_id, stream.session):
+            return True
+        epochs = self.units.progress(stream.dataset_id)
+        return any(epoch.available == 0 and epoch.leased > 0 for epoch in epochs)
 
     def _has_passed(self, outer_step: int) -> bool:
         """Whether a live group has taken part in an outer step after this one."""

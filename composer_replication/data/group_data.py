@@ -225,7 +225,8 @@ class LeasedData(GroupData):
         return self._client.open_stream(name, self._loader.spec.dataset_id, group, session)
 
     def _read(self, stream: int, position: StreamPosition) -> None:
-        self._stream = stream
+        self._stream = self._membership.stream = stream
+        self._diloco.ledger.is_held = self._membership.holds_stream
         source = functools.partial(self._client.lease, stream)
         self._reader = self._loader.read(source, position, self._has_more)
 

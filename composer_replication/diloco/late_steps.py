@@ -29,7 +29,8 @@ class LateSteps:
 
     * in a join, where what a checkpoint has may have been sent before;
     * after more than ``max_missed_outer_steps``;
-    * with a shared sample stream, whose samples the coordinator may have leased to others;
+    * with a shared sample stream, if the coordinator may have leased its samples to others, or if
+      only a part of the fragments could keep their steps: the ledger cannot leave samples out;
     * with several fragments in flight, or while an average is to become global.
 
     Args:
@@ -65,6 +66,10 @@ class LateSteps:
         earlier, self._old = self._old, {}  # if another rank has failed to heal meanwhile
         if not self._may_keep(outer_step - since):
             return
+        ledger = self._state.ledger
+        is_any_sent = any(each.is_sent and each.inner_steps for each in self._fragments)
+        if ledger.stream and (is_any_sent or not ledger.is_held()):
+            return
         for index, fragment in enumerate(self._fragments):
             if fragment.inner_steps and not fragment.is_sent:
                 old = earlier.get(index)
@@ -76,7 +81,6 @@ class LateSteps:
         return (
             0 < missed <= self._settings.max_missed_outer_steps
             and not self._settings.turns_in_flight
-            and not self._state.ledger.stream
             and not any(each.is_joining or each.replaces_global for each in fragments)
             and all(each.unsent is None for each in fragments)
         )
@@ -102,16 +106,18 @@ class LateSteps:
         )
         if all_healed < 1:
             return
-        self._since, lost = None, 0
+        self._since, lost, kept = None, 0, False
         for index, fragment in enumerate(self._fragments):
             old, fragment.is_behind = self._old.pop(index, None), False
             if old is not None and all_keep[index] == 1:
                 fragment.globals.carry_over(old)
-                fragment.late_steps = fragment.inner_steps
+                fragment.late_steps, kept = fragment.inner_steps, True
             else:
                 lost = max(lost, fragment.inner_steps)  # 0, unless another rank keeps nothing
                 fragment.take_global()
         self._steps_lost += lost
+        if not kept:
+            self._state.ledger.stop_reading()
         if late := max(fragment.late_steps for fragment in self._fragments):
             log.info(
                 "The others have taken outer steps without this group; its %d inner steps since "

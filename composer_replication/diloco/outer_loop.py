@@ -296,7 +296,6 @@ class OuterLoop:
         self.turns.drop()
         self.late.after_heal()
         self._forget_losses()
-        self.state.ledger.stop_reading()
         self.has_healed = True
 
     # ---- without inner steps ----------------------------------------------------------------

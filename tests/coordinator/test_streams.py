@@ -48,6 +48,11 @@ class Service:
             units.lease(stream, number, 0)
         return stream
 
+    def lease_the_rest(self, stream):
+        """Lease all that is left of the epoch to a stream of two leases."""
+        for number in range(2, 8):
+            self.streams.units.lease(stream, number, 0)
+
     def beat(self, replica_id, session):
         self.registry.heartbeat(replica_id, session, {})
 
@@ -83,7 +88,33 @@ def b(service, a):
     return service.begin("1", "b")
 
 
+def test_a_silent_group_keeps_its_samples_until_others_need_them(service, a, b):
+    service.now += TIMEOUT_S + 0.5
+    service.beat("0", "a")
+    service.report([a])
+    assert service.open() == {a, b}
+    service.lease_the_rest(a)
+    service.beat("1", "b")  # it was only stopped, and comes back in time
+    service.report([a])
+    assert service.open() == {a, b}
+    service.now += TIMEOUT_S + 0.5
+    service.report([a])
+    assert service.open() == {a}
+    assert service.told() == ["16 uncommitted samples of replica group 1 are available again"]
+
+
+def test_the_samples_of_a_dataset_are_needed_by_those_who_read_it(service, a, b):
+    service.streams.units.create_dataset("wiki", UNIT_SIZE, 0, UNIT_SIZE)
+    other = service.streams.units.open_stream("a/1", "wiki", "0", "a")
+    service.streams.units.lease(other, 0, 0)
+    service.now += TIMEOUT_S + 0.5
+    service.beat("0", "a")
+    service.report([a, other])
+    assert b in service.open(), "there are more samples of c4"
+
+
 def test_a_silent_group_ends_with_the_first_sync_without_it(service, a, b):
+    service.lease_the_rest(a)
     service.now += TIMEOUT_S + 0.5
     service.beat("0", "a")
     assert service.open() == {a, b}, "silence alone ends nothing: a sync with it may be under way"
@@ -98,6 +129,7 @@ def test_a_silent_group_ends_with_the_first_sync_without_it(service, a, b):
     service.report([a])
     assert len(service.told()) == 1
     assert service.streams.units.lease(b, 2, 0).stop == 0, "if it was only stopped, it gets no more"
+    assert service.streams.units.is_open(a) and not service.streams.units.is_open(b)
 
 
 def test_an_absent_group_that_is_alive_goes_on(service, a, b):
@@ -108,6 +140,7 @@ def test_an_absent_group_that_is_alive_goes_on(service, a, b):
 
 
 def test_a_sync_that_ended_within_the_time_of_a_silent_group_ends_nothing(service, a, b):
+    service.lease_the_rest(a)
     service.now += 10.0
     service.report([a], age_s=10.0 - TIMEOUT_S)
     assert service.open() == {a, b}
@@ -163,6 +196,7 @@ def test_a_group_that_has_left_ends(service, a, b):
 
 
 def test_a_restarted_service_gives_silent_groups_their_time_again(service, a, b):
+    service.lease_the_rest(a)
     service.now += 60.0
     service.restart()
     service.now += TIMEOUT_S - 0.1

@@ -98,21 +98,54 @@ def test_a_sync_that_others_may_have_committed_is_not_sent_again():
     ]  # fmt: skip
 
 
-def test_a_shared_stream_keeps_nothing_since_others_may_have_its_samples():
-    def replica(sim):
-        model, reports = Constant(10.0), []
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        diloco = DiLoCo(sim.manager, model, inner, plain_sgd(), sync_every=2, num_replicas=3)
-        with diloco:
-            diloco.read_from(1 + sim.replica_id)
-            while diloco.outer_step < 5:
-                diloco.ledger.position += 8
-                take_step(inner, -1.0)
-                reports += diloco.pop_finished_syncs()
-        return reports
+def read_stream(sim, is_held, syncs=5, fragments=1, **settings):
+    """Train on a stream, 8 samples a step; the reports, the ledger's rows and the own stream."""
+    model = torch.nn.Sequential(*(Constant(10.0) for _ in range(fragments)))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {
+        "sync_every": 2 * fragments,
+        "num_fragments": fragments,
+        "num_replicas": 3,
+    } | settings
+    diloco, reports = DiLoCo(sim.manager, model, inner, plain_sgd(), **settings), []
+    with diloco:
+        diloco.read_from(1 + sim.replica_id)
+        diloco.ledger.is_held = is_held
+        while diloco.outer_step < syncs:
+            diloco.ledger.position += 8
+            take_step(inner, -1.0)
+            reports += diloco.pop_finished_syncs()
+    rows = [(r.outer_step, r.contribution, r.late_steps, r.steps_lost) for r in reports]
+    return rows, diloco.ledger.rows(), diloco.ledger.stream
 
-    late = simulate(replica, num_replicas=3, faults=behind(2))[2]
-    assert [(r.outer_step, r.contribution, r.steps_lost) for r in late][1] == (4, 0, 2)
+
+def test_the_steps_on_samples_that_others_may_have_are_dropped():
+    results = simulate(
+        lambda sim: read_stream(sim, lambda: False), num_replicas=3, faults=behind(2)
+    )
+    late, ledger, stream = results[2]
+    assert late == [(1, 1, 0, 0), (4, 0, 0, 2), (5, 1, 0, 0)]
+    assert stream == 0 and ledger == [[1, 80, 80], [2, 80, 80], [3, 16, 16]]
+
+
+def test_the_steps_on_samples_that_are_still_its_own_are_in_the_ledger_once():
+    results = simulate(lambda sim: read_stream(sim, lambda: True), num_replicas=3, faults=behind(2))
+    late, ledger, stream = results[2]
+    assert late == [(1, 1, 0, 0), (4, 1, 2, 0), (5, 1, 0, 0)]
+    assert stream == 3 and ledger == [[1, 80, 80], [2, 80, 80], [3, 48, 48]]
+    assert {str(ledger) for _, ledger, _ in results} == {str(ledger)}
+
+
+def test_all_steps_on_a_stream_are_dropped_if_one_fragment_may_have_been_committed():
+    # The third group fails after the allreduce of outer step 3, which is the first fragment's; the
+    # others commit it. Its second fragment was not sent since, and would be kept without a stream.
+    def replica(sim):
+        return read_stream(sim, lambda: True, 6, fragments=2)
+
+    late, ledger, stream = simulate(replica, num_replicas=3, faults=[Fault("fail_commit", 2, 3)])[2]
+    healed = next(row for row in late if row[3])
+    assert not any(row[2] for row in late) and healed[0] == 4
+    assert stream == 0 and ledger[2][1] < ledger[0][1]
 
 
 def test_several_in_flight_keep_nothing():

@@ -203,12 +203,25 @@ def carry_late_steps(rank, world):
     def keep_nothing(loop):
         loop.fragments[0].is_sent = rank == 1
 
+    def read_stream(holders):
+        def before(loop):
+            loop.state.ledger.read_from(7)
+            loop.state.ledger.is_held = lambda: rank in holders
+            ledgers.append(loop.state.ledger)
+
+        return before
+
+    ledgers = []
     for outer in (None, adam):
         kept = run(world, outer)
         assert kept == run(None, outer) and kept[0] == [(1, 1, 0, 0), (4, 1, 2, 0)]
         assert run(world, outer, fails=2) == kept, "one rank heals a quorum later than the others"
     # One rank has nothing that it could send: all do what that one does.
     assert run(world, before=keep_nothing)[0] == [(1, 1, 0, 0), (3, 0, 0, 2)]
+    # With a sample stream, of which one rank cannot say that it is still open.
+    assert run(world, before=read_stream(range(RANKS)))[0] == kept[0]
+    assert run(world, before=read_stream(range(1, RANKS)))[0] == [(1, 1, 0, 0), (3, 0, 0, 2)]
+    assert [ledger.stream for ledger in ledgers] == [7, 0]
 
 
 def ask_alone(rank, world):

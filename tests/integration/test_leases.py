@@ -83,10 +83,17 @@ class LeaseRun(Run):
 
     def kill(self, replica_id):
         # All before the first is waited for: a rank whose peer has died fails, with status 1.
-        for process in self.groups[replica_id]:
-            os.kill(process.pid, signal.SIGKILL)
+        self.signal(replica_id, signal.SIGKILL)
         for process in self.groups[replica_id]:
             process.join()
+
+    def signal(self, replica_id, number):
+        for process in self.groups[replica_id]:
+            os.kill(process.pid, number)
+
+    def metrics(self, replica_id):
+        path = Path(self.plan["run_dir"]) / f"replica_{replica_id}" / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
     def wait_for_outer_steps(self, count):
         self.wait_until(lambda: self.status()["outer_step"] >= count)
@@ -239,6 +246,36 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
     run.check_those_in_part(twice)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_that_was_stopped_keeps_its_samples_and_its_steps(run_of, ranks):
+    """To the coordinator it is dead meanwhile, and the others take outer steps without it."""
+    run = run_of(length=7000, step_s=0.1, ranks=ranks)
+    for replica_id in range(GROUPS):
+        run.start_group(replica_id)
+    run.wait_for_outer_steps(2)
+    sent = [row["diloco/outer_step"] for row in run.metrics(1)]
+    run.wait_until(lambda: run.metrics(1)[-1]["diloco/outer_step"] > sent[-1])
+    time.sleep(0.4)  # it is in the middle of a round, of 1.2 s
+    run.signal(1, signal.SIGSTOP)
+    begun = run.status()["outer_step"]
+    run.wait_until(lambda: run.status()["outer_step"] > begun + 2)
+    (row,) = (row for row in run.status()["replicas"] if row["replica_id"] == "1")
+    assert not row["is_alive"]
+    run.signal(1, signal.SIGCONT)
+    run.wait_until(run.restart_the_dead)
+    assert run.num_starts == GROUPS
+
+    (twice,) = run.check_that_all_is_in_once()
+    status = run.status()
+    (dataset,) = status["datasets"]
+    assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 7000
+    assert ranks > 1 or not twice.any()
+    assert not any("available again" in event["text"] for event in status["events"])
+    rows = run.metrics(1)
+    assert [row["diloco/late_steps"] for row in rows if row["diloco/late_steps"]] == [12]
+    assert not any(row["diloco/steps_lost"] for row in rows)
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
@@ -291,9 +328,7 @@ def test_the_ranks_of_a_group_share_its_samples(run_of):
     status = run.status()
     (dataset,) = status["datasets"]
     assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 4000
-    metrics = Path(run.plan["run_dir"]) / "replica_0" / "metrics.jsonl"
-    lines = metrics.read_text().splitlines()
-    sent = [json.loads(line)["diloco/bytes_sent"] for line in lines]
-    assert set(sent) == {4 * (7 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
+    sent = {row["diloco/bytes_sent"] for row in run.metrics(0)}
+    assert sent == {4 * (7 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
     # The last batch before a pause has a sample twice where the ranks would else differ.
     assert twice.sum() <= 6, status
