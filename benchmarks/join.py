@@ -3,12 +3,13 @@
     python benchmarks/join.py [--quick] [--json OUT] [--params 100e6] [--turns 5] [--round-s 2]
 
 Two replica groups of one process each train on loopback, a sync every ``--round-s`` seconds, and a
-third one joins and leaves again and again. An inner step does nothing.
+third one joins, syncs with them and leaves, again and again. An inner step does nothing.
 
 * longest / median: the longest sync of a group in training that was under way while the third one
-  joined, over the median of its other syncs. It is 1 if a join costs the others nothing. The sync
-  of the join itself is one of them: its quorum connects all groups anew, and the joiner loads what
-  it has downloaded.
+  joined, over the median of its syncs with two groups. The sync of the join itself is one of them:
+  its quorum connects all groups anew, and the joiner loads what it has downloaded.
+* longest / median of three: the same over the median of the syncs with three groups, which send
+  4/3 as much as two, and share the processors. It is 1 if a join costs the others nothing.
 * join, s: from the start of the joiner's manager until it may train, the wait for a sync included.
 * donor: the peak of a training group's memory while the third one joins, above its own peak without
   joins, in bytes a parameter. A copy of the state takes 8. Linux alone tells it (/proc).
@@ -39,6 +40,9 @@ TENSORS = 147
 JOINER = 2
 BEFORE = 5
 """Syncs without a join, before the first one."""
+
+STAYS = 4
+"""Syncs of the third group after a join."""
 
 GONE_S = 3.0
 """After so long the lighthouse has forgotten a group that has left."""
@@ -102,12 +106,13 @@ def train(
         peak = _peak()
     manager.shutdown()
     joins: list[Window] = json.loads(store.get("joins"))
-    usual = statistics.median(
-        end - began for began, end in syncs if not any(_overlap((began, end), j) for j in joins)
-    )
+    stays: list[Window] = json.loads(store.get("stays"))
+    usual = statistics.median(_seconds_outside(syncs, [*joins, *stays]))
+    of_three = statistics.median(e - b for b, e in syncs if any(s < b < t for s, t in stays))
     longest = [max(e - b for b, e in syncs if _overlap((b, e), join)) for join in joins]
     return {
         "longest / median": [seconds / usual for seconds in longest],
+        "longest / median of three": [seconds / of_three for seconds in longest],
         "median sync, s": [usual],
         "join, s": [end - began for began, end in joins],
         "donor, bytes a parameter": [(peak - own_peak) / arguments.params],
@@ -117,8 +122,9 @@ def train(
 def join_again_and_again(
     arguments: argparse.Namespace, rank: int, model: Any, barrier: Any, store: Any
 ) -> dict[str, list[float]]:
-    """Join, sync once and leave; tell the others when it was."""
+    """Join, sync some times and leave; tell the others when it was."""
     joins: list[Window] = []
+    stays: list[Window] = []
     inner = Still(model.parameters())
     barrier.wait()
     for turn in range(arguments.turns):
@@ -129,17 +135,26 @@ def join_again_and_again(
             joins.append((began, time.monotonic()))
             if not diloco.has_joined_others:
                 raise RuntimeError(f"group {rank} has begun a run of its own")
-            inner.step()
+            for _ in range(STAYS):
+                time.sleep(arguments.round_s)
+                inner.step()
+            stays.append((joins[-1][1], time.monotonic()))
         manager.shutdown()
         time.sleep(GONE_S + 2 * arguments.round_s)  # the others have synced without it
+    store.set("stays", json.dumps(stays))
     store.set("joins", json.dumps(joins))
     nothing = [0.0] * len(joins)
     return {
         "longest / median": nothing,
+        "longest / median of three": nothing,
         "median sync, s": [0.0],
         "join, s": nothing,
         "donor, bytes a parameter": [0.0],
     }
+
+
+def _seconds_outside(syncs: list[Window], windows: list[Window]) -> list[float]:
+    return [e - b for b, e in syncs if not any(_overlap((b, e), window) for window in windows)]
 
 
 def _overlap(one: Window, other: Window) -> bool:
