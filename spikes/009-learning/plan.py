@@ -34,7 +34,8 @@ FRAGMENTS = replace(WHOLE, num_fragments=4)
 DELAYED = replace(FRAGMENTS, delay=2, alpha=0.5)
 DATA_PARALLEL_HUNDRED = replace(DATA_PARALLEL_MUON, steps=6000)
 HUNDRED = replace(TWO_MUON, sync_every=100, steps=6000, early=5)
-EIGHT_RADIAL = replace(EIGHT_MUON, merge="rda")
+EIGHT_LONG_STEPS = replace(EIGHT_MUON, merge="rda")
+EIGHT_RADIAL = replace(EIGHT_LONG_STEPS, outer_lr=0.45)
 SIX_RADIAL = replace(EIGHT_RADIAL, groups=6, batch=12)
 """As many samples in all as eight, four and eight groups with as many in each."""
 
@@ -80,6 +81,7 @@ SECOND_ARMS = (
     Arm("4 groups, H = 30, warm-up", replace(FOUR_MUON, early=5)),
     Arm("8 groups, H = 30, warm-up", replace(EIGHT_MUON, early=5), is_drawn=True),
     Arm("8 groups, H = 30, warm-up, rda", replace(EIGHT_RADIAL, early=5)),
+    Arm("8 groups, H = 30, warm-up, rda, long steps", replace(EIGHT_LONG_STEPS, early=5)),
     Arm("data parallel, AdamW", DATA_PARALLEL, is_drawn=True),
     Arm(
         "8 groups, H = 30, warm-up, AdamW",
@@ -100,6 +102,7 @@ THIRD_ARMS = (
 FOURTH_ARMS = (
     Arm("6 groups of 2 samples, rda", SIX_RADIAL, SIX_RADIAL, "-"),
     Arm("8, 4 and 8 groups, rda", replace(EIGHT_RADIAL, away=4), SIX_RADIAL, "6 groups"),
+    Arm("8, 4 and 8 groups", replace(EIGHT_MUON, away=4), SIX_RADIAL, "6 groups, rda"),
     Arm("data parallel, 6,000 steps", DATA_PARALLEL_HUNDRED, DATA_PARALLEL_HUNDRED, "-"),
     Arm("2 groups, H = 100, warm-up, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "same length"),
     Arm("3 groups, H = 20", EQUAL, EQUAL, "-"),

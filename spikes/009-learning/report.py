@@ -126,12 +126,12 @@ def draw(results: Results, folder: Path) -> None:
     curves.set(xlabel="million bytes trained on", ylabel="training loss, bits per byte")
     curves.set_ylim(top=4)
     curves.legend(fontsize=8)
-    for h in (15, 30, 100):
-        shown = [
+    for h, early in ((30, 0), (30, 5), (15, 5), (100, 5)):
+        shown = sorted(
             (arm.cell.groups, above)
             for arm in ARMS
-            if _is_vanilla(arm) and arm.cell.sync_every == h and (above := results.above(arm))
-        ]
+            if _is_vanilla(arm, h, early) and (above := results.above(arm))
+        )
         if shown:
             groups.errorbar(
                 [k for k, _ in shown],
@@ -139,21 +139,22 @@ def draw(results: Results, folder: Path) -> None:
                 yerr=[(above.high - above.low) / 2 for _, above in shown],
                 marker="o",
                 capsize=3,
-                label=f"H = {h}, warm-up",
+                label=f"H = {h}" + (", warm-up" if early else ""),
             )
     groups.axhline(0, color="0.6", linewidth=0.8)
     groups.set_xscale("log", base=2)
+    groups.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     groups.set(xlabel="replica groups", ylabel="loss above data parallel, %")
     if groups.get_legend_handles_labels()[0]:
         groups.legend(fontsize=8)
     figure.savefig(folder / "learning.png", dpi=110)
 
 
-def _is_vanilla(arm: Arm) -> bool:
+def _is_vanilla(arm: Arm, sync_every: int, early: int) -> bool:
     """Whether it has whole syncs in float32 and the inner optimizer of the best data parallel."""
-    plain = replace(Cell(), inner="muon", batch=16, early=5)
+    plain = replace(Cell(), inner="muon", batch=16, early=early, sync_every=sync_every)
     same = ("num_fragments", "wire_format", "inner", "merge", "away", "step_times", "batch")
-    same += ("early",) * (arm.cell.groups > 1)
+    same += ("early", "sync_every")
     is_plain = all(getattr(arm.cell, name) == getattr(plain, name) for name in same)
     return is_plain and arm.cell.groups > 0 and arm.base.groups == 0
 
