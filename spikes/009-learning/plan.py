@@ -36,6 +36,7 @@ DATA_PARALLEL_HUNDRED = replace(DATA_PARALLEL_MUON, steps=6000)
 HUNDRED = replace(TWO_MUON, sync_every=100, steps=6000, early=5)
 EIGHT_LONG_STEPS = replace(EIGHT_MUON, merge="rda")
 EIGHT_RADIAL = replace(EIGHT_LONG_STEPS, outer_lr=0.45)
+SIX_LONG_STEPS = replace(EIGHT_LONG_STEPS, groups=6, batch=12)
 SIX_RADIAL = replace(EIGHT_RADIAL, groups=6, batch=12)
 """As many samples in all as eight, four and eight groups with as many in each."""
 
@@ -103,6 +104,13 @@ FOURTH_ARMS = (
     Arm("6 groups of 2 samples, rda", SIX_RADIAL, SIX_RADIAL, "-"),
     Arm("8, 4 and 8 groups, rda", replace(EIGHT_RADIAL, away=4), SIX_RADIAL, "6 groups"),
     Arm("8, 4 and 8 groups", replace(EIGHT_MUON, away=4), SIX_RADIAL, "6 groups, rda"),
+    Arm("6 groups of 2 samples, rda, long steps", SIX_LONG_STEPS, SIX_LONG_STEPS, "-"),
+    Arm(
+        "8, 4 and 8 groups, rda, long steps",
+        replace(EIGHT_LONG_STEPS, away=4),
+        SIX_LONG_STEPS,
+        "6 groups, rda, long steps",
+    ),
     Arm("data parallel, 6,000 steps", DATA_PARALLEL_HUNDRED, DATA_PARALLEL_HUNDRED, "-"),
     Arm("2 groups, H = 100, warm-up, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "same length"),
     Arm("3 groups, H = 20", EQUAL, EQUAL, "-"),

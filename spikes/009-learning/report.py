@@ -67,9 +67,9 @@ def claims(results: Results) -> str:
 def tuning(results: Results) -> str:
     """The table of all settings that were tried on the tuning seeds."""
     rows = [
-        "| groups | H | steps | batch | inner | inner lr | outer lr | momentum | seeds "
+        "| groups | H | steps | batch | inner | inner lr | merge | outer lr | momentum | seeds "
         "| bits per byte |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     tried: dict[Cell, dict[int, float]] = {}
     for line in read().values():
@@ -77,12 +77,12 @@ def tuning(results: Results) -> str:
         if cell.seed in TUNING_SEEDS:
             tried.setdefault(replace(cell, seed=0), {})[cell.seed] = line["bits"]
     for cell, bits in sorted(tried.items(), key=lambda each: _order(each[0])):
-        outer = (_rounds(cell), cell.outer_lr, cell.outer_momentum)
-        h, lr, momentum = outer if cell.groups else ("-", "-", "-")
+        outer = (_rounds(cell), cell.merge, cell.outer_lr, cell.outer_momentum)
+        h, merge, lr, momentum = outer if cell.groups else ("-", "-", "-", "-")
         groups = cell.groups or "data parallel"
         rows.append(
             f"| {groups} | {h} | {cell.steps} | {cell.batch} | {cell.inner} | {cell.lr:g} "
-            f"| {lr} | {momentum} | {len(bits)} | {statistics.fmean(bits.values()):.3f} |"
+            f"| {merge} | {lr} | {momentum} | {len(bits)} | {statistics.fmean(bits.values()):.3f} |"
         )
     return "\n".join(rows)
 
