@@ -140,7 +140,10 @@ def data_router(streams: Streams, audit: Audit) -> APIRouter:
 
     @router.get("/streams/{stream}")
     def stream_state(stream: Count) -> StreamState:
-        """Return whether a stream is open."""
+        """Return whether a stream's samples are still leased to its owner.
+
+        A group asks after a silence in which it may have been taken for dead.
+        """
         return StreamState(is_open=units.is_open(stream))
 
     @router.post("/streams/{stream}/leases", status_code=201)

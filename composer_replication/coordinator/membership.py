@@ -71,7 +71,7 @@ class Membership:
         client: This rank's connection to the coordinator, closed by ``leave``.
         replica_id: The group's name.
         session: Of the registration, on rank 0.
-        stream: The sample stream that the group reads; 0 for none.
+        stream: The sample stream that the group reads, set by its data; 0 for none.
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.

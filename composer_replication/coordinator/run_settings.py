@@ -68,12 +68,13 @@ class RunSettings:
             ).fetchone()
             (newest,) = cursor.execute("SELECT max(version) FROM settings").fetchone()
         self.newest_version: int = newest or 0
-        served = None if row is None else _with_defaults(json.loads(row[0]))
+        # A version with fewer settings behaved as by the defaults of those that it did not have.
+        served = None if row is None else _as_stored(DiLoCoSettings(**json.loads(row[0])))
         settings, auto = resolve(settings, num_replicas, served)
         if auto:
             log.info("%s", auto)
             source = f"{source}; {auto}"
-        if served == json.loads(json.dumps(asdict(settings))):
+        if served == _as_stored(settings):
             return
         if served is not None and not all_start:
             _check_adoptable(served, settings)
@@ -165,9 +166,9 @@ class RunSettings:
         return self._add(changed, f"{source.partition(';')[0]}; {text}", is_config=False)
 
 
-def _with_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are stored. A version that had fewer of them behaved as by the defaults."""
-    return json.loads(json.dumps(asdict(DiLoCoSettings(**stored))))
+def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:
+    """The settings as they are read from the database: a tuple is a list there."""
+    return json.loads(json.dumps(asdict(settings)))
 
 
 def _check_adoptable(before: Mapping[str, Any], now: DiLoCoSettings) -> None:

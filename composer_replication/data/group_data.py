@@ -175,7 +175,6 @@ class LeasedData(GroupData):
         self._membership = membership
         self._client = membership.client.with_limits(retry_s=math.inf)
         self._sync_idle = sync_idle
-        self._stream = 0
         self._num_streams = 0
         self._epoch, self._is_last_epoch = 0, False
         ask_on_rank_0(lambda: membership.client.create_dataset(loader.spec))
@@ -183,7 +182,7 @@ class LeasedData(GroupData):
     def load_state_dict(self, reading: Mapping[str, Any]) -> None:
         """Continue in the checkpoint's stream, at ``start``."""
         super().load_state_dict(reading)
-        self._stream = reading["stream"]
+        self._membership.stream = reading["stream"]
 
     def start(self) -> None:
         """Begin to read, once the group has joined the others.
@@ -217,15 +216,15 @@ class LeasedData(GroupData):
         self._read(stream, StreamPosition())
 
     def _exchange_stream(self) -> int:
-        if self._stream:
-            self._client.release_stream(self._stream, self._diloco.ledger.rows())
+        if stream := self._membership.stream:
+            self._client.release_stream(stream, self._diloco.ledger.rows())
         session, group = self._membership.session, self._membership.replica_id
         name = f"{session}/{self._num_streams}"
         self._num_streams += 1
         return self._client.open_stream(name, self._loader.spec.dataset_id, group, session)
 
     def _read(self, stream: int, position: StreamPosition) -> None:
-        self._stream = self._membership.stream = stream
+        self._membership.stream = stream
         self._diloco.ledger.is_held = self._membership.holds_stream
         source = functools.partial(self._client.lease, stream)
         self._reader = self._loader.read(source, position, self._has_more)
@@ -283,11 +282,12 @@ class LeasedData(GroupData):
 
     def end(self) -> None:
         """Training has ended: report the last sync, and release the stream."""
-        if dist.get_global_rank() or not self._stream:
+        stream = self._membership.stream
+        if dist.get_global_rank() or not stream:
             return
         client = self._client.with_limits(retry_s=self.END_RETRY_S)
         try:
             self._membership.send_report(client)
-            client.release_stream(self._stream, self._diloco.ledger.rows())
+            client.release_stream(stream, self._diloco.ledger.rows())
         except (CoordinatorAwayError, ValueError) as error:
             log.warning("The coordinator has not received the last syncs: %s", error)

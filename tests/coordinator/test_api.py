@@ -234,9 +234,9 @@ def test_a_state_folder_of_a_version_with_fewer_settings_is_served_on(tmp_path, 
         )
     database.close()
     client, database = make(tmp_path, clock)
-    told = client.get("/v1/info").json()
-    assert told["settings_version"] == 1
-    assert told["settings"]["max_missed_outer_steps"] == SETTINGS.max_missed_outer_steps
+    info = client.get("/v1/info").json()
+    assert info["settings_version"] == 1
+    assert info["settings"]["max_missed_outer_steps"] == SETTINGS.max_missed_outer_steps
     database.close()
     other = dataclasses.replace(SETTINGS, max_missed_outer_steps=5)
     with pytest.raises(RejectedError, match="max_missed_outer_steps 32 before, 5 now"):

@@ -246,7 +246,7 @@ def test_a_group_that_has_looked_dead_asks_whether_its_stream_is_open(
 
     service.by_path |= {HEARTBEAT: ODD["a proxy's 502"], STREAM: stream_is(opens_again)}
     wait_until(lambda: not member.holds_stream())
-    time.sleep(0.3)  # it looks dead after another third of the timeout
+    time.sleep(0.3)  # until the timeout of 0.6 s is over: it holds nothing after two thirds of it
     del service.by_path[HEARTBEAT]
     wait_for_heartbeats(service, 3)
     assert len(service.bodies(STREAM)) >= 2

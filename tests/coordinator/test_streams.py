@@ -65,7 +65,7 @@ class Service:
     def done(self):
         return sum(epoch.done for epoch in self.streams.units.progress("c4"))
 
-    def told(self):
+    def returned(self):
         return [
             event["text"] for event in self.journal.events() if "available again" in event["text"]
         ]
@@ -100,7 +100,7 @@ def test_a_silent_group_keeps_its_samples_until_others_need_them(service, a, b):
     service.now += TIMEOUT_S + 0.5
     service.report([a])
     assert service.open() == {a}
-    assert service.told() == ["16 uncommitted samples of replica group 1 are available again"]
+    assert service.returned() == ["16 uncommitted samples of replica group 1 are available again"]
 
 
 def test_the_samples_of_a_dataset_are_needed_by_those_who_read_it(service, a, b):
@@ -122,12 +122,12 @@ def test_a_silent_group_ends_with_the_first_sync_without_it(service, a, b):
     assert service.open() == {a, b}, "it has taken part"
     service.report([a], ledger={a: (4, 4), b: (3, 5)})
     assert service.open() == {a}
-    assert service.told() == [
+    assert service.returned() == [
         "13 uncommitted samples of replica group 1 are available again, "
         "2 of them in part of the model"
     ]
     service.report([a])
-    assert len(service.told()) == 1
+    assert len(service.returned()) == 1
     assert service.streams.units.lease(b, 2, 0).stop == 0, "if it was only stopped, it gets no more"
     assert service.streams.units.is_open(a) and not service.streams.units.is_open(b)
 
@@ -173,7 +173,7 @@ def test_a_group_that_registered_anew_ends_its_old_stream(service, a, b):
     assert b in service.open(), "that sync was before: b may have been in a later one"
     service.report([a, later], age_s=0.5)
     assert service.open() == {a, later}
-    assert service.told() == ["16 uncommitted samples of replica group 1 are available again"]
+    assert service.returned() == ["16 uncommitted samples of replica group 1 are available again"]
 
 
 def test_registering_again_with_the_same_session_ends_nothing(service, a, b):
@@ -223,7 +223,7 @@ def test_a_group_that_gives_up_its_stream_says_what_the_model_has(service, a, b)
     assert service.streams.release(b, {b: (3, 3), a: (1, 1), 2**40: (1, 1)}) == [2**40]
     (epoch,) = service.streams.units.progress("c4")
     assert (service.open(), epoch.done, epoch.leased) == ({a}, 4, 15)
-    assert service.told() == ["13 uncommitted samples of replica group 1 are available again"]
+    assert service.returned() == ["13 uncommitted samples of replica group 1 are available again"]
     with pytest.raises(UnknownStream):
         service.streams.release(2**40, {a: (5, 5)})
     assert service.streams.units.progress("c4")[0].done == 4, "nothing of it is noted"
@@ -231,7 +231,7 @@ def test_a_group_that_gives_up_its_stream_says_what_the_model_has(service, a, b)
 
 def test_a_stream_that_is_all_in_the_model_ends_silently(service, a):
     service.streams.release(a, {a: (16, 16)})
-    assert service.open() == set() and service.told() == []
+    assert service.open() == set() and service.returned() == []
 
 
 def test_a_report_that_cannot_be_ends_nothing(service, a, b):
