@@ -35,7 +35,7 @@ class Cell:
         batch: Samples in a step of all groups together.
         clip: Largest norm of the gradient of an inner step; 0 for none.
         seed: Of the initial weights and of the order of the data.
-        away: How many of the groups die after a quarter of the rounds; as many others join for the
+        away: How many of the groups die after a quarter of the steps; as many others join for the
             last quarter.
         early: Inner steps in a round at the beginning, for ``EARLY_STEPS``; 0 for ``sync_every``.
         step_times: How long an inner step of each group takes, beside the first one's; all take

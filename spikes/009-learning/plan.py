@@ -40,6 +40,8 @@ SIX_LONG_STEPS = replace(EIGHT_LONG_STEPS, groups=6, batch=12)
 SIX_RADIAL = replace(EIGHT_RADIAL, groups=6, batch=12)
 """As many samples in all as eight, four and eight groups with as many in each."""
 
+SIX_SHORT = replace(SIX_RADIAL, early=5)
+
 EQUAL = replace(TWO_MUON, groups=3, batch=24, sync_every=20)
 UNEQUAL = replace(EQUAL, sync_every=30, steps=2700, step_times=(1.0, 1.5, 3.0))
 """As many rounds and samples as the equal ones."""
@@ -101,6 +103,13 @@ THIRD_ARMS = (
 )
 
 FOURTH_ARMS = (
+    Arm("6 groups of 2 samples, warm-up, rda", SIX_SHORT, SIX_SHORT, "-"),
+    Arm(
+        "8, 4 and 8 groups, warm-up, rda",
+        replace(EIGHT_RADIAL, away=4, early=5),
+        SIX_SHORT,
+        "6 groups, warm-up",
+    ),
     Arm("6 groups of 2 samples, rda", SIX_RADIAL, SIX_RADIAL, "-"),
     Arm("8, 4 and 8 groups, rda", replace(EIGHT_RADIAL, away=4), SIX_RADIAL, "6 groups"),
     Arm("8, 4 and 8 groups", replace(EIGHT_MUON, away=4), SIX_RADIAL, "6 groups, rda"),

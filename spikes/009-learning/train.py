@@ -110,15 +110,23 @@ sync_clock.time = _clock  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _comings_and_goings(cell: Cell) -> list[Fault]:
-    """The last of the groups die after a quarter of the rounds; others join for the last one."""
+    """The last of the groups die after a quarter of the steps; others join for the last quarter."""
     first = cell.groups - cell.away
-    dead = [Fault("kill", group, _rounds(cell) // 4) for group in range(first, cell.groups)]
+    early, late = (_outer_steps(cell, steps) for steps in (cell.steps // 4, _joined_at(cell)))
+    dead = [Fault("kill", group, early) for group in range(first, cell.groups)]
     joiners = range(cell.groups, cell.groups + cell.away)
-    return dead + [Fault("late", group, _rounds(cell) * 3 // 4) for group in joiners]
+    return dead + [Fault("late", group, late) for group in joiners]
 
 
-def _rounds(cell: Cell) -> int:
-    return cell.steps // cell.sync_every
+def _joined_at(cell: Cell) -> int:
+    return cell.steps * 3 // 4
+
+
+def _outer_steps(cell: Cell, steps: int) -> int:
+    """How many outer steps there are in the first ``steps`` inner steps."""
+    if not cell.early:
+        return steps // cell.sync_every
+    return EARLY_STEPS // cell.early + (steps - EARLY_STEPS) // cell.sync_every
 
 
 def _steps(cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: int) -> list[float]:
@@ -127,7 +135,7 @@ def _steps(cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: 
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _decay(step, steps))
     groups, done = max(1, cell.groups), 0
     if rank >= groups:  # in the place of a group that died
-        rank, done = rank - cell.away, _rounds(cell) * 3 // 4 * cell.sync_every
+        rank, done = rank - cell.away, _joined_at(cell)
     batches = _batches(cell, rank, groups)
     for _ in range(done):
         next(batches)
