@@ -71,7 +71,7 @@ class GlobalParameters:
             own = self.share.own(held.values()) if self.is_shared else held.values()
             self.theta = {
                 name: nn.Parameter(view.copy_(part))
-                for name, part, view in zip(held, own, self._views(self.flat), strict=True)
+                for name, part, view in zip(held, own, self.views(self.flat), strict=True)
             }
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
@@ -192,8 +192,8 @@ class GlobalParameters:
     def _sizes(self) -> list[int]:
         return self.share.sizes if self.is_shared else self.share.whole_sizes
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each tensor's part of a flat buffer, in its shape if it is whole."""
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
         parts = flat.split(self._sizes)
         if self.is_shared:
             return list(parts)
@@ -238,7 +238,7 @@ class GlobalParameters:
         Args:
             old: What ``flat`` was before. It is used up.
         """
-        moved = self._views(old.neg_().add_(self.flat))
+        moved = self.views(old.neg_().add_(self.flat))
         for (name, parameter), by in zip(self.local.items(), moved, strict=True):
             local = local_tensor(parameter)
             if name in self._buffers:
@@ -253,14 +253,27 @@ class GlobalParameters:
             state = self.optimizer.state.get(theta, {})
             for key, value in state.items():
                 if key == "momentum_buffer" and value is not None:
-                    state[key] = self._momentum[index].copy_(value)
+                    state[key] = copy_into(self._momentum[index], value)
                 elif isinstance(value, Tensor):
                     state[key] = value.clone()
 
     @functools.cached_property
     def _momentum(self) -> list[Tensor]:
         """Where the momentum of each tensor is kept: in one buffer, as the tensors are."""
-        return self._views(torch.empty_like(self.flat, pin_memory=False))
+        return self.views(torch.empty_like(self.flat, pin_memory=False))
+
+    def move_to(self, flat: Tensor, momentum: Tensor | None) -> None:
+        """Continue in other memory, with the numbers that are in it.
+
+        Args:
+            flat: Becomes ``flat``.
+            momentum: The same for the outer momentum; None leaves that where it is.
+        """
+        self.flat = flat
+        for parameter, view in zip(self.theta.values(), self.views(flat), strict=True):
+            parameter.data = view
+        if momentum is not None:
+            self._momentum = self.views(momentum)
 
     def set_hyperparameters(self, lr: float, momentum: float, nesterov: bool) -> None:
         """Go on with other numbers than the optimizer was built with; see ``follow``.
@@ -318,6 +331,11 @@ class GlobalParameters:
             if buffer is not None:
                 squares.append(self.shards.own_part(buffer.norm().square(), index))
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def copy_into(own: Tensor, value: Tensor) -> Tensor:
+    """``own``, with the numbers of a tensor that may be in its memory already."""
+    return own if value.data_ptr() == own.data_ptr() else own.copy_(value)
 
 
 def _root(squares: list[Tensor]) -> float:

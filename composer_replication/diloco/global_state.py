@@ -12,12 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
+from composer_replication.diloco.fingerprints import FIXED, adopt_changes, compare_fingerprints
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.looked_up import LookedUp, digest_of
 from composer_replication.diloco.outer_optimizer import describe, number_in
 from composer_replication.diloco.outer_schedule import row_at
-from composer_replication.diloco.outer_state import cut, gather, load_outer_state, outer_state
+from composer_replication.diloco.outer_state import (
+    Staged,
+    cut,
+    gather,
+    load_outer_state,
+    outer_state,
+)
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
 
@@ -51,6 +57,8 @@ class GlobalState:
         self._is_in_outer_step = False
         self._num_changes = 0
         self._digests: tuple[Hashable, list[str]] = None, []
+        self._staged: tuple[object, list[Staged], list[str]] = None, [], []
+        """A state of another group, which a quorum may heal from; its copy, and its digests."""
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.settings_version = 0
@@ -187,6 +195,22 @@ class GlobalState:
         self._is_in_outer_step = False
         self._whole.release()
 
+    def stage(self, state_dict: dict[str, Any]) -> None:
+        """Prepare to ``take_over`` this very object, which then copies and hashes nothing.
+
+        A joiner does this before its quorum. Nothing changes: there may be no quorum, or one that
+        heals from a later state. Of another model nothing is prepared, and ``take_over`` says so.
+
+        Raises:
+            ValueError: It does not have the tensors that its settings speak of.
+        """
+        theirs = state_dict["settings"]
+        if any(theirs.get(key) != self.fingerprint.get(key) for key in ("model", *FIXED)):
+            return
+        pairs = zip(self._fragments, state_dict["fragments"], strict=True)
+        staged = [Staged.of(fragment, saved) for fragment, saved in pairs]
+        self._staged = state_dict, staged, [digest_of(each.state["theta"]) for each in staged]
+
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
         """Load what ``state_dict`` returned in another group.
 
@@ -206,6 +230,9 @@ class GlobalState:
             self.fingerprint = theirs
             self.settings_version = state_dict["settings_version"]
             self.was_healed = True
+        (prepared, _, digests), self._staged = self._staged, (None, [], [])
+        if prepared is state_dict:
+            self._digests = self.version, digests
 
     def resume(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``whole_state_dict`` gave in this group, perhaps under new settings.
@@ -269,7 +296,12 @@ class GlobalState:
             self.fingerprint["outer_schedule"] = [[0, *numbers], *rows[1:]]
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
-        for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
-            load_outer_state(fragment, saved, keeps_hyperparameters=keeps_hyperparameters)
+        prepared, staged, _ = self._staged
+        if prepared is state_dict:
+            for fragment, own in zip(self._fragments, staged, strict=True):
+                own.become_own(fragment)
+        else:
+            for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
+                load_outer_state(fragment, saved, keeps_hyperparameters=keeps_hyperparameters)
         self.outer_step = state_dict["outer_step"]
         self.ledger.load_rows(state_dict["ledger"])

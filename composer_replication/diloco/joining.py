@@ -12,9 +12,12 @@ from composer_replication.diloco.cold_start import (
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.retries import why_not_committed
-from composer_replication.diloco.torchft_api import fault_of_last_sync
+from composer_replication.diloco.torchft_api import fault_of_last_sync, fetched_state
 
 log = logging.getLogger(__name__)
+
+PREPARATIONS = 3
+"""How often a joiner prepares for the others' next sync, if they sync before it is ready."""
 
 
 def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
@@ -40,6 +43,7 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
     """
     manager, state, device = loop.manager, loop.state, loop.fragments[0].device
     barrier = StartBarrier(manager, arguments)
+    _prepare(loop)
     while True:
         manager.start_quorum()
         barrier.check_failures(fault_of_last_sync(manager) == "another")
@@ -63,6 +67,19 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
                 return False
         error = manager.errored()
         barrier.wait(getattr(error, "original_exception", error), why_not_committed(manager))
+
+
+def _prepare(loop: OuterLoop) -> None:
+    """Do what takes time in a join before the quorum, in which all groups would wait for it."""
+    staged = None
+    for _ in range(PREPARATIONS):
+        fetched = fetched_state(loop.manager)
+        if fetched is None or fetched is staged:  # the others have not synced meanwhile
+            return
+        loop.state.stage(fetched)
+        staged = fetched
+        for fragment in loop.fragments:
+            fragment.mean.touch_memory()
 
 
 def _start(loop: OuterLoop) -> bool:

@@ -7,13 +7,14 @@ number of ranks may change until a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.global_parameters import GlobalParameters, copy_into
 
 
 def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str, Any]:
@@ -33,6 +34,54 @@ def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str,
         return tree_map_only(Tensor, take, state)
 
 
+@dataclass(frozen=True)
+class Staged:
+    """What another group sent of a fragment, in memory that can become the fragment's own.
+
+    A joiner copies it there before the quorum in which all groups wait for its heal.
+
+    Attributes:
+        state: What ``outer_state`` gave there, with the tensors of this memory.
+        flat: That of the global parameters; see ``GlobalParameters.flat``.
+        momentum: That of the outer momentum, like ``flat``; None if there is none.
+    """
+
+    state: Mapping[str, Any]
+    flat: Tensor
+    momentum: Tensor | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
+        """Copy a state.
+
+        Raises:
+            ValueError: A tensor is missing or has another shape or dtype.
+        """
+        _check(state, {name: theta.shape for name, theta in globals_.theta.items()})
+        flat = torch.empty_like(globals_.flat, pin_memory=globals_.flat.is_pinned())
+        views = zip(globals_.theta, globals_.views(flat), strict=True)
+        theta = {name: view.copy_(state["theta"][name]) for name, view in views}
+        optimizer, momentum = state["optimizer"], None
+        if any("momentum_buffer" in own for own in optimizer["state"].values()):
+            momentum = torch.empty_like(flat, pin_memory=False)
+            buffers = globals_.views(momentum)
+            own_state = {
+                index: {
+                    key: buffers[index].copy_(value) if key == "momentum_buffer" else value
+                    for key, value in own.items()
+                }
+                for index, own in optimizer["state"].items()
+            }
+            optimizer = {**optimizer, "state": own_state}
+        return cls({**state, "theta": theta, "optimizer": optimizer}, flat, momentum)
+
+    def become_own(self, globals_: GlobalParameters) -> None:
+        """Have the fragment continue in this memory, from this state."""
+        globals_.move_to(self.flat, self.momentum)
+        load_outer_state(globals_, self.state)
+
+
 @torch.no_grad()
 def load_outer_state(
     globals_: GlobalParameters, state: Mapping[str, Any], *, keeps_hyperparameters: bool = False
@@ -49,7 +98,7 @@ def load_outer_state(
     """
     _check(state, {name: theta.shape for name, theta in globals_.theta.items()})
     for name, theta in globals_.theta.items():
-        theta.copy_(state["theta"][name])
+        copy_into(theta, state["theta"][name])
     globals_.freezing.frozen_by_all = frozenset(state.get("frozen", ()))
     globals_.freezing.freeze_like_global()
     optimizer = globals_.optimizer

@@ -152,6 +152,16 @@ def serve_state(manager: Any, source: HealSource) -> None:
         serve(source)
 
 
+def fetched_state(manager: Any) -> dict[str, Any] | None:
+    """Return the global state that was fetched before the first quorum; None if there is none.
+
+    Only a ``ReplicaManager`` fetches one, and a newer one if the others have synced since. If it
+    still is the donor's in the quorum, the heal is given this very object.
+    """
+    fetched = getattr(manager, "fetched_state", None)
+    return None if fetched is None else fetched()
+
+
 def longest_wait_s(manager: Any) -> float:
     """Return how long one wait of a sync may take, in seconds: for a quorum, or for a collective.
 

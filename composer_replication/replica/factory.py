@@ -29,7 +29,7 @@ from composer_replication.replica.addresses import (
     own_address,
 )
 from composer_replication.replica.group_layout import check_on_rank_0, check_ranks
-from composer_replication.replica.heal.prefetch import prefetch
+from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
@@ -123,13 +123,14 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id, own.tls_dir)
     try:
         check_hostname(own_name, transport.port, lighthouse_addr, own.connect_timeout)
-        prefetch(
+        prefetch = Prefetch(
             transport,
             lighthouse_addr=lighthouse_addr,
             rank=own.rank,
             timeout=own.timeout,
             connect_timeout=own.connect_timeout,
         )
+        prefetch.fetch()
     except BaseException:
         transport.shutdown()
         raise
@@ -159,6 +160,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             tokens=tokens,
             give_up_after_s=own.give_up_after_s,
             store=store,
+            prefetch=prefetch,
         )
     return manager
 

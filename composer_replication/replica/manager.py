@@ -19,6 +19,7 @@ from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 from composer_replication.diloco.torchft_api import HealSource
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.group_layout import GroupLayout
+from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 from composer_replication.replica.lighthouse import read_status
@@ -68,6 +69,7 @@ class ReplicaManager(InterruptibleManager):
         give_up_after_s: How long to wait for a quorum before that is an error, in seconds. None:
             for ever.
         store: The group's TCPStore if this process hosts it, so that it lives as long as this.
+        prefetch: Has downloaded the global state of the groups in training, if there are any.
         **arguments: torchft's own (``Manager.__init__``).
 
     Attributes:
@@ -89,6 +91,7 @@ class ReplicaManager(InterruptibleManager):
         tokens: Sequence[str],
         give_up_after_s: float | None = None,
         store: object = None,
+        prefetch: Prefetch | None = None,
         **arguments: Any,
     ) -> None:
         check_is_torchft_s(arguments["pg"])
@@ -98,7 +101,7 @@ class ReplicaManager(InterruptibleManager):
             hostname=bracketed(hostname or socket.gethostname()),
             **arguments,
         )
-        self.store = store
+        self.store, self._prefetch = store, prefetch
         self.give_up_after_s = give_up_after_s
         self.replica_name = replica_id
         self._lighthouse_addr = lighthouse_addr
@@ -140,6 +143,10 @@ class ReplicaManager(InterruptibleManager):
         """
         if isinstance(self._checkpoint_transport, HealTransport):
             self._checkpoint_transport.serve(self.current_step, source)
+
+    def fetched_state(self) -> dict[str, Any] | None:
+        """Return the global state that was fetched before the first quorum; see ``Prefetch``."""
+        return None if self._prefetch is None else self._prefetch.newest()
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
@@ -298,7 +305,15 @@ class ReplicaManager(InterruptibleManager):
         self._board.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these closes its sockets when its last reference goes.
-        for name in ("_pg", "_store", "_client", "_watch", "_manager", "_checkpoint_transport"):
+        for name in (
+            "_pg",
+            "_store",
+            "_client",
+            "_watch",
+            "_manager",
+            "_checkpoint_transport",
+            "_prefetch",
+        ):
             setattr(self, name, None)
         self.layout = GroupLayout(self._group_world_size)  # the old one holds the store
         self._load_state_dict_fns.clear()

@@ -20,8 +20,10 @@ from integration.replicas import Group, run_groups
 from torch import nn
 
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica.heal import server as heal_server
 from composer_replication.replica.heal import state_bytes
+from composer_replication.replica.heal.client import HealClient
 from composer_replication.replica.lighthouse import read_status
 
 pytestmark = pytest.mark.integration
@@ -177,6 +179,46 @@ def test_a_joiner_that_is_still_downloading_is_in_no_quorum_and_keeps_nobody_wai
     assert rounds == [1, 2, 3, 4]  # three syncs while it waited for its state
     assert [count for _, count, _ in first][:4] == [2, 2, 2, 2]
     assert first[-1][1] == 3
+    check_equal(first, second, joiner)
+
+
+def prepare_slowly(group: Group) -> Any:
+    if group.replica_id != JOINER:
+
+        def before_round(round_number: int) -> None:
+            if round_number == 1:
+                group.signal.set()
+            threading.Event().wait(0.3)
+
+        return train_until_joined(group, before_round)
+    what: list[str] = []
+    fetch, stage, take_over = HealClient.fetch, GlobalState.stage, GlobalState.take_over
+
+    def noting_fetch(client: Any, address: str, part: Any, *more: Any) -> Any:
+        if part.num_bytes > NUM_BYTES / 2:
+            what.append("fetch")
+        return fetch(client, address, part, *more)
+
+    def slow_stage(state: Any, sent: Any) -> None:
+        what.append("stage")
+        if what.count("stage") == 1:  # the others sync meanwhile
+            threading.Event().wait(1.0)
+        stage(state, sent)
+
+    def noting_take_over(state: Any, sent: Any, whose: str) -> None:
+        what.append("take over what was staged" if state._staged[0] is sent else "take over")
+        take_over(state, sent, whose)
+
+    HealClient.fetch, GlobalState.stage = noting_fetch, slow_stage  # type: ignore[method-assign]
+    GlobalState.take_over = noting_take_over  # type: ignore[method-assign]
+    assert group.signal.wait(WAIT_S)
+    return train_until_joined(group, lambda _: None), what
+
+
+def test_a_joiner_that_was_overtaken_prepares_again_and_not_in_the_quorum():
+    first, second, (joiner, what) = run_groups(prepare_slowly, num_replicas=3)
+    assert what[:2] == ["fetch", "stage"] and what[-1] == "take over what was staged"
+    assert what.count("fetch") == what.count("stage") >= 2
     check_equal(first, second, joiner)
 
 

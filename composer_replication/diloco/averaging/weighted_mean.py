@@ -242,6 +242,10 @@ class WeightedMean:
     def forget_residual(self) -> None:
         """Reset the residual to zero."""
 
+    def touch_memory(self) -> None:
+        """Write to the memory of the messages, so that the first ``pack`` has no page faults."""
+        self._memory.give_back(self._memory.take().zero_())
+
     def clear(self) -> None:
         """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""
         self._memory.give_back(self.flat)

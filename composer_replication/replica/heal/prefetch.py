@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 from torchft.coordination import ManagerClient
@@ -25,20 +26,17 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 TRIES = 2
 
+WAIT_FOR_COMMIT = 4.0
+"""For how many times as long as a download takes a joiner waits for the next commit, after which
+there is most time for another. If that is not over then, syncs are so rare that the next download
+will hardly be overtaken."""
 
-def prefetch(
-    transport: HealTransport,
-    *,
-    lighthouse_addr: str,
-    rank: int,
-    timeout: float,
-    connect_timeout: float,
-) -> None:
-    """Download the global state of the groups in training, if there are any.
 
-    This group needs the state at its first quorum. If the peers commit nothing between the download
-    and that quorum, it has the state already. Otherwise it fetches again in the quorum, which is
-    acceptable if the download takes less than a quarter of ``timeout``.
+class Prefetch:
+    """Downloads the global state of the groups in training before a quorum needs it.
+
+    If the peers commit nothing between the download and the quorum, this group has the state
+    already. Otherwise it fetches again in the quorum, where all others wait for it.
 
     Args:
         transport: The transport of this rank, which takes over the download.
@@ -46,57 +44,113 @@ def prefetch(
         rank: This process's rank in its group; it fetches from the same rank of a peer.
         timeout: How long peers wait for this group in a quorum, in seconds.
         connect_timeout: Limit of connecting to a peer, in seconds.
-
-    Raises:
-        HealError: There are donors, and none of them could send the state, or none fast enough.
-            This group would only hold up the others.
     """
-    reasons: list[str] = []
-    for donor in _donors(lighthouse_addr, rank, transport.client, connect_timeout):
+
+    def __init__(
+        self,
+        transport: HealTransport,
+        *,
+        lighthouse_addr: str,
+        rank: int,
+        timeout: float,
+        connect_timeout: float,
+    ) -> None:
+        self._transport, self._client = transport, transport.client
+        self._lighthouse_addr, self._rank = lighthouse_addr, rank
+        self._timeout, self._connect_timeout = timeout, connect_timeout
+        self._donor, self._step, self._began = "", 0, 0.0
+        """Of the last download: from whom, the manager's step, and when it began."""
+
+    def fetch(self) -> None:
+        """Download the global state of the groups in training, if there are any.
+
+        Raises:
+            HealError: There are donors, and none of them could send the state, or none fast enough:
+                a download that peers overtake again and again may take a quarter of ``timeout``.
+                This group would only hold up the others.
+        """
+        reasons: list[str] = []
+        for donor in _donors(
+            self._lighthouse_addr, self._rank, self._client, self._connect_timeout
+        ):
+            try:
+                return self._fetch_from(donor)
+            except HealError as error:
+                log.warning("No global state from %s: %s", donor, error)
+                if _answers(donor, self._connect_timeout):
+                    reasons.append(str(error))  # otherwise it has just left or died: it is no donor
+        if reasons:
+            raise HealError(
+                f"{len(reasons)} replica groups have the global state, and it could not be fetched "
+                f"from any. The last error: {reasons[-1]}"
+            )
+
+    def newest(self) -> dict[str, Any] | None:
+        """Return the state that was downloaded, or another one if the peers have committed since.
+
+        Call it right before the quorum, and prepare what it returns; that takes time, so call it
+        again until it returns the same object. None if nothing was downloaded.
+
+        Raises:
+            HealError: See ``fetch``.
+        """
+        if self._donor and self._is_overtaken():
+            log.info("The others have synced since the download of their global state")
+            self._wait_for_commit(self._donor, time.monotonic() - self._began)
+            self.fetch()
+        return self._transport.fetched_state()
+
+    def _is_overtaken(self) -> bool:
         try:
-            _fetch_from(donor, transport, timeout)
+            return self._ask(self._donor, "/latest", self._timeout).step != self._step
+        except HealError:
+            return True  # the donor is gone: another one may have the same state
+
+    def _fetch_from(self, donor: str) -> None:
+        limits = Limits(self._timeout)
+        seconds = 0.0
+        for attempt in range(TRIES):
+            if attempt:
+                self._wait_for_commit(donor, seconds)
+            self._began = time.monotonic()
+            num_bytes = self._ask(donor, "/latest", self._timeout).num_bytes
+            offer = self._ask(donor, "/latest/offer", limits.of_answer(num_bytes))
+            state = offer.parts.get("state")
+            if state is None:
+                raise HealError(f"{donor} offers {sorted(offer.parts)}, and no state")
+            size = state.num_bytes
+            log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
+            deadline = time.monotonic() + limits.of_download(size)
+            into = self._transport.forget_download()
+            body = self._client.fetch(donor, state, deadline, into)
+            self._transport.adopt_download(state.name, body)
+            self._donor, self._step = donor, offer.step
+            seconds = time.monotonic() - self._began
+            if not self._is_overtaken():
+                return
+        if seconds < self._timeout / 4:
             return
-        except HealError as error:
-            log.warning("No global state from %s: %s", donor, error)
-            if _answers(donor, connect_timeout):
-                reasons.append(str(error))  # otherwise it has just left or died: it is no donor
-    if reasons:
         raise HealError(
-            f"{len(reasons)} replica groups have the global state, and it could not be fetched "
-            f"from any. The last error: {reasons[-1]}"
+            f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
+            f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one "
+            f"sync to the next, and too much of timeout={self._timeout:g} for them to wait: this "
+            "group leaves. Use a faster link, a larger sync_every, or "
+            f"timeout={4.5 * seconds:.0f} in all groups"
         )
 
+    def _wait_for_commit(self, donor: str, download_s: float) -> None:
+        try:
+            before = self._ask(donor, "/latest", self._timeout).step
+            deadline = time.monotonic() + WAIT_FOR_COMMIT * download_s
+            while time.monotonic() < deadline:
+                if self._ask(donor, "/latest", self._timeout).step != before:
+                    return
+                time.sleep(POLL_S)
+        except HealError as error:
+            log.info("%s does not answer any more: %s", donor, error)
 
-def _fetch_from(donor: str, transport: HealTransport, timeout: float) -> None:
-    client = transport.client
-    limits = Limits(timeout)
-    seconds = 0.0
-    for _ in range(TRIES):
-        if seconds > timeout / 4:  # right after a commit there is most time until the next one
-            _wait_for_commit(donor, client, timeout)
-        began = time.monotonic()
-        num_bytes = _ask(donor, "/latest", client, timeout).num_bytes
-        offer = _ask(donor, "/latest/offer", client, limits.of_answer(num_bytes))
-        state = offer.parts.get("state")
-        if state is None:
-            raise HealError(f"{donor} offers {sorted(offer.parts)}, and no state")
-        size = state.num_bytes
-        log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
-        deadline = time.monotonic() + limits.of_download(size)
-        into = next(iter(transport.downloads.values()), None)
-        transport.downloads.clear()  # a download that breaks off spoils what is there
-        transport.adopt_download(state.name, client.fetch(donor, state, deadline, into))
-        seconds = time.monotonic() - began
-        if _ask(donor, "/latest", client, timeout).step == offer.step:
-            return
-    if seconds < timeout / 4:
-        return
-    raise HealError(
-        f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
-        f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one sync to "
-        f"the next, and too much of timeout={timeout:g} for them to wait: this group leaves. Use a "
-        f"faster link, a larger sync_every, or timeout={4.5 * seconds:.0f} in all groups"
-    )
+    def _ask(self, donor: str, path: str, limit_s: float) -> Offer:
+        return self._client.ask(donor, path, time.monotonic() + limit_s)
 
 
 def _donors(
@@ -108,7 +162,7 @@ def _donors(
     (``restrict_quorum``): it then knows the state's name already.
     """
     members = read_status(lighthouse_addr, connect_timeout).members
-    limit = timedelta(seconds=connect_timeout)
+    manager_limit = timedelta(seconds=connect_timeout)
     members = sorted(members, key=lambda member: -member.step)
     num_newest = sum(member.step == members[0].step for member in members)
     turn = rank % max(1, num_newest)
@@ -116,9 +170,10 @@ def _donors(
         try:
             if not _answers(member.manager_addr, connect_timeout):
                 continue  # it has died; torchft's client would wait for connect_timeout
-            manager = ManagerClient(member.manager_addr, connect_timeout=limit)
-            address = manager._checkpoint_metadata(rank, timeout=limit)
-            is_donor = _ask(address, "/latest", client, connect_timeout).step > 0
+            manager = ManagerClient(member.manager_addr, connect_timeout=manager_limit)
+            address = manager._checkpoint_metadata(rank, timeout=manager_limit)
+            limit = time.monotonic() + connect_timeout
+            is_donor = client.ask(address, "/latest", limit).step > 0
         except (RuntimeError, OSError, ValueError) as error:
             # It has died, or is no donor. If the quorum makes it one, the heal there says why not.
             reason = (str(error).splitlines() or [repr(error)])[0]
@@ -134,16 +189,3 @@ def _answers(address: str, connect_timeout: float) -> bool:
         return can_connect(server.hostname or "", server.port or 0, connect_timeout)
     except ValueError:  # not an address: a stranger has written it
         return False
-
-
-def _ask(donor: str, path: str, client: HealClient, timeout: float) -> Offer:
-    return client.ask(donor, path, time.monotonic() + timeout)
-
-
-def _wait_for_commit(donor: str, client: HealClient, timeout: float) -> None:
-    before = _ask(donor, "/latest", client, timeout).step
-    deadline = time.monotonic() + 10 * timeout
-    while time.monotonic() < deadline:
-        if _ask(donor, "/latest", client, timeout).step != before:
-            return
-        time.sleep(POLL_S)

@@ -67,6 +67,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self.client = HealClient(tokens, name, timeout, context)
         self._donor = Donor(self.client.limits)
         self.downloads: dict[str, memoryview] = {}
+        self._loaded: Any = None
         listener = listen(hostname)
         self.port = listener.getsockname()[1]
         scheme = "http" if tls_dir is None else "https"
@@ -112,7 +113,25 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             name: Its SHA-256 (``state_bytes.digest``).
             body: Its bytes.
         """
-        self.downloads = {name: body}
+        self.downloads, self._loaded = {name: body}, None
+
+    def forget_download(self) -> memoryview | None:
+        """Give up what has been downloaded, and return its memory for the next download."""
+        bodies, self.downloads, self._loaded = list(self.downloads.values()), {}, None
+        return bodies[0] if bodies else None
+
+    def fetched_state(self) -> Any:
+        """The global state that has been downloaded; None if there is none.
+
+        If a quorum's state is the same, ``recv_checkpoint`` gives this very object.
+
+        Raises:
+            HealError: A peer has sent something else than a state.
+        """
+        if self._loaded is None:
+            for body in self.downloads.values():
+                self._loaded = load(body)
+        return self._loaded
 
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta
@@ -144,13 +163,12 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
         rest = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rest)
-        body = self.downloads.pop(state.name, None)
-        if body is None:
+        if state.name not in self.downloads:
             # The peers have committed since the download: fetch again, into the same memory.
-            into = next(iter(self.downloads.values()), None)
-            body = self.client.fetch(metadata, state, deadline, into)
-        self.downloads.clear()
-        rest["user"][HEAL_STATE] = load(body)
+            body = self.client.fetch(metadata, state, deadline, self.forget_download())
+            self.adopt_download(state.name, body)
+        rest["user"][HEAL_STATE] = self.fetched_state()
+        self.forget_download()
         audit.record(
             "heal",
             self.client.name,

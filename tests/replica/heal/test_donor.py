@@ -14,10 +14,11 @@ import torch
 from scripted_state import ScriptedState
 
 from composer_replication.replica.heal import offer as heal_offer
-from composer_replication.replica.heal import prefetch, state_bytes
 from composer_replication.replica.heal import server as heal_server
+from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.client import HealError
 from composer_replication.replica.heal.donor import KEPT_S
+from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 
 LIMIT = timedelta(seconds=10)
@@ -325,7 +326,10 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, b
     limit = timedelta(seconds=0.5)
 
     def ask_ahead():
-        prefetch._fetch_from(donor.transport.metadata(), joiner.transport, 0.5)
+        ahead = Prefetch(
+            joiner.transport, lighthouse_addr="", rank=0, timeout=0.5, connect_timeout=0.5
+        )
+        ahead._fetch_from(donor.transport.metadata())
 
     def heal():
         donor.commit()

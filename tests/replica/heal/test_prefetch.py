@@ -19,7 +19,7 @@ import torch
 from scripted_state import ScriptedState
 from torchft._torchft import ManagerClient, ManagerServer
 
-from composer_replication.replica.heal.prefetch import prefetch
+from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import read_status, start_lighthouse
 from composer_replication.replica.process_group import host_store
@@ -97,7 +97,7 @@ def donor(stack):
 
 def fetch_ahead(stack, lighthouse):
     joiner = transport(stack)
-    prefetch(joiner, lighthouse_addr=lighthouse, rank=0, timeout=5.0, connect_timeout=5.0)
+    Prefetch(joiner, lighthouse_addr=lighthouse, rank=0, timeout=5.0, connect_timeout=5.0).fetch()
     return joiner
 
 

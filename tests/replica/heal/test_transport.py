@@ -281,18 +281,20 @@ def in_training(transports, monkeypatch):
         return fetch(*arguments)
 
     monkeypatch.setattr(HealClient, "fetch", slow)
-    monkeypatch.setattr(prefetch, "_wait_for_commit", lambda *_: None)
+    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 0.0)
     return donor, now
 
 
 def fetch_ahead(joiner, timeout=10.0):
-    prefetch.prefetch(
+    ahead = prefetch.Prefetch(
         joiner,
         lighthouse_addr="http://localhost:1",
         rank=0,
         timeout=timeout,
         connect_timeout=5.0,
     )
+    ahead.fetch()
+    return ahead
 
 
 def test_a_state_that_was_fetched_ahead_is_not_fetched_again_in_the_quorum(
@@ -322,6 +324,51 @@ def test_one_that_has_been_overtaken_is_fetched_again_in_the_quorum(transports, 
     now["state"].version += 1
     donor.send_checkpoint([1], 5, SENT, LIMIT)
     assert receive(joiner, donor, step=5)["user"]["diloco"]["outer_step"] == 3
+
+
+def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(
+    transports, in_training
+):
+    donor, now = in_training
+    joiner = transports()
+    ahead = fetch_ahead(joiner)
+    first = ahead.newest()
+    assert first["outer_step"] == 4 and ahead.newest() is first
+    now["step"], now["state"].version = 5, now["state"].version + 1
+    second = ahead.newest()
+    assert second["outer_step"] == 5 and ahead.newest() is second
+    sent = SENT | {"user": {"diloco": STATE | {"outer_step": 5}}}
+    donor.send_checkpoint([1], 5, sent, LIMIT)
+    assert receive(joiner, donor, step=5)["user"]["diloco"] is second
+
+
+def test_a_state_whose_donor_has_left_is_still_one_to_prepare(transports, in_training, monkeypatch):
+    donor, _ = in_training
+    joiner = transports()
+    ahead = fetch_ahead(joiner)
+    first = ahead.newest()
+    monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([]))
+    donor.shutdown()
+    assert ahead.newest() is first
+
+
+def test_there_is_nothing_to_prepare_if_there_was_no_donor(transports, in_training, monkeypatch):
+    monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([]))
+    assert fetch_ahead(transports()).newest() is None
+
+
+@pytest.mark.slow
+def test_a_joiner_waits_for_a_commit_as_long_as_its_bytes_are_worth(
+    transports, in_training, monkeypatch
+):
+    _, now = in_training
+    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 4.0)
+    ahead = fetch_ahead(transports())
+    ahead._began = time.monotonic() - 0.5  # what it has done since takes so long
+    now["step"], now["state"].version = 5, now["state"].version + 1
+    began = time.monotonic()
+    assert ahead.newest()["outer_step"] == 5
+    assert 1.9 < time.monotonic() - began < 4.0
 
 
 @pytest.mark.slow
