@@ -108,6 +108,8 @@ class ReplicaManager(InterruptibleManager):
         self._tokens = tuple(tokens)
         self._is_shut_down = False
         self.connection = 0
+        self._is_syncing = False
+        """Whether there has been a quorum without a vote yet."""
         self._board = NoticeBoard(hostname, tokens)
         self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
         self._client = self._watch = QuorumWatch(
@@ -142,7 +144,8 @@ class ReplicaManager(InterruptibleManager):
         torchft serves it only while the donor waits in a quorum.
         """
         if isinstance(self._checkpoint_transport, HealTransport):
-            self._checkpoint_transport.serve(self.current_step, source)
+            transport = self._checkpoint_transport
+            transport.serve(self.current_step, source, lambda: self._is_syncing)
 
     def fetched_state(self) -> dict[str, Any] | None:
         """Return the global state that was fetched before the first quorum; see ``Prefetch``."""
@@ -180,6 +183,7 @@ class ReplicaManager(InterruptibleManager):
             except BaseException:
                 self._quorum_future = None
                 raise
+        self._is_syncing = True
         if self.errored():
             # The heal, or a connection, failed on the executor's thread, where torchft swallows the
             # error. Peers are about to send: without the alarm they would wait for our part.
@@ -275,7 +279,10 @@ class ReplicaManager(InterruptibleManager):
 
         The commit proves that this group's peers are through with every earlier sync.
         """
-        commits = super().should_commit(timeout)
+        try:
+            commits = super().should_commit(timeout)
+        finally:
+            self._is_syncing = False
         if commits and _departed:
             with suppress(IndexError):  # another group of this process may empty the list too
                 while True:

@@ -93,19 +93,23 @@ class Donor:
         self._lock = threading.Condition()
         self._making = threading.Lock()
         self._step: Callable[[], int] = int
+        self._is_syncing: Callable[[], bool] = bool
         self._source: HealSource | None = None
         self._named: tuple[Hashable, Part] | None = None
         self._copy: _Copy | None = None
         self._quorum: _Quorum | None = None
 
-    def serve(self, step: Callable[[], int], source: HealSource) -> None:
+    def serve(
+        self, step: Callable[[], int], source: HealSource, is_syncing: Callable[[], bool] = bool
+    ) -> None:
         """Offer the global state outside of quorums too, from now on.
 
         Args:
             step: Gives the manager's step. It may be called at any time, from any thread.
             source: The global state.
+            is_syncing: Gives whether the group is between a quorum and its vote; called likewise.
         """
-        self._step, self._source = step, source
+        self._step, self._source, self._is_syncing = step, source, is_syncing
 
     def open(self, step: int, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Offer the state of a quorum until ``close``.
@@ -142,7 +146,8 @@ class Donor:
         """A context that gives the answer to a request, for as long as it is being sent.
 
         Args:
-            path: ``/latest`` for the manager's step, which is 0 without a state, and the size;
+            path: ``/latest`` for the manager's step, which is 0 without a state, the size, and
+                whether the group is in a sync;
                 ``/latest/offer`` for a state of that step; ``/offer/STEP`` for the offer in a
                 quorum; ``/state/NAME`` for a part of either.
 
@@ -155,7 +160,8 @@ class Donor:
             with self._part(which) as body:
                 yield body
         elif path == "/latest":
-            yield [memoryview(Offer(self._step(), self._num_bytes()).to_json())]
+            latest = Offer(self._step(), self._num_bytes(), is_syncing=self._is_syncing())
+            yield [memoryview(latest.to_json())]
         elif path == "/latest/offer" and source is not None:
             yield [memoryview(self._offer_copy(source).to_json())]
         elif kind == "offer":

@@ -62,11 +62,14 @@ class Offer:
         num_bytes: About how large the state is, for time limits.
         parts: The parts of the state that can be fetched: ``state`` is the global state, ``rest``
             what others have registered with the manager and torchft's own.
+        is_syncing: Whether the donor is between a quorum and its vote, so that its state changes
+            before the next quorum.
     """
 
     step: int
     num_bytes: int = 0
     parts: Mapping[str, Part] = field(default_factory=dict)
+    is_syncing: bool = False
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -84,6 +87,7 @@ class Offer:
             num_bytes = int(content["num_bytes"])
             if not 0 <= num_bytes < MOST_BYTES:
                 raise ValueError(f"{num_bytes=}")
-            return cls(int(content["step"]), num_bytes, parts)
+            is_syncing = bool(content.get("is_syncing", False))  # older versions do not say it
+            return cls(int(content["step"]), num_bytes, parts, is_syncing)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no offer of a state: {error!r}") from error

@@ -101,10 +101,12 @@ class Prefetch:
         return self._transport.fetched_state()
 
     def _is_overtaken(self) -> bool:
+        """Whether the peers will have another state in their next quorum."""
         try:
-            return self._ask(self._donor, "/latest", self._timeout).step != self._step
+            latest = self._ask(self._donor, "/latest", self._timeout)
         except HealError:
             return True  # the donor is gone: another one may have the same state
+        return latest.step != self._step or latest.is_syncing
 
     def _fetch_from(self, donor: str) -> None:
         limits = Limits(self._timeout)
@@ -143,7 +145,8 @@ class Prefetch:
             before = self._ask(donor, "/latest", self._timeout).step
             deadline = time.monotonic() + WAIT_FOR_COMMIT * download_s
             while time.monotonic() < deadline:
-                if self._ask(donor, "/latest", self._timeout).step != before:
+                latest = self._ask(donor, "/latest", self._timeout)
+                if latest.step != before and not latest.is_syncing:
                     return
                 time.sleep(POLL_S)
         except HealError as error:

@@ -78,14 +78,17 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
 
     # ---- the donor ---------------------------------------------------------------------------
 
-    def serve(self, step: Callable[[], int], source: HealSource) -> None:
+    def serve(
+        self, step: Callable[[], int], source: HealSource, is_syncing: Callable[[], bool] = bool
+    ) -> None:
         """Offer the global state outside of quorums too, from now on.
 
         Args:
             step: Gives the manager's step. It may be called at any time, from any thread.
             source: The global state.
+            is_syncing: Gives whether the group is between a quorum and its vote; called likewise.
         """
-        self._donor.serve(step, source)
+        self._donor.serve(step, source, is_syncing)
 
     def metadata(self) -> str:
         """The address of the server, which torchft passes on to joiners."""

@@ -266,9 +266,9 @@ def test_a_heal_is_in_the_audit_log_of_both_sides(transports, caplog):
 def in_training(transports, monkeypatch):
     """A donor in training; its manager's step, and how long a state takes to arrive."""
     donor = transports()
-    now = {"step": 4, "delay_s": 0.0, "commits": False}
+    now = {"step": 4, "delay_s": 0.0, "commits": False, "is_syncing": False}
     now["state"] = ScriptedState(lambda: STATE | {"outer_step": now["step"]})
-    donor.serve(lambda: now["step"], now["state"])
+    donor.serve(lambda: now["step"], now["state"], lambda: now["is_syncing"])
     status = LighthouseStatus((Member("0:uuid", 4, "http://manager"),), "")
     monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
     monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([donor.metadata()]))
@@ -355,6 +355,24 @@ def test_a_state_whose_donor_has_left_is_still_one_to_prepare(transports, in_tra
 def test_there_is_nothing_to_prepare_if_there_was_no_donor(transports, in_training, monkeypatch):
     monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([]))
     assert fetch_ahead(transports()).newest() is None
+
+
+@pytest.mark.slow
+def test_a_joiner_does_not_keep_a_state_that_a_sync_is_about_to_change(
+    transports, in_training, monkeypatch
+):
+    _, now = in_training
+    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 4.0)
+    ahead = fetch_ahead(transports())
+    ahead._began = time.monotonic() - 5.0
+    now["is_syncing"] = True
+
+    def commit():
+        now["state"].version += 1
+        now["step"], now["is_syncing"] = 5, False
+
+    threading.Timer(1.0, commit).start()
+    assert ahead.newest()["outer_step"] == 5
 
 
 @pytest.mark.slow
