@@ -1,15 +1,18 @@
 """What a join costs the groups in training: time of their syncs, and memory of the donor.
 
     python benchmarks/join.py [--quick] [--json OUT] [--params 100e6] [--turns 5] [--round-s 2]
+                              [--link 1Gbit]
 
 Two replica groups of one process each train on loopback, a sync every ``--round-s`` seconds, and a
-third one joins, syncs with them and leaves, again and again. An inner step does nothing.
+third one joins, syncs with them and leaves, again and again. An inner step does nothing. With
+``--link`` each group has a network card of that rate; this needs root (``slow_links/links.py``).
 
 * longest / median: the longest sync of a group in training that was under way while the third one
   joined, over the median of its syncs with two groups. The sync of the join itself is one of them:
   its quorum connects all groups anew, and the joiner loads what it has downloaded.
 * longest / median of three: the same over the median of the syncs with three groups, which send
   4/3 as much as two, and share the processors. It is 1 if a join costs the others nothing.
+* median of three, s: that median.
 * join, s: from the start of the joiner's manager until it may train, the wait for a sync included.
 * donor: the peak of a training group's memory while the third one joins, above its own peak without
   joins, in bytes a parameter. A copy of the state takes 8. Linux alone tells it (/proc).
@@ -23,12 +26,15 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from groups import run_groups
 from results import command_line, count, report
+from slow_links.links import Link
+from slow_links.star import Star, enter
 from still import Still, build_model
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -37,6 +43,7 @@ from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 
 TENSORS = 147
+GROUPS = 3
 JOINER = 2
 BEFORE = 5
 """Syncs without a join, before the first one."""
@@ -60,16 +67,19 @@ def measure(
     del addresses  # those lighthouses would wait for all three
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", arguments.port, is_master=rank == 0)
+    if arguments.link is not None:
+        enter(arguments.ends[rank][0])  # the store keeps the connections that it has
     model = build_model(arguments.params, TENSORS)
     run = join_again_and_again if rank == JOINER else train
     out.put(run(arguments, rank, model, barrier, store))
     barrier.wait()
 
 
-def _manager(replica_id: str, address: str) -> Any:
+def _manager(arguments: argparse.Namespace, rank: int, replica_id: str) -> Any:
     return make_manager(
         replica_id=replica_id,
-        lighthouse_addr=address,
+        lighthouse_addr=arguments.lighthouse,
+        hostname=arguments.ends[rank][1],
         min_replica_size=2,
         timeout=120.0,
         token="local",
@@ -80,7 +90,7 @@ def train(
     arguments: argparse.Namespace, rank: int, model: Any, barrier: Any, store: Any
 ) -> dict[str, list[float]]:
     """Sync until the third group has done with joining."""
-    manager, inner = _manager(f"trainer-{rank}", arguments.lighthouse), Still(model.parameters())
+    manager, inner = _manager(arguments, rank, f"trainer-{rank}"), Still(model.parameters())
     syncs: list[Window] = []
 
     def sync() -> None:
@@ -114,6 +124,7 @@ def train(
         "longest / median": [seconds / usual for seconds in longest],
         "longest / median of three": [seconds / of_three for seconds in longest],
         "median sync, s": [usual],
+        "median of three, s": [of_three],
         "join, s": [end - began for began, end in joins],
         "donor, bytes a parameter": [(peak - own_peak) / arguments.params],
     }
@@ -129,7 +140,7 @@ def join_again_and_again(
     barrier.wait()
     for turn in range(arguments.turns):
         began = time.monotonic()
-        manager = _manager(f"zz-joiner-{turn}", arguments.lighthouse)
+        manager = _manager(arguments, rank, f"zz-joiner-{turn}")
         diloco = DiLoCo(manager, model, inner, sync_every=1)
         with diloco:
             joins.append((began, time.monotonic()))
@@ -148,6 +159,7 @@ def join_again_and_again(
         "longest / median": nothing,
         "longest / median of three": nothing,
         "median sync, s": [0.0],
+        "median of three, s": [0.0],
         "join, s": nothing,
         "donor, bytes a parameter": [0.0],
     }
@@ -177,14 +189,22 @@ def main() -> None:
     parser.add_argument("--params", type=count, default=100_000_000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--round-s", type=float, default=2.0)
+    parser.add_argument("--link", type=Link.parse, help="such as 1Gbit; needs root")
     parser.add_argument("--port", type=int, default=29_541, help="of a store of the benchmark's")
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)
     lighthouse = start_lighthouse(min_replicas=2, heartbeat_timeout_ms=1_000)
-    arguments.groups, arguments.lighthouse = 3, lighthouse.address()
-    rows = run_groups(measure, arguments, lighthouses=0)
-    lighthouse.shutdown()
+    arguments.groups, arguments.lighthouse = GROUPS, lighthouse.address()
+    arguments.ends = [(None, None)] * GROUPS
+    with ExitStack() as stack:
+        stack.callback(lighthouse.shutdown)
+        if arguments.link is not None:
+            star = stack.enter_context(Star(arguments.link, GROUPS))
+            arguments.ends = [(star.namespace(end), star.address(end)) for end in range(GROUPS)]
+            port = arguments.lighthouse.rpartition(":")[2]
+            arguments.lighthouse = f"http://{star.ADDRESS}:{port}"
+        rows = run_groups(measure, arguments, lighthouses=0)
     report(f"a third group joins two, {arguments.params:,} parameters", rows, arguments)
 
 

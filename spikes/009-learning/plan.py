@@ -266,6 +266,12 @@ def _long() -> Iterator[Cell]:
         yield arm.cell.with_seed(seed)
 
 
+def _changing_groups() -> Iterator[Cell]:
+    """Groups that come and go, with a warm-up as it is recommended, on two further seeds."""
+    for seed, arm in product(CLAIM_SEEDS[1:3], FOURTH_ARMS[:2]):
+        yield arm.cell.with_seed(seed)
+
+
 def _claims() -> Iterator[Cell]:
     """All arms, one seed of each before the rest: whatever has been run can be compared."""
     for seeds in (CLAIM_SEEDS[:1], CLAIM_SEEDS[1:2], CLAIM_SEEDS[2:3], CLAIM_SEEDS[3:]):
@@ -292,6 +298,7 @@ STAGES = {
     "base": _base,
     "quickstart": _quickstart,
     "long": _long,
+    "changing groups": _changing_groups,
     "claims": _claims,
 }
 
