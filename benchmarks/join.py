@@ -205,6 +205,7 @@ def main() -> None:
             port = arguments.lighthouse.rpartition(":")[2]
             arguments.lighthouse = f"http://{star.ADDRESS}:{port}"
         rows = run_groups(measure, arguments, lighthouses=0)
+    vars(arguments).update(link=arguments.link and arguments.link.name, lighthouse=None, ends=None)
     report(f"a third group joins two, {arguments.params:,} parameters", rows, arguments)
 
 

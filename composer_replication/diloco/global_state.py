@@ -57,8 +57,9 @@ class GlobalState:
         self._is_in_outer_step = False
         self._num_changes = 0
         self._digests: tuple[Hashable, list[str]] = None, []
-        self._staged: tuple[object, list[Staged], list[str]] = None, [], []
+        self._staged: tuple[object, list[Staged], list[str]]
         """A state of another group, which a quorum may heal from; its copy, and its digests."""
+        self.forget_staged()
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.settings_version = 0
@@ -204,12 +205,17 @@ class GlobalState:
         Raises:
             ValueError: It does not have the tensors that its settings speak of.
         """
+        self.forget_staged()  # before there is another one
         theirs = state_dict["settings"]
         if any(theirs.get(key) != self.fingerprint.get(key) for key in ("model", *FIXED)):
             return
         pairs = zip(self._fragments, state_dict["fragments"], strict=True)
         staged = [Staged.of(fragment, saved) for fragment, saved in pairs]
         self._staged = state_dict, staged, [digest_of(each.state["theta"]) for each in staged]
+
+    def forget_staged(self) -> None:
+        """Give up what ``stage`` has prepared, and its memory."""
+        self._staged = None, [], []
 
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
         """Load what ``state_dict`` returned in another group.
@@ -230,9 +236,10 @@ class GlobalState:
             self.fingerprint = theirs
             self.settings_version = state_dict["settings_version"]
             self.was_healed = True
-        (prepared, _, digests), self._staged = self._staged, (None, [], [])
-        if prepared is state_dict:
+        staged_from, _, digests = self._staged
+        if staged_from is state_dict:
             self._digests = self.version, digests
+        self.forget_staged()
 
     def resume(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``whole_state_dict`` gave in this group, perhaps under new settings.
@@ -296,8 +303,8 @@ class GlobalState:
             self.fingerprint["outer_schedule"] = [[0, *numbers], *rows[1:]]
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
-        prepared, staged, _ = self._staged
-        if prepared is state_dict:
+        staged_from, staged, _ = self._staged
+        if staged_from is state_dict:
             for fragment, own in zip(self._fragments, staged, strict=True):
                 own.become_own(fragment)
         else:

@@ -41,9 +41,16 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
         SettingsMismatch: This group's settings differ from the others'.
         NothingToContinueFromError: All groups are connected, and none may begin the run.
     """
+    try:
+        _prepare(loop)
+        return _join(loop, arguments)
+    finally:
+        loop.state.forget_staged()  # unless a heal has used it
+
+
+def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
     manager, state, device = loop.manager, loop.state, loop.fragments[0].device
     barrier = StartBarrier(manager, arguments)
-    _prepare(loop)
     while True:
         manager.start_quorum()
         barrier.check_failures(fault_of_last_sync(manager) == "another")
