@@ -24,7 +24,6 @@ from composer_replication.replica.lighthouse import can_connect, read_status
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-TRIES = 2
 
 WAIT_FOR_COMMIT = 4.0
 """For how many times as long as a download takes a joiner waits for the next commit, after which
@@ -60,9 +59,14 @@ class Prefetch:
         self._timeout, self._connect_timeout = timeout, connect_timeout
         self._donor, self._step, self._began = "", 0, 0.0
         """Of the last download: from whom, the manager's step, and when it began."""
+        self._is_too_slow = False
+        """Whether the others sync too often for this group to be ready in time."""
 
-    def fetch(self) -> None:
+    def fetch(self, *, follows_commit: bool = False) -> None:
         """Download the global state of the groups in training, if there are any.
+
+        Args:
+            follows_commit: Whether they have just committed.
 
         Raises:
             HealError: There are donors, and none of them could send the state, or none fast enough:
@@ -74,7 +78,7 @@ class Prefetch:
             self._lighthouse_addr, self._rank, self._client, self._connect_timeout
         ):
             try:
-                return self._fetch_from(donor)
+                return self._fetch_from(donor, follows_commit)
             except HealError as error:
                 log.warning("No global state from %s: %s", donor, error)
                 if _answers(donor, self._connect_timeout):
@@ -89,15 +93,17 @@ class Prefetch:
         """Return the state that was downloaded, or another one if the peers have committed since.
 
         Call it right before the quorum, and prepare what it returns; that takes time, so call it
-        again until it returns the same object. None if nothing was downloaded.
+        again until it returns the same object. None if nothing was downloaded. If the peers commit
+        again before a state is prepared that was fetched right after a commit, it gives up.
 
         Raises:
             HealError: See ``fetch``.
         """
-        if self._donor and self._is_overtaken():
+        if self._donor and not self._is_too_slow and self._is_overtaken():
             log.info("The others have synced since the download of their global state")
-            self._wait_for_commit(self._donor, time.monotonic() - self._began)
-            self.fetch()
+            is_right_after = self._wait_for_commit(self._donor, time.monotonic() - self._began)
+            self.fetch(follows_commit=is_right_after)
+            self._is_too_slow = is_right_after  # if that is overtaken too
         return self._transport.fetched_state()
 
     def _is_overtaken(self) -> bool:
@@ -108,12 +114,9 @@ class Prefetch:
             return True  # the donor is gone: another one may have the same state
         return latest.step != self._step or latest.is_syncing
 
-    def _fetch_from(self, donor: str) -> None:
+    def _fetch_from(self, donor: str, follows_commit: bool = False) -> None:
         limits = Limits(self._timeout)
-        seconds = 0.0
-        for attempt in range(TRIES):
-            if attempt:
-                self._wait_for_commit(donor, seconds)
+        while True:
             self._began = time.monotonic()
             num_bytes = self._ask(donor, "/latest", self._timeout).num_bytes
             offer = self._ask(donor, "/latest/offer", limits.of_answer(num_bytes))
@@ -130,6 +133,10 @@ class Prefetch:
             seconds = time.monotonic() - self._began
             if not self._is_overtaken():
                 return
+            if follows_commit:
+                break
+            follows_commit = True
+            self._wait_for_commit(donor, seconds)
         if seconds < self._timeout / 4:
             return
         raise HealError(
@@ -140,17 +147,19 @@ class Prefetch:
             f"timeout={4.5 * seconds:.0f} in all groups"
         )
 
-    def _wait_for_commit(self, donor: str, download_s: float) -> None:
+    def _wait_for_commit(self, donor: str, download_s: float) -> bool:
+        """Wait for the donor's next commit; whether there was one in time."""
         try:
             before = self._ask(donor, "/latest", self._timeout).step
             deadline = time.monotonic() + WAIT_FOR_COMMIT * download_s
             while time.monotonic() < deadline:
                 latest = self._ask(donor, "/latest", self._timeout)
                 if latest.step != before and not latest.is_syncing:
-                    return
+                    return True
                 time.sleep(POLL_S)
         except HealError as error:
             log.info("%s does not answer any more: %s", donor, error)
+        return False
 
     def _ask(self, donor: str, path: str, limit_s: float) -> Offer:
         return self._client.ask(donor, path, time.monotonic() + limit_s)

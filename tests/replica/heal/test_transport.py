@@ -376,6 +376,27 @@ def test_a_joiner_does_not_keep_a_state_that_a_sync_is_about_to_change(
 
 
 @pytest.mark.slow
+def test_a_joiner_that_is_too_slow_for_the_others_rounds_leaves_the_rest_to_the_quorum(
+    transports, in_training, monkeypatch
+):
+    _, now = in_training
+    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 4.0)
+    ahead = fetch_ahead(transports())
+    ahead._began = time.monotonic() - 5.0
+
+    def commit():
+        now["state"].version += 1
+        now["step"] += 1
+
+    commit()
+    threading.Timer(0.5, commit).start()
+    found = ahead.newest()
+    assert found["outer_step"] == 6
+    commit()  # while it prepares what it has fetched right after a commit
+    assert ahead.newest() is found
+
+
+@pytest.mark.slow
 def test_a_joiner_waits_for_a_commit_as_long_as_its_bytes_are_worth(
     transports, in_training, monkeypatch
 ):
