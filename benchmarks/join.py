@@ -9,7 +9,7 @@ third one joins, syncs with them and leaves, again and again. An inner step does
 
 * longest / median: the longest sync of a group in training that was under way while the third one
   joined, over the median of its syncs with two groups. The sync of the join itself is one of them:
-  its quorum connects all groups anew, and the joiner loads what it has downloaded.
+  its quorum connects all groups anew, and it is a sync of three groups.
 * longest / median of three: the same over the median of the syncs with three groups, which send
   4/3 as much as two, and share the processors. It is 1 if a join costs the others nothing.
 * median of three, s: that median.
@@ -24,6 +24,7 @@ import argparse
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from groups import run_groups
 from results import command_line, count, report
-from slow_links.links import Link
+from slow_links.links import Link, LinkError
 from slow_links.star import Star, enter
 from still import Still, build_model
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -200,7 +201,10 @@ def main() -> None:
     with ExitStack() as stack:
         stack.callback(lighthouse.shutdown)
         if arguments.link is not None:
-            star = stack.enter_context(Star(arguments.link, GROUPS))
+            try:
+                star = stack.enter_context(Star(arguments.link, GROUPS))
+            except LinkError as error:
+                sys.exit(f"no shaped links here: {error}")
             arguments.ends = [(star.namespace(end), star.address(end)) for end in range(GROUPS)]
             port = arguments.lighthouse.rpartition(":")[2]
             arguments.lighthouse = f"http://{star.ADDRESS}:{port}"
