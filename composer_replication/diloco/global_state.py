@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.diloco.fingerprints import FIXED, adopt_changes, compare_fingerprints
+from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.looked_up import LookedUp, digest_of
 from composer_replication.diloco.outer_optimizer import describe, number_in
@@ -200,17 +200,15 @@ class GlobalState:
         """Prepare to ``take_over`` this very object, which then copies and hashes nothing.
 
         A joiner does this before its quorum. Nothing changes: there may be no quorum, or one that
-        heals from a later state. Of another model nothing is prepared, and ``take_over`` says so.
-
-        Raises:
-            ValueError: It does not have the tensors that its settings speak of.
+        heals from a later state. Of a state that does not fit nothing is prepared: the quorum says
+        why if that group has other ranks, and ``take_over`` if it has another model.
         """
         self.forget_staged()  # before there is another one
-        theirs = state_dict["settings"]
-        if any(theirs.get(key) != self.fingerprint.get(key) for key in ("model", *FIXED)):
+        try:
+            pairs = zip(self._fragments, state_dict["fragments"], strict=True)
+            staged = [Staged.of(fragment, saved) for fragment, saved in pairs]
+        except ValueError:
             return
-        pairs = zip(self._fragments, state_dict["fragments"], strict=True)
-        staged = [Staged.of(fragment, saved) for fragment, saved in pairs]
         self._staged = state_dict, staged, [digest_of(each.state["theta"]) for each in staged]
 
     def forget_staged(self) -> None:

@@ -120,8 +120,9 @@ def count_what_a_join_hashes(group: Group) -> Any:
         if round_number == 2:
             if group.replica_id == 0:  # the donor is through with its outer step
                 group.signal.set()
-            while not is_heard_of(group):  # it has fetched the state, and asks for a quorum
+            while not is_heard_of(group):  # it has fetched the state
                 threading.Event().wait(0.05)
+            threading.Event().wait(1.0)  # it loads the state, and asks for a quorum
             Counted.total, library.sha256 = 0, Counted
         if round_number == 3:
             library.sha256 = sha256
