@@ -201,6 +201,7 @@ class ChaosCommand(JobOptions):
             show_default=False,
         ),
     ] = None
+    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S
 
     def __post_init__(self) -> None:  # typer calls a command with its options
         from composer_replication.launch.chaos import run_chaos
@@ -214,6 +215,7 @@ class ChaosCommand(JobOptions):
             seed=self.seed,
             kinds=None if self.kinds is None else self.kinds.split(","),
             slow=self.slow or (),
+            straggler_timeout_s=self.straggler_timeout_s,
         )
         raise typer.Exit(status)
 

@@ -24,6 +24,7 @@ from composer_replication.launch.job import Job, endless
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run
 from composer_replication.launch.slow_groups import read_speeds
+from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.training.config import ConfigError, diloco_section
 
 MAX_RESTARTS = 1000
@@ -38,6 +39,7 @@ def run_chaos(
     seed: int,
     kinds: Sequence[str] | None = None,
     slow: Sequence[str] = (),
+    straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
 ) -> int:
     """Launch a job under faults for some time, write ``chaos.json`` and print a table.
 
@@ -50,6 +52,7 @@ def run_chaos(
         seed: Seed of the kinds, victims and times of the faults.
         kinds: Kinds of faults to inject. None: all of ``KINDS``.
         slow: Groups that are slow all the time: such as ``2:0.5``, group 2 at half speed.
+        straggler_timeout_s: As in ``launch_groups``.
 
     Returns:
         An exit status: 0 if nothing was lost and no group diverged, else 1.
@@ -71,6 +74,7 @@ def run_chaos(
     config["run_dir"] = str(run_dir)
     repeat = {"seed": seed, "kinds": list(kinds), "faults_per_minute": faults_per_minute}
     repeat |= {"replicas": replicas, "slow": speeds}
+    repeat |= {"straggler_timeout_s": straggler_timeout_s}
     history = History(run_dir, replicas, repeat | {"duration_s": duration_s})
     fault_injector = RandomFaultInjector(
         history, plan_faults(seed, kinds, replicas), faults_per_minute, duration_s, speeds
@@ -79,6 +83,7 @@ def run_chaos(
         replace(job, config=config, environ={**job.environ, **unreliable(os.environ)}),
         replicas=replicas,
         max_restarts=MAX_RESTARTS,
+        straggler_timeout_s=straggler_timeout_s,
         hang_timeout_s=HANG_TIMEOUT_S,
         fault_injector=fault_injector,
         make_coordinator=fault_injector.make_coordinator,
