@@ -31,9 +31,14 @@ class MissingMembers:
     HEARTBEAT_WITHIN_S = 5.0
     """How long a restarted lighthouse may take to receive a heartbeat of a living member."""
 
-    WAIT_FOR_LIVING_S = 10.0
-    """How long to wait for a member that is alive and not in the quorum. A member that was too slow
-    for the lighthouse's join timeout also looks like this, so the wait is short."""
+    GONE_WITHIN_S = 1.0
+    """How long a member that this lighthouse has shown as alive may be missing on its page until it
+    counts as dead. Members send a heartbeat every 0.1 s."""
+
+    WAIT_FOR_LIVING_S = 4.0
+    """How long to wait for a member that is alive and not in the quorum. One whose request failed
+    asks again after 1 s. A member that was too slow for the lighthouse's join timeout, or that
+    hangs, also looks like this, so the wait is short."""
 
     POLL_S = 0.1
 
@@ -41,10 +46,13 @@ class MissingMembers:
         self.read_alive = read_alive
         self.names: frozenset[str] = frozenset()
         self.deadline: float | None = None
+        self._seen: frozenset[str] = frozenset()
+        """Those waited for whom the lighthouse's page has shown as alive."""
 
     def add_all(self, members: Iterable[str]) -> None:
         """Wait for all these members: the lighthouse has been restarted and knows none of them."""
         self.names = self.names.union(members)
+        self._seen = frozenset()
 
     def add_living(self, members: frozenset[str]) -> None:
         """Wait for those of these members that the lighthouse's page shows as alive.
@@ -59,7 +67,7 @@ class MissingMembers:
         if living:
             log.warning("Asking for a quorum again: %s alive, and missing", group_names(living))
             self.deadline = self.deadline or now + self.WAIT_FOR_LIVING_S
-            self.names = self.names | living
+            self.names, self._seen = self.names | living, self._seen | living
 
     def update(self, reported: Iterable[Collection[str]], present: Iterable[str]) -> None:
         """Also wait for those whom other members wait for, and no longer for those in the quorum.
@@ -70,6 +78,7 @@ class MissingMembers:
             present: The members of the quorum.
         """
         self.names = self.names.union(*reported).difference(present)
+        self._seen &= self.names
 
     def wait(self, began: float) -> None:
         """Give the lighthouse a moment to hear of the missing members, then give up on the dead.
@@ -77,12 +86,15 @@ class MissingMembers:
         Args:
             began: When this group first asked for the quorum, by ``time.monotonic``.
         """
-        deadline = time.monotonic() + self.HEARTBEAT_WITHIN_S
+        since = time.monotonic()
         # Members that are alive need a moment to ask too. Without this pause the group would ask
         # again at once, and a lighthouse that has all members it knows of answers at once.
         time.sleep(self.POLL_S)
         while not self.names <= (alive := self.read_alive()):
-            if time.monotonic() > deadline:
+            self._seen |= self.names & alive
+            has_stopped = bool(alive) and self.names - alive <= self._seen
+            limit_s = self.GONE_WITHIN_S if has_stopped else self.HEARTBEAT_WITHIN_S
+            if time.monotonic() > since + limit_s:
                 if alive:
                     self._drop(self.names - alive, "has not heard of")
                 else:  # The lighthouse is away again, or its page cannot be read from here.

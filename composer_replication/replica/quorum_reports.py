@@ -29,6 +29,7 @@ class Report:
         manager: Address of its manager server, which a joiner asks where to fetch the state.
         board: Address of its notice board.
         previous: The quorum that it had before; None if this is its first.
+        left_out: The members of that quorum that it was used without, such as strangers.
         missing: The members that it waits for, see ``MissingMembers``.
         connection: The process group that it is part of, if it is part of one.
         unreachable: The members of its previous quorum whose address did not answer it.
@@ -41,6 +42,7 @@ class Report:
     manager: str = ""
     board: str = ""
     previous: PreviousQuorum | None = None
+    left_out: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     connection: Connection | None = None
     unreachable: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ def _parse_report(content: Mapping[str, Any]) -> Report:
         manager=_check_type(content["manager"], str),
         board=_check_type(content["board"], str),
         previous=parse_previous_quorum(content["last"]),
+        left_out=tuple(_check_type(name, str) for name in content["left_out"]),
         missing=tuple(_check_type(name, str) for name in content["awaits"]),
         connection=parse_connection(content["connection"]),
         unreachable=tuple(_check_type(name, str) for name in content["unreachable"]),

@@ -52,9 +52,10 @@ class QuorumWatch:
       the quorum without that member (``restrict_quorum``) |
     | quorum ids that a single lighthouse cannot have given: it has been restarted | it declines,
       and waits for all members of the previous quorum (``MissingMembers``) |
-    | a member of the previous quorum is not in it, and is alive by the lighthouse's page: the
-      lighthouse stood still, or nobody reached it for a while | it declines, and waits for that
-      member, for ``MissingMembers.WAIT_FOR_LIVING_S`` |
+    | a member of the quorum that any of them had before is not in it, and is alive by the
+      lighthouse's page: the lighthouse stood still, nobody reached it for a while, or its join
+      timeout began when a joiner asked | it declines, and waits for that member, for
+      ``MissingMembers.WAIT_FOR_LIVING_S`` |
     | another member waits for somebody | it declines too, and waits with it |
     | groups with another number of ranks or shards | it declines until they have left
       (``GroupLayout``) |
@@ -118,6 +119,7 @@ class QuorumWatch:
         self._previous: PreviousQuorum | None = None
         self._connection: Connection | None = None
         self._strangers: frozenset[str] = frozenset()
+        self._left_out: tuple[str, ...] = ()
 
     @property
     def is_connected(self) -> bool:
@@ -167,6 +169,7 @@ class QuorumWatch:
             manager=self._manager_addr,
             board=self._board_addr,
             previous=self._previous,
+            left_out=self._left_out,
             missing=tuple(sorted(self.missing.names)),
             connection=self._connection,
             unreachable=self.faults.unreachable,
@@ -187,6 +190,7 @@ class QuorumWatch:
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
         reports = [report for report in read if report is not None]
+        self._left_out = tuple(set(quorum.replica_ids) - {quorum.replica_ids[i] for i in kept})
         strangers = frozenset(
             name
             for name, handle, report in zip(
@@ -229,7 +233,9 @@ class QuorumWatch:
                 " and ".join(sorted({str(each.quorum_id) for each in previous})),
             )
             self.missing.add_all(self.members)
-        elif absent := frozenset(self.members) - set(present):
+        # Of all reports, not of this member's own memory: a joiner has none, and would use the
+        # quorum and wait in it for those that decline it.
+        elif absent := _members_before(reports) - set(present):
             self.missing.add_living(absent)
         self._previous, self.members, self.max_step = current, present, quorum.max_step
         self.missing.update((report.missing for report in reports), present)
@@ -263,3 +269,14 @@ class QuorumWatch:
     def disconnected(self) -> None:
         """Note that this group has no connection: the next quorum connects all members anew."""
         self._connection = None
+
+
+def _members_before(reports: Sequence[Report]) -> frozenset[str]:
+    """The members that the previous quorums of all these members had, but for those left out."""
+    return frozenset(
+        name
+        for report in reports
+        if report.previous is not None
+        for name in report.previous.members
+        if name not in report.left_out
+    )

@@ -5,6 +5,7 @@ Run: pytest tests/replica/test_missing_members.py
 """
 
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ class Situation:
     each member, in seconds."""
 
     def __init__(self, monkeypatch, **heard_from):
-        self.now, self._heard_from = 0.0, heard_from
+        self.now, self._heard_from, self.died = 0.0, heard_from, {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
         monkeypatch.setattr(missing_members, "time", clock)
         self.missing = MissingMembers(self._read_alive)
@@ -29,8 +30,11 @@ class Situation:
         self.now += seconds
 
     def _read_alive(self):
-        heard = {f"{letter}:1" for letter, at in self._heard_from.items() if self.now >= at}
-        return frozenset(heard)
+        return frozenset(
+            f"{letter}:1"
+            for letter, at in self._heard_from.items()
+            if at <= self.now < self.died.get(letter, math.inf)
+        )
 
     def wait(self, began=0.0):
         """The members still waited for, and the seconds that it took."""
@@ -50,6 +54,23 @@ def test_a_member_that_the_lighthouse_does_not_hear_of_for_seconds_has_died(monk
     with caplog.at_level(logging.WARNING):
         assert situation.wait() == ({"b:1"}, MissingMembers.HEARTBEAT_WITHIN_S)
     assert caplog.messages == ["Going on without those that the lighthouse has not heard of: c"]
+
+
+def test_a_member_whose_heartbeats_have_stopped_is_given_up_sooner(monkeypatch, caplog):
+    situation = Situation(monkeypatch, a=0.0, b=0.0, c=1.0)
+    situation.wait()
+    situation.died = {"b": situation.now}
+    with caplog.at_level(logging.WARNING):
+        assert situation.wait() == ({"c:1"}, MissingMembers.GONE_WITHIN_S)
+    assert caplog.messages == ["Going on without those that the lighthouse has not heard of: b"]
+
+
+def test_after_a_restart_the_lighthouse_has_to_hear_of_a_member_anew(monkeypatch):
+    situation = Situation(monkeypatch, a=0.0, b=0.0, c=1.0)
+    situation.wait()
+    situation.missing.add_all(["b:1", "c:1"])
+    situation.died = {"b": situation.now}
+    assert situation.wait() == ({"c:1"}, MissingMembers.HEARTBEAT_WITHIN_S)
 
 
 def test_a_lighthouse_that_is_away_again_lets_nobody_die(monkeypatch):

@@ -231,6 +231,8 @@ NONSENSE = [
     signed(last=[9, [7]]),
     signed(last=[9, [["a"]]]),
     signed(awaits=5),
+    signed(left_out=3),
+    signed(left_out=[3]),
     signed(awaits=None),
     signed(awaits=[["b:1"]]),
     signed(connection=[1]),
@@ -272,6 +274,17 @@ def test_who_does_not_prove_the_token_is_left_out_and_named_once(name, handle, c
         quorum = watch._quorum(group_rank=0, step=4, reconfigure_handle=HANDLE)
         assert quorum.replica_ids == ["a:1", "d:1"] and quorum.replica_rank == 0
     assert caplog.text.count("does not prove that it knows this run's token") == 1
+
+
+def test_nobody_waits_for_a_stranger_that_does_not_come_again():
+    others = [("x:1", "a stranger"), ("b:1", handle_of("b"))]
+    watch = watch_of(quorum_with(*others), "a")
+    watch.missing.read_alive = lambda: frozenset({"a:1", "b:1", "x:1"})
+    watch._quorum(group_rank=0, step=4, reconfigure_handle=HANDLE)
+    del others[0]
+    watch._client = quorum_with(*others, quorum_id=10)
+    quorum = watch._quorum(group_rank=0, step=4, reconfigure_handle=HANDLE)  # and not declined
+    assert quorum.replica_ids == ["a:1", "b:1"]
 
 
 def test_while_a_token_is_replaced_both_are_accepted():
@@ -428,6 +441,19 @@ def test_after_a_lighthouse_stood_still_the_first_to_ask_waits_for_those_that_ar
     assert groups.quorum(5, "a") == "declined"  # all members of the last quorum have asked
     assert groups.quorum(6, "ab") == "connected"
     assert not groups.watch["a"].missing.names and groups.watch["a"].missing.deadline is None
+
+
+def test_a_joiner_that_asked_before_the_others_declines_a_quorum_that_lacks_some_of_them():
+    # The lighthouse's join timeout began with the joiner's request, and was over when a came.
+    groups = Groups("abcj")
+    groups.quorum(1, "abc")
+    alive = frozenset({"a:1", "b:1", "c:1", "j:1"})
+    for letter in "abcj":
+        groups.watch[letter].missing.read_alive = lambda: alive
+    assert groups.quorum(2, "aj") == "declined"
+    # b and c have not been in a quorum with j, and would go on without it.
+    assert groups.quorum(3, "abc") == "declined"
+    assert groups.quorum(4, "abcj") == "connected"
 
 
 def test_one_that_is_alive_and_stays_away_is_waited_for_once(monkeypatch):
