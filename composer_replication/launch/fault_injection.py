@@ -165,10 +165,10 @@ def install(faults: GroupFaults) -> None:
                 self._close_connections()
             super().start_quorum(*arguments, **named)
 
-        def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
+        def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
             request = faults.current("one_way")
             target = None if request is None else request.target
-            super()._check_reachable(
+            return super()._find_unreachable(
                 {
                     name: handle | ({"store": NOWHERE} if _group(name) == target else {})
                     for name, handle in handles.items()

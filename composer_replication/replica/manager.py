@@ -30,6 +30,7 @@ from composer_replication.replica.quorum_watch import QuorumDeclined, QuorumFail
 from composer_replication.replica.rendezvous import Rendezvous, find_unreachable
 from composer_replication.replica.sync_alarm import SyncAlarm
 from composer_replication.replica.sync_faults import is_own_failure
+from composer_replication.replica.unreachable_members import UnreachableMembers
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class ReplicaManager(InterruptibleManager):
             self._timeout,
             self.layout,
             MissingMembers(lambda: read_status(lighthouse_addr).alive),
+            UnreachableMembers(self._find_unreachable, self._min_replica_size),
             tokens,
         )
 
@@ -262,8 +264,7 @@ class ReplicaManager(InterruptibleManager):
         Raises:
             ConnectionError: One of them does not.
         """
-        limit_s = self._connect_timeout.total_seconds()
-        unreachable = find_unreachable(handles, self._pg, limit_s)
+        unreachable = self._find_unreachable(handles)
         self._watch.faults.unreachable = unreachable
         if unreachable:
             name = unreachable[0]
@@ -273,6 +274,9 @@ class ReplicaManager(InterruptibleManager):
                 "hostname) in that group to a name or address of its machine that this one can "
                 "reach"
             )
+
+    def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
+        return find_unreachable(handles, self._pg, self._connect_timeout.total_seconds())
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Vote, as torchft does; after a commit, close what departed managers have left open.
@@ -298,6 +302,7 @@ class ReplicaManager(InterruptibleManager):
         """
         if not self._is_shut_down:
             self._is_shut_down = True
+            self._watch.unreachable.stop()
             super().shutdown(wait=wait)
             if self._group_rank == 0:  # the rank with the manager server
                 uuid = self._watch.name.rpartition(":")[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from composer_replication.replica.quorum_reports import (
     write_handle,
 )
 from composer_replication.replica.sync_faults import SyncFaults
+from composer_replication.replica.unreachable_members import UnreachableMembers
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class QuorumWatch:
     | another member waits for somebody | it declines too, and waits with it |
     | groups with another number of ranks or shards | it declines until they have left
       (``GroupLayout``) |
+    | two members cannot connect to each other | one of them declines, and the others use the quorum
+      without it (``UnreachableMembers``) |
     | all members still have the connection of the previous quorum, and nobody joined or left | it
       keeps the connection |
     | none of these | it connects to the members anew |
@@ -81,6 +84,7 @@ class QuorumWatch:
         timeout: Limit of the vote of this group's ranks.
         layout: The ranks and shards of this group.
         missing: The members that this group waits for.
+        unreachable: The members that quorums are used without.
         tokens: The run's accepted secrets; the first one signs reports.
 
     Attributes:
@@ -100,6 +104,7 @@ class QuorumWatch:
         timeout: timedelta,
         layout: GroupLayout,
         missing: MissingMembers,
+        unreachable: UnreachableMembers,
         tokens: Sequence[str] = (),
     ) -> None:
         self._client = client
@@ -110,6 +115,7 @@ class QuorumWatch:
         self._timeout = timeout
         self.layout = layout
         self.missing = missing
+        self.unreachable = unreachable
         self._tokens = tuple(tokens) or ("",)
         self.should_commit = client.should_commit
         self.members: tuple[str, ...] = ()
@@ -159,8 +165,9 @@ class QuorumWatch:
             raise QuorumDeclined
         self.missing.deadline = None
         self.faults.assign(by_name)
+        quorum, by_name = self._without_unreachable(quorum, by_name, request["group_rank"])
         self.boards = {name: report.board for name, report in by_name.items()}
-        self._connect_if_needed(quorum.quorum_id, reports)
+        self._connect_if_needed(quorum.quorum_id, list(by_name.values()))
         return quorum
 
     def _report(self, step: int) -> Report:
@@ -172,7 +179,7 @@ class QuorumWatch:
             left_out=self._left_out,
             missing=tuple(sorted(self.missing.names)),
             connection=self._connection,
-            unreachable=self.faults.unreachable,
+            unreachable=tuple({*self.faults.unreachable, *self.unreachable.reported}),
             has_failed=self.faults.has_failed,
             num_ranks=self.layout.num_ranks,
             num_shards=self.layout.num_shards,
@@ -207,6 +214,30 @@ class QuorumWatch:
         self._strangers = strangers
         if len(kept) < len(read):
             quorum = restrict_quorum(quorum, kept, reports, group_rank)
+        return quorum, reports
+
+    def _without_unreachable(
+        self, quorum: Any, reports: Mapping[str, Report], group_rank: int
+    ) -> tuple[Any, Mapping[str, Report]]:
+        """The quorum of those members that can reach each other, and their reports.
+
+        Raises:
+            QuorumDeclined: This member is not one of them.
+        """
+        if self.layout.num_ranks > 1:  # another rank may leave out others
+            return quorum, reports
+        handles = dict(zip(quorum.replica_ids, quorum.reconfigure_handles, strict=True))
+        self.unreachable.update(self.name, reports, handles)
+        left_out = self.unreachable.names
+        if not left_out:
+            return quorum, reports
+        self._left_out += tuple(sorted(left_out))
+        if self.name in left_out:
+            raise QuorumDeclined
+        kept = [index for index, name in enumerate(quorum.replica_ids) if name not in left_out]
+        reports = {name: reports[name] for name in reports if name not in left_out}
+        quorum = restrict_quorum(quorum, kept, list(reports.values()), group_rank)
+        self.members = tuple(quorum.replica_ids)
         return quorum, reports
 
     def _vote(self, group_rank: int, step: int, vote: bool) -> bool:

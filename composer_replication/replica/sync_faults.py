@@ -67,7 +67,7 @@ class SyncFaults:
         elif now - self._at_fault_since > self.LEAVES_AFTER_S:
             self.leave_reason = (
                 f"for {now - self._at_fault_since:.0f} s syncs have failed because of this replica "
-                f"group: {_describe(self._name, reports)}. It leaves, and the others go on"
+                f"group: {describe_fault(self._name, reports)}. It leaves, and the others go on"
             )
 
 
@@ -105,7 +105,8 @@ def at_fault(reports: Mapping[str, Report]) -> str | None:
     return name if has_failed or links else None
 
 
-def _describe(name: str, reports: Mapping[str, Report]) -> str:
+def describe_fault(name: str, reports: Mapping[str, Report]) -> str:
+    """Say in one sentence why the member is blamed, for a message."""
     if reports[name].has_failed:
         return "it fails by an error of its own, which the log has"
     others = [(other, report) for other, report in reports.items() if other != name]

@@ -5,6 +5,7 @@ Faked is the lighthouse: a script says who is in the next quorum and under which
 
 import json
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Barrier
@@ -23,17 +24,37 @@ from composer_replication.replica.quorum_watch import (
     QuorumWatch,
 )
 from composer_replication.replica.sync_faults import SyncFaults, at_fault
+from composer_replication.replica.unreachable_members import (
+    UnreachableMembers,
+    members_to_leave_out,
+)
 
 VOTE = timedelta(seconds=10)
 HANDLE = '{"store": "host:1"}'
 
 
-def watch_of(client, letter, reconnect=lambda: None, world_size=1, token="secret"):
+def watch_of(
+    client,
+    letter,
+    reconnect=lambda: None,
+    world_size=1,
+    token="secret",
+    unreachable=None,
+):
     manager = f"http://{letter}"
     board = f"{letter}:2"
     layout, missing = GroupLayout(world_size), MissingMembers(frozenset)
     return QuorumWatch(
-        client, f"{letter}:1", manager, board, reconnect, VOTE, layout, missing, [token]
+        client,
+        f"{letter}:1",
+        manager,
+        board,
+        reconnect,
+        VOTE,
+        layout,
+        missing,
+        unreachable or UnreachableMembers(lambda handles: (), 1),
+        [token],
     )
 
 
@@ -42,15 +63,23 @@ def handle_of(letter, report=None, token="secret"):
 
 
 class Groups:
-    """Replica groups by one letter each; ``a`` is called ``a:1`` by the lighthouse."""
+    """Replica groups by one letter each; ``a`` is called ``a:1`` by the lighthouse.
 
-    def __init__(self, letters):
-        self._reconnects = set()
+    Addresses of the members in ``dead`` do not answer when they are tried again.
+    """
+
+    def __init__(self, letters, min_replica_size=1):
+        self._reconnects, self._min_replica_size, self.dead = set(), min_replica_size, set()
         self.watch = {letter: self._watch(letter) for letter in letters}
 
     def _watch(self, letter):
         client = SimpleNamespace(_quorum=self._wait_for_all, should_commit=None)
-        return watch_of(client, letter, lambda: self._reconnects.add(letter))
+        unreachable = UnreachableMembers(
+            lambda handles: tuple(name for name in handles if name in self.dead),
+            self._min_replica_size,
+        )
+        reconnect = lambda: self._reconnects.add(letter)  # noqa: E731
+        return watch_of(client, letter, reconnect, unreachable=unreachable)
 
     def replace(self, letter):
         """Its process is another one now."""
@@ -63,24 +92,29 @@ class Groups:
             quorum_id=self._id,
             replica_rank=self._letters.index(group_rank),
             max_step=step,
+            store_address="",
             replica_ids=[f"{letter}:1" for letter in self._letters],
             reconfigure_handles=[self._handles[letter] for letter in self._letters],
         )
 
-    def quorum(self, quorum_id, letters, fails=""):
-        """What becomes of this quorum: declined, kept or connected; or all of that, by letter."""
+    def quorum(self, quorum_id, letters, fails="", left_out=""):
+        """What becomes of this quorum: declined, kept or connected.
+
+        Members in ``fails`` cannot connect. Those in ``left_out`` decline and the others do not.
+        """
         self._id, self._letters, self._handles = quorum_id, letters, {}
         self._barrier = Barrier(len(letters))
         self._reconnects.clear()
         with ThreadPoolExecutor(len(letters)) as threads:
             outcomes = dict(zip(letters, threads.map(self._ask, letters), strict=True))
+        assert all(outcomes.pop(letter) == "declined" for letter in left_out)
         for letter, outcome in outcomes.items():
             if outcome == "connected":
                 self.watch[letter].disconnected()
                 if letter not in fails:
                     self.watch[letter].connected(quorum_id, hash(tuple(self._handles.items())))
         assert len(set(outcomes.values())) == 1, f"members are not of one mind: {outcomes}"
-        return outcomes[letters[0]]
+        return next(iter(outcomes.values()))
 
     def _ask(self, letter):
         try:
@@ -290,7 +324,10 @@ def test_nobody_waits_for_a_stranger_that_does_not_come_again():
 def test_while_a_token_is_replaced_both_are_accepted():
     client = quorum_with(("b:1", handle_of("b", token="new")), ("c:1", handle_of("c", token="old")))
     layout, missing = GroupLayout(1), MissingMembers(frozenset)
-    watch = QuorumWatch(client, "a:1", "", "", lambda: None, VOTE, layout, missing, ["new", "old"])
+    unreachable = UnreachableMembers(lambda handles: (), 1)
+    watch = QuorumWatch(
+        client, "a:1", "", "", lambda: None, VOTE, layout, missing, unreachable, ["new", "old"]
+    )
     quorum = watch._quorum(group_rank=0, step=0, reconfigure_handle=HANDLE)
     assert quorum.replica_ids == ["a:1", "b:1", "c:1"]
 
@@ -351,7 +388,7 @@ def test_a_failed_sync_is_blamed_on_one_member_by_all(reports, culprit):
 def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(sync_faults, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    groups = Groups("abc")
+    groups = Groups("abc", min_replica_size=3)  # so that nobody is left out
     groups.quorum(1, "abc")
     limit = SyncFaults.LEAVES_AFTER_S
     for seconds in [0.0, limit / 2, limit]:
@@ -387,6 +424,65 @@ def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_coun
     assert groups.watch["a"].faults.blamed is None
     groups.quorum(2, "ab")
     assert groups.watch["a"].faults.blamed == groups.watch["b"].faults.blamed == "another"
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, caplog):
+    monkeypatch.setattr(UnreachableMembers, "RECHECK_EVERY_S", 0.01)
+    groups = Groups("abc")
+    groups.quorum(1, "abc")
+    groups.dead = {"c:1"}
+    for letter in "ab":  # as when they connect
+        groups.watch[letter].faults.unreachable = ("c:1",)
+    assert groups.quorum(1, "abc", left_out="c") == "connected"
+    assert groups.watch["a"].members == groups.watch["b"].members == ("a:1", "b:1")
+    assert groups.quorum(1, "abc", left_out="c") == "kept"
+    assert caplog.text.count("Syncs go on without group c: a, b cannot reach it") == 3  # each once
+    groups.dead.clear()
+    eventually(lambda: not any(groups.watch[each].unreachable.reported for each in "ab"))
+    assert groups.quorum(3, "abc") == "connected"
+    assert groups.watch["c"].members == ("a:1", "b:1", "c:1")
+    assert groups.quorum(3, "abc") == "kept"
+
+
+def test_nobody_waits_for_a_member_that_is_left_out_and_asks_late():
+    groups = Groups("abc")
+    groups.quorum(1, "abc")
+    groups.dead = {"a:1"}
+    groups.watch["c"].faults.unreachable = ("a:1",)
+    for letter in "abc":
+        groups.watch[letter].missing.read_alive = lambda: frozenset({"a:1", "b:1", "c:1"})
+    assert groups.quorum(1, "abc", left_out="a") == "connected"
+    assert groups.quorum(2, "bc") == "connected"  # and not declined
+
+
+@pytest.mark.parametrize(
+    ("min_replica_size", "reports", "left_out"),
+    [
+        (1, {"a": Report(), "b": Report()}, ""),
+        (1, {"a": unreachable("b"), "b": unreachable("a")}, "b"),
+        (2, {"a": unreachable("b"), "b": unreachable("a")}, ""),
+        (1, {"a": unreachable("c", "d"), "b": unreachable("c", "d"), "c": Report(step=1),
+             "d": Report(step=1)}, "cd"),
+        (3, {"a": unreachable("c", "d"), "b": unreachable("c", "d"), "c": Report(step=1),
+             "d": Report(step=1)}, ""),
+        (1, {"a": unreachable("c"), "b": Report(has_failed=True), "c": Report(step=1)}, ""),
+        (1, {"a": unreachable("b"), "b": Report(step=0)}, "b"),  # a joiner that is not reached
+        # The only one with the newest parameters stays: without it outer steps would be lost.
+        (1, {"a": Report(step=0, unreachable=("c:1",)), "b": Report(step=0, unreachable=("c:1",)),
+             "c": Report(step=1)}, "ab"),
+    ],
+)  # fmt: skip
+def test_who_is_left_out(min_replica_size, reports, left_out):
+    named = {f"{letter}:1": report for letter, report in reports.items()}
+    expected = {f"{letter}:1" for letter in left_out}
+    assert members_to_leave_out(named, min_replica_size) == expected
 
 
 class Ranks:
