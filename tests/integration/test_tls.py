@@ -22,6 +22,8 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.replica.certificates import make_certificates
 from composer_replication.replica.heal.client import HealError
 from composer_replication.replica.lighthouse import read_status
+from composer_replication.replica.quorum_watch import AtFaultError
+from composer_replication.replica.sync_faults import SyncFaults
 
 pytestmark = pytest.mark.integration
 
@@ -120,9 +122,10 @@ def train_beside_another_authority(group: Group, folders: list[str]) -> dict:
         return train(group, folders[group.replica_id])
     while not any(member.step > 2 for member in read_status(group.lighthouse_addr).members):
         time.sleep(0.05)
+    SyncFaults.LEAVES_AFTER_S = 3.0  # in this process
     try:
         return train(group, folders[2])
-    except (HealError, TimeoutError) as error:
+    except (HealError, TimeoutError, AtFaultError) as error:
         return {"error": f"{error}"}
 
 
