@@ -26,6 +26,10 @@ class RoundLength:
 
     Only the time between syncs counts, so the groups also ask for a quorum at the same time.
 
+    A joiner has measured nothing in its first turn. It counts on the pace of the slowest group, for
+    which the others wait once at most, and does not waste most of a turn. In a run that begins
+    nobody has measured anything, and the first turn is as short as ``steps_in_turn`` allows.
+
     Args:
         settings: The run's settings.
 
@@ -50,12 +54,12 @@ class RoundLength:
             settings: The settings in force.
             vitals: What the groups of the last sync said about themselves.
         """
+        paces = [group.step_s for group in vitals if group.step_s > 0] or [math.nan]
         if settings.round_seconds == AUTO:
-            paces = [group.step_s for group in vitals if group.step_s > 0]
-            turn_s = min(paces, default=math.nan) * settings.steps_between_syncs
+            turn_s = min(paces) * settings.steps_between_syncs
         else:
             turn_s = float(settings.round_seconds or math.nan) / settings.fragment_count
-        steps = turn_s / self.step_s
+        steps = turn_s / (self.step_s if self._measured else max(paces))
         if math.isfinite(steps):
             self._steps = round(steps)
 

@@ -148,10 +148,14 @@ class QuorumWatch:
         request["reconfigure_handle"] = write_handle(
             handle, self._report(request["step"]), self.name, self._tokens[0]
         )
+        if self.name in self.unreachable.names:
+            # The lighthouse gives a new quorum id while a member counts failed commits, and the
+            # others would connect anew in every quorum. This member has no connection to renew.
+            request["commit_failures"] = 0
         try:
             quorum = self._client._quorum(**request)
         except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
-            raise QuorumFailed(str(error).splitlines()[0]) from error
+            raise QuorumFailed((str(error) or repr(error)).splitlines()[0]) from error
         # With strangers: the lighthouse counts them too when it decides on a new id.
         current = PreviousQuorum(quorum.quorum_id, tuple(quorum.replica_ids))
         quorum, reports = self._without_strangers(quorum, request["group_rank"])

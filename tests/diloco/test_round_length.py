@@ -112,7 +112,7 @@ def test_a_group_that_becomes_slower_takes_fewer_steps_and_one_long_turn_changes
     assert slower == [12] * 9 + [6] * 3
 
 
-def test_a_joiner_begins_with_few_steps_and_then_takes_its_share(clock):
+def test_a_joiner_begins_with_the_steps_of_the_slowest_group_and_then_takes_its_share(clock):
     def replica(sim):
         settings = {"sync_every": 10, "round_seconds": "auto", "num_replicas": 2}
         return train(sim, clock, 8 - 4 * (sim.replica_id == 2), **settings)[1]
@@ -120,7 +120,7 @@ def test_a_joiner_begins_with_few_steps_and_then_takes_its_share(clock):
     late = [Fault("late", replica_id=2, step=4)]
     first, second, joiner = simulate(replica, num_replicas=3, faults=late)
     assert first == [1] + [10] * 7 and second == [1] + [7] * 7
-    assert joiner == [1, 3, 3, 3]
+    assert joiner == [7, 3, 3, 3]
 
 
 @pytest.mark.parametrize("at", range(1, 36, 5))
@@ -175,16 +175,25 @@ def test_bounds_are_a_tenth_of_sync_every_and_more_than_the_delay():
     assert DiLoCoSettings(sync_every=100, num_fragments=4).steps_in_turn == range(25, 26)
 
 
-def test_without_a_pace_of_its_own_or_of_any_group_it_stays_as_it_is():
+@pytest.mark.parametrize(("round_seconds", "of_a_joiner"), [("auto", 20), (15.0, 24)])
+def test_a_turn_follows_from_the_paces_that_are_known(round_seconds, of_a_joiner):
+    settings = DiLoCoSettings(sync_every=50, round_seconds=round_seconds)
+    length = RoundLength(settings)
+    length.choose(settings, [Vitals(), Vitals()])
+    assert length.steps_in_turn(settings) == 5  # nobody has measured anything
+    length.choose(settings, [Vitals(), Vitals(step_s=0.25), Vitals(step_s=0.625)])
+    assert length.steps_in_turn(settings) == of_a_joiner  # at the pace of the slowest group
+    length.measure(0.5)
+    length.choose(settings, [Vitals(), Vitals(step_s=0.25)])
+    assert length.steps_in_turn(settings) == (25 if round_seconds == "auto" else 30)
+
+
+def test_without_a_pace_of_any_group_it_stays_as_it_is():
     settings = DiLoCoSettings(sync_every=50, round_seconds="auto")
     length = RoundLength(settings)
-    length.choose(settings, [Vitals(step_s=0.5)])
-    assert length.steps_in_turn(settings) == 5
     length.measure(0.5)
     length.choose(settings, [Vitals(), Vitals()])
     assert length.steps_in_turn(settings) == 5
-    length.choose(settings, [Vitals(), Vitals(step_s=0.25)])
-    assert length.steps_in_turn(settings) == 25
 
 
 def test_weights_follow_the_steps_unless_they_are_set():

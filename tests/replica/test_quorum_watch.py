@@ -70,6 +70,7 @@ class Groups:
 
     def __init__(self, letters, min_replica_size=1):
         self._reconnects, self._min_replica_size, self.dead = set(), min_replica_size, set()
+        self.commit_failures = {}
         self.watch = {letter: self._watch(letter) for letter in letters}
 
     def _watch(self, letter):
@@ -85,8 +86,9 @@ class Groups:
         """Its process is another one now."""
         self.watch[letter] = self._watch(letter)
 
-    def _wait_for_all(self, group_rank, step, reconfigure_handle):
+    def _wait_for_all(self, group_rank, step, reconfigure_handle, commit_failures):
         self._handles[group_rank] = reconfigure_handle
+        self.commit_failures[group_rank] = commit_failures
         self._barrier.wait(10.0)
         return SimpleNamespace(
             quorum_id=self._id,
@@ -118,7 +120,9 @@ class Groups:
 
     def _ask(self, letter):
         try:
-            self.watch[letter]._quorum(group_rank=letter, step=1, reconfigure_handle=HANDLE)
+            self.watch[letter]._quorum(
+                group_rank=letter, step=1, reconfigure_handle=HANDLE, commit_failures=1
+            )
         except QuorumDeclined:
             return "declined"
         return "connected" if letter in self._reconnects else "kept"
@@ -443,6 +447,8 @@ def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, c
     assert groups.quorum(1, "abc", left_out="c") == "connected"
     assert groups.watch["a"].members == groups.watch["b"].members == ("a:1", "b:1")
     assert groups.quorum(1, "abc", left_out="c") == "kept"
+    # With a count above 0 the lighthouse would give an id that makes the others connect anew.
+    assert groups.commit_failures == {"a": 1, "b": 1, "c": 0}
     assert caplog.text.count("Syncs go on without group c: a, b cannot reach it") == 3  # each once
     groups.dead.clear()
     eventually(lambda: not any(groups.watch[each].unreachable.reported for each in "ab"))
