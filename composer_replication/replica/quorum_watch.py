@@ -16,10 +16,10 @@ from composer_replication.replica.quorum_history import (
 )
 from composer_replication.replica.quorum_reports import (
     Report,
-    read_handle,
     restrict_quorum,
     write_handle,
 )
+from composer_replication.replica.strangers import Strangers
 from composer_replication.replica.sync_faults import SyncFaults
 from composer_replication.replica.unreachable_members import UnreachableMembers
 
@@ -117,6 +117,7 @@ class QuorumWatch:
         self.missing = missing
         self.unreachable = unreachable
         self._tokens = tuple(tokens) or ("",)
+        self._strangers = Strangers(self._tokens, layout.is_missing_rank)
         self.should_commit = client.should_commit
         self.members: tuple[str, ...] = ()
         self.boards: dict[str, str] = {}
@@ -124,7 +125,6 @@ class QuorumWatch:
         self.faults = SyncFaults(name)
         self._previous: PreviousQuorum | None = None
         self._connection: Connection | None = None
-        self._strangers: frozenset[str] = frozenset()
         self._left_out: tuple[str, ...] = ()
 
     @property
@@ -191,34 +191,17 @@ class QuorumWatch:
 
     def _without_strangers(self, quorum: Any, group_rank: int) -> tuple[Any, list[Report]]:
         """The quorum of those members that prove the token, and their reports."""
-        read = [
-            read_handle(handle, name, self._tokens)
-            for handle, name in zip(quorum.reconfigure_handles, quorum.replica_ids, strict=True)
-        ]
-        kept = [index for index, report in enumerate(read) if report is not None]
-        if quorum.replica_rank not in kept:
+        reports = self._strangers.read_reports(quorum)
+        if quorum.replica_rank not in reports:
             raise QuorumFailed(
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
-        reports = [report for report in read if report is not None]
-        self._left_out = tuple(set(quorum.replica_ids) - {quorum.replica_ids[i] for i in kept})
-        strangers = frozenset(
-            name
-            for name, handle, report in zip(
-                quorum.replica_ids, quorum.reconfigure_handles, read, strict=True
-            )
-            if report is None and not self.layout.is_missing_rank(handle)
-        )
-        for name in sorted(strangers - self._strangers):
-            log.warning(
-                "Left %r out of the quorum: it does not prove that it knows this run's token. It "
-                "is a stranger, or COMPOSER_REPLICATION_TOKEN differs between the replica groups",
-                name,
-            )
-        self._strangers = strangers
-        if len(kept) < len(read):
-            quorum = restrict_quorum(quorum, kept, reports, group_rank)
-        return quorum, reports
+        names = enumerate(quorum.replica_ids)
+        self._left_out = tuple(name for index, name in names if index not in reports)
+        kept = [*reports.values()]
+        if self._left_out:
+            quorum = restrict_quorum(quorum, [*reports], kept, group_rank)
+        return quorum, kept
 
     def _without_unreachable(
         self, quorum: Any, reports: Mapping[str, Report], group_rank: int
