@@ -38,7 +38,7 @@ PASSED_ON = {
     ],
     "replica/heal/state_bytes.py": ["raise NotAState(reason.splitlines()[0]) from error"],
     "replica/quorum_watch.py": [
-        "raise QuorumFailed(str(error).splitlines()[0]) from error",
+        "raise QuorumFailed((str(error) or repr(error)).splitlines()[0]) from error",
         "raise QuorumDeclined",
     ],
     "replica/ranks.py": ["raise error"],
