@@ -41,6 +41,9 @@ class Cell:
         step_times: How long an inner step of each group takes, beside the first one's; all take
             their steps in the same time then (``round_seconds: auto``), and ``steps`` and
             ``sync_every`` are the first one's. Empty: all groups take the same number of steps.
+        batches: Samples in a step of data parallel, in each quarter of the steps. Empty: ``batch``.
+        momentum: Muon's momentum.
+        beta2: The decay of AdamW's squared gradients, for what Muon does not train too.
     """
 
     groups: int = 0
@@ -61,9 +64,13 @@ class Cell:
     away: int = 0
     early: int = 0
     step_times: tuple[float, ...] = ()
+    batches: tuple[int, ...] = ()
+    momentum: float = 0.95
+    beta2: float = 0.95
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "step_times", tuple(self.step_times))  # JSON has lists
+        for name in ("step_times", "batches"):  # JSON has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def key(self) -> str:

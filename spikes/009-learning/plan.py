@@ -42,6 +42,10 @@ SIX_RADIAL = replace(EIGHT_RADIAL, groups=6, batch=12)
 
 SIX_SHORT = replace(SIX_RADIAL, early=5)
 
+CONSTANT_BATCH = replace(DATA_PARALLEL_MUON, batch=12)
+CHANGING_BATCH = replace(CONSTANT_BATCH, batches=(16, 8, 8, 16))
+"""Data parallel with the batches of six groups, and of eight, four and eight."""
+
 EQUAL = replace(TWO_MUON, groups=3, batch=24, sync_every=20)
 UNEQUAL = replace(EQUAL, sync_every=30, steps=2700, step_times=(1.0, 1.5, 3.0))
 """As many rounds and samples as the equal ones."""
@@ -119,6 +123,13 @@ FOURTH_ARMS = (
         replace(EIGHT_LONG_STEPS, away=4),
         SIX_LONG_STEPS,
         "6 groups, rda, outer lr 0.7",
+    ),
+    Arm("data parallel, batch 12", CONSTANT_BATCH, CONSTANT_BATCH, "-"),
+    Arm(
+        "data parallel, batch 16, 8 and 16",
+        CHANGING_BATCH,
+        CONSTANT_BATCH,
+        "data parallel, batch 12",
     ),
     Arm("data parallel, 6,000 steps", DATA_PARALLEL_HUNDRED, DATA_PARALLEL_HUNDRED, "-"),
     Arm("2 groups, H = 100, warm-up, 6,000 steps", HUNDRED, DATA_PARALLEL_HUNDRED, "same length"),
@@ -254,10 +265,18 @@ def _radial_look() -> Iterator[Cell]:
 
 def _muon_batch_look() -> Iterator[Cell]:
     """Whether a larger batch narrows the gap with Muon inside."""
-    yield replace(TWO_MUON, sync_every=15, batch=32)
-    yield replace(DATA_PARALLEL_MUON, batch=32)
-    yield replace(TWO_MUON, sync_every=15, batch=32, lr=1.2e-2)
-    yield replace(DATA_PARALLEL_MUON, batch=32, lr=1.6e-2)
+    for lr in (8e-3, 1.2e-2):
+        yield replace(TWO_SHORT, batch=32, lr=lr)
+    for lr in (1.2e-2, 1.6e-2):
+        yield replace(DATA_PARALLEL_MUON, batch=32, lr=lr)
+
+
+def _momentum_look() -> Iterator[Cell]:
+    """Whether the inner optimizer should average over more steps, which have few samples here."""
+    yield replace(TWO_SHORT, momentum=0.975, beta2=0.975)
+    yield replace(TWO_SHORT, momentum=0.9)
+    yield replace(DATA_PARALLEL_MUON, momentum=0.9)
+    yield replace(EIGHT_MUON, early=5, momentum=0.99, beta2=0.99)
 
 
 def _long() -> Iterator[Cell]:
@@ -270,6 +289,21 @@ def _changing_groups() -> Iterator[Cell]:
     """Groups that come and go, with a warm-up as it is recommended, on two further seeds."""
     for seed, arm in product(CLAIM_SEEDS[1:3], FOURTH_ARMS[:2]):
         yield arm.cell.with_seed(seed)
+
+
+def _changing_batch() -> Iterator[Cell]:
+    """What a batch that changes costs data parallel, as the samples of groups that come and go."""
+    for seed, cell in product(CLAIM_SEEDS[:2], (CONSTANT_BATCH, CHANGING_BATCH)):
+        yield cell.with_seed(seed)
+
+
+def _eleven_seeds() -> Iterator[Cell]:
+    """The quickstart's training against data parallel, on all seeds; a third one of the formats."""
+    for seed in CLAIM_SEEDS[5:]:
+        yield DATA_PARALLEL_MUON.with_seed(seed)
+        yield TWO_SHORT.with_seed(seed)
+    for arm in THIRD_ARMS:
+        yield arm.cell.with_seed(CLAIM_SEEDS[2])
 
 
 def _claims() -> Iterator[Cell]:
@@ -295,10 +329,13 @@ STAGES = {
     "groups look": _groups_look,
     "muon batch look": _muon_batch_look,
     "radial look": _radial_look,
+    "momentum look": _momentum_look,
     "base": _base,
     "quickstart": _quickstart,
     "long": _long,
     "changing groups": _changing_groups,
+    "changing batch": _changing_batch,
+    "eleven seeds": _eleven_seeds,
     "claims": _claims,
 }
 

@@ -81,7 +81,7 @@ def tuning(results: Results) -> str:
         h, merge, lr, momentum = outer if cell.groups else ("-", "-", "-", "-")
         groups = cell.groups or "data parallel"
         rows.append(
-            f"| {groups} | {h} | {cell.steps} | {cell.batch} | {cell.inner} | {cell.lr:g} "
+            f"| {groups} | {h} | {cell.steps} | {cell.batch} | {_inner(cell)} | {cell.lr:g} "
             f"| {merge} | {lr} | {momentum} | {len(bits)} | {statistics.fmean(bits.values()):.3f} |"
         )
     return "\n".join(rows)
@@ -90,6 +90,15 @@ def tuning(results: Results) -> str:
 def _rounds(cell: Cell) -> str:
     early = f"{cell.early} for {EARLY_STEPS} steps, then " if cell.early else ""
     return f"{early}{cell.sync_every}"
+
+
+def _inner(cell: Cell) -> str:
+    usual = Cell()
+    parts = [cell.inner]
+    for name in ("momentum", "beta2"):
+        if (value := getattr(cell, name)) != getattr(usual, name):
+            parts.append(f"{name} {value:g}")
+    return ", ".join(parts)
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:

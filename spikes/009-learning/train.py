@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -180,18 +181,25 @@ def _batches(cell: Cell, rank: int, groups: int) -> Iterator[dict[str, torch.Ten
         seed=cell.seed,
         drop_last=True,
     )
-    size = cell.batch // groups
-    epoch = 0
-    while True:
-        sampler.set_epoch(epoch)
-        order = list(sampler)
-        for start in range(0, len(order) - size + 1, size):
-            samples = [data[index] for index in order[start : start + size]]
-            yield {
-                name: torch.stack([sample[name] for sample in samples])
-                for name in ("input_ids", "labels")
-            }
-        epoch += 1
+    order, at, epoch = [], 0, 0
+    for size in _sizes(cell, groups):
+        if at + size > len(order):
+            sampler.set_epoch(epoch)
+            order, at, epoch = list(sampler), 0, epoch + 1
+        samples = [data[index] for index in order[at : at + size]]
+        at += size
+        yield {
+            name: torch.stack([sample[name] for sample in samples])
+            for name in ("input_ids", "labels")
+        }
+
+
+def _sizes(cell: Cell, groups: int) -> Iterator[int]:
+    """The samples in each of a group's batches, without end."""
+    if not cell.batches:
+        return repeat(cell.batch // groups)
+    last = len(cell.batches) - 1
+    return (cell.batches[min(last, step * len(cell.batches) // cell.steps)] for step in count())
 
 
 _building = threading.Lock()  # initial weights come from torch's generator, which threads share
@@ -205,8 +213,15 @@ def _model(cell: Cell) -> ByteGPT:
 
 def _inner(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
     if cell.inner == "muon":
-        return Muon(model.named_parameters(), lr=cell.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    return DecoupledAdamW(model.parameters(), lr=cell.lr, betas=(0.9, 0.95), weight_decay=1e-5)
+        return Muon(
+            model.named_parameters(),
+            lr=cell.lr,
+            momentum=cell.momentum,
+            betas=(0.9, cell.beta2),
+            weight_decay=0.0,
+        )
+    betas = 0.9, cell.beta2
+    return DecoupledAdamW(model.parameters(), lr=cell.lr, betas=betas, weight_decay=1e-5)
 
 
 @torch.no_grad()
