@@ -12,7 +12,11 @@ from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.settings import AUTO, DiLoCoSettings
 
 TURNS = 5
-"""Turns over whose median a group's pace is taken: an evaluation in one of them does not count."""
+"""Turns over whose median a group's pace is taken: an evaluation in one of them does not count.
+
+If the last two of them are both slower, or both faster, the group's speed has changed, and the one
+of the two that is nearer to the median counts.
+"""
 
 
 class RoundLength:
@@ -45,7 +49,7 @@ class RoundLength:
     def measure(self, step_s: float) -> None:
         """Add a turn's seconds for an inner step, the same number on every rank of the group."""
         self._measured.append(step_s)
-        self.step_s = median(self._measured)
+        self.step_s = median([median(self._measured), *list(self._measured)[-2:]])
 
     def choose(self, settings: DiLoCoSettings, vitals: Sequence[Vitals]) -> None:
         """Choose the inner steps of the next turn.

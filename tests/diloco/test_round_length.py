@@ -108,8 +108,28 @@ def test_a_group_that_becomes_slower_takes_fewer_steps_and_one_long_turn_changes
 
     same, slower = simulate(replica, num_replicas=2)
     assert same == [12] * 12
-    # Of the last five turns one took 5 s a step; from the third one of 2 s on, most take as long.
-    assert slower == [12] * 9 + [6] * 3
+    # One turn took 5 s a step, which changes nothing; the second one of 2 s a step does.
+    assert slower == [12] * 8 + [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("measured", "pace"),
+    [
+        ([2.0], 2.0),
+        ([2.0, 4.0], 3.0),
+        ([1.0, 1.0, 1.0, 9.0], 1.0),  # an evaluation
+        ([1.0, 1.0, 1.0, 9.0, 1.0], 1.0),
+        ([1.0, 1.0, 1.0, 3.0, 4.0], 3.0),  # slower
+        ([4.0, 4.0, 4.0, 1.0, 2.0], 2.0),  # faster
+        ([1.0, 1.3, 1.1, 1.0, 1.2], 1.1),  # as it varies: the median
+        ([9.0, 1.0, 1.0, 1.0, 2.0, 3.0], 2.0),  # the last five count
+    ],
+)
+def test_the_pace_is_the_median_unless_the_last_two_turns_say_otherwise(measured, pace):
+    length = RoundLength(DiLoCoSettings())
+    for step_s in measured:
+        length.measure(step_s)
+    assert length.step_s == pytest.approx(pace)
 
 
 def test_a_joiner_begins_with_the_steps_of_the_slowest_group_and_then_takes_its_share(clock):
