@@ -26,6 +26,8 @@ TWO_SHORT = replace(TWO_MUON, early=5)
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
 """Two groups with rounds of 15 and twice as many inner steps as in the other arms."""
 
+TWO_LONG_SHORT = replace(TWO_SHORT, steps=3600)
+
 DATA_PARALLEL_LONG = replace(DATA_PARALLEL_MUON, steps=3600)
 FOUR_MUON = replace(TWO_MUON, groups=4)
 EIGHT_MUON = replace(TWO_MUON, groups=8)
@@ -80,6 +82,9 @@ FIRST_ARMS = (
 
 LONG_ARMS = (
     Arm("data parallel, 3,600 steps", DATA_PARALLEL_LONG, DATA_PARALLEL_LONG, "-"),
+    Arm(
+        "2 groups, H = 30, warm-up, 3,600 steps", TWO_LONG_SHORT, DATA_PARALLEL_LONG, "same length"
+    ),
     Arm("2 groups, H = 15, 3,600 steps", TWO_LONG, DATA_PARALLEL_LONG, "same length"),
 )
 
