@@ -26,7 +26,10 @@ TWO_SHORT = replace(TWO_MUON, early=5)
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
 """Two groups with rounds of 15 and twice as many inner steps as in the other arms."""
 
-TWO_LONG_SHORT = replace(TWO_SHORT, steps=3600)
+TWO_WARM_LONG = replace(TWO_SHORT, steps=3600)
+FOUR_LONG = replace(TWO_WARM_LONG, groups=4)
+EIGHT_LONG = replace(TWO_WARM_LONG, groups=8)
+"""17 bytes a parameter, near the 20 tokens of the published fit."""
 
 DATA_PARALLEL_LONG = replace(DATA_PARALLEL_MUON, steps=3600)
 FOUR_MUON = replace(TWO_MUON, groups=4)
@@ -82,9 +85,9 @@ FIRST_ARMS = (
 
 LONG_ARMS = (
     Arm("data parallel, 3,600 steps", DATA_PARALLEL_LONG, DATA_PARALLEL_LONG, "-"),
-    Arm(
-        "2 groups, H = 30, warm-up, 3,600 steps", TWO_LONG_SHORT, DATA_PARALLEL_LONG, "same length"
-    ),
+    Arm("2 groups, H = 30, warm-up, 3,600 steps", TWO_WARM_LONG, DATA_PARALLEL_LONG, "same length"),
+    Arm("4 groups, H = 30, warm-up, 3,600 steps", FOUR_LONG, DATA_PARALLEL_LONG, "same length"),
+    Arm("8 groups, H = 30, warm-up, 3,600 steps", EIGHT_LONG, DATA_PARALLEL_LONG, "same length"),
     Arm("2 groups, H = 15, 3,600 steps", TWO_LONG, DATA_PARALLEL_LONG, "same length"),
 )
 
@@ -285,9 +288,10 @@ def _momentum_look() -> Iterator[Cell]:
 
 
 def _long() -> Iterator[Cell]:
-    """Twice as many steps, on the first five seeds of the claims."""
-    for seed, arm in product(CLAIM_SEEDS[:5], LONG_ARMS):
-        yield arm.cell.with_seed(seed)
+    """Twice as many steps, near the length of the published fit: two groups first."""
+    for arms in (LONG_ARMS[:2], LONG_ARMS[2:4]):
+        for seed, arm in product(CLAIM_SEEDS[:5], arms):
+            yield arm.cell.with_seed(seed)
 
 
 def _changing_groups() -> Iterator[Cell]:
