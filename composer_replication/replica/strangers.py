@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 class Strangers:
     """Reads the reports of a quorum's members, and names those that do not prove the run's token.
 
-    Whoever reaches the lighthouse can be a member of a quorum. The others use the quorum without a
-    member that does not prove the token, and the log names it once.
+    Any process that reaches the lighthouse can be a member of a quorum. The others use the quorum
+    without a member that does not prove the token, and the log names it once.
 
     Args:
         tokens: The run's accepted secrets.
