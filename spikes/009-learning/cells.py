@@ -37,6 +37,7 @@ class Cell:
         seed: Of the initial weights and of the order of the data.
         away: How many of the groups die after a quarter of the steps; as many others join for the
             last quarter.
+        heal_inner_state: Which inner state these begin with: their ``own``, or the ``donor``'s.
         early: Inner steps in a round at the beginning, for ``EARLY_STEPS``; 0 for ``sync_every``.
         step_times: How long an inner step of each group takes, beside the first one's; all take
             their steps in the same time then (``round_seconds: auto``), and ``steps`` and
@@ -62,6 +63,7 @@ class Cell:
     clip: float = 1.0
     seed: int = 101
     away: int = 0
+    heal_inner_state: str = "own"
     early: int = 0
     step_times: tuple[float, ...] = ()
     batches: tuple[int, ...] = ()
@@ -96,6 +98,7 @@ _OUTER = (
     "wire_format",
     "merge",
     "away",
+    "heal_inner_state",
     "early",
     "step_times",
 )

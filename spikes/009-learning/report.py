@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from arms import ARMS, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
-from plan import ARMS, Arm
 from study import read
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "learning.md"
@@ -135,21 +135,15 @@ def draw(results: Results, folder: Path) -> None:
     curves.set(xlabel="million bytes trained on", ylabel="training loss, bits per byte")
     curves.set_ylim(top=4)
     curves.legend(fontsize=8)
-    for h, early in ((30, 0), (30, 5), (15, 5), (100, 5)):
-        shown = sorted(
-            (arm.cell.groups, above)
-            for arm in ARMS
-            if _is_vanilla(arm, h, early) and (above := results.above(arm))
+    for name, shown in _by_groups(results).items():
+        groups.errorbar(
+            [k for k, _ in shown],
+            [above.mean for _, above in shown],
+            yerr=[(above.high - above.low) / 2 for _, above in shown],
+            marker="o",
+            capsize=3,
+            label=name,
         )
-        if shown:
-            groups.errorbar(
-                [k for k, _ in shown],
-                [above.mean for _, above in shown],
-                yerr=[(above.high - above.low) / 2 for _, above in shown],
-                marker="o",
-                capsize=3,
-                label=f"H = {h}" + (", warm-up" if early else ""),
-            )
     groups.axhline(0, color="0.6", linewidth=0.8)
     groups.set_xscale("log", base=2)
     groups.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
@@ -159,13 +153,32 @@ def draw(results: Results, folder: Path) -> None:
     figure.savefig(folder / "learning.png", dpi=110)
 
 
-def _is_vanilla(arm: Arm, sync_every: int, early: int) -> bool:
+def _by_groups(results: Results) -> dict[str, list[tuple[int, Difference]]]:
+    """For each kind of round and of batch, how far arms lie above data parallel, by groups."""
+    kinds: dict[str, list[tuple[int, Difference]]] = {}
+    for arm in ARMS:
+        above = results.above(arm)
+        if above is not None and _is_vanilla(arm):
+            kinds.setdefault(_kind(arm.cell), []).append((arm.cell.groups, above))
+    return {name: sorted(shown, key=lambda each: each[0]) for name, shown in kinds.items()}
+
+
+def _kind(cell: Cell) -> str:
+    parts = [f"H = {cell.sync_every}"]
+    parts += ["warm-up"] if cell.early else []
+    parts += [f"{cell.steps:,} steps"] if cell.steps != Cell.steps else []
+    parts += ["8 samples in each group"] if cell.batch > Cell.batch else []
+    return ", ".join(parts)
+
+
+def _is_vanilla(arm: Arm) -> bool:
     """Whether it has whole syncs in float32 and the inner optimizer of the best data parallel."""
-    plain = replace(Cell(), inner="muon", batch=16, early=early, sync_every=sync_every)
-    same = ("num_fragments", "wire_format", "inner", "merge", "away", "step_times", "batch")
-    same += ("early", "sync_every")
-    is_plain = all(getattr(arm.cell, name) == getattr(plain, name) for name in same)
-    return is_plain and arm.cell.groups > 0 and arm.base.groups == 0
+    same = ("num_fragments", "wire_format", "merge", "away", "step_times", "momentum")
+    is_plain = all(getattr(arm.cell, name) == getattr(Cell(), name) for name in same)
+    of_eight = arm.cell.batch == 8 * arm.cell.groups
+    has_usual_batch = arm.cell.batch == Cell.batch or of_eight
+    compares = arm.cell.groups > 0 and arm.base.groups == 0
+    return is_plain and has_usual_batch and compares and arm.cell.inner == "muon"
 
 
 def main() -> None:

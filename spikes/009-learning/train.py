@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, repeat
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import sync_clock
+from composer_replication.diloco.inner_optimizer import load_state, save_state
 from composer_replication.simulation import Fault
 from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
@@ -70,6 +71,9 @@ def train(cell: Cell) -> dict[str, Any]:
 def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
     model = _model(cell)
     inner = _inner(cell, model)
+    if cell.heal_inner_state == "donor":
+        load, save = partial(load_state, inner), partial(save_state, inner)
+        sim.manager.register_state_dict_fn("inner", load, save)
     diloco = DiLoCo(
         sim.manager,
         model,
