@@ -248,12 +248,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         self._outer.peer_table.is_over = False  # there is more to send, even after the last step
         for fragment in self._outer.fragments:
-            fragment.replaces_global = True
+            fragment.unsynced.replaces_global = True
 
     @property
     def replaces_global(self) -> bool:
         """Whether ``make_local_global`` still has to take effect in a fragment."""
-        return any(fragment.replaces_global for fragment in self._outer.fragments)
+        return any(fragment.unsynced.replaces_global for fragment in self._outer.fragments)
 
     def offer_settings(self, versions: Mapping[int, DiLoCoSettings]) -> None:
         """Announce which versions of the settings this group knows.

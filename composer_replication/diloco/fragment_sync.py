@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -21,29 +21,7 @@ from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.sync_clock import SyncClock
 from composer_replication.diloco.torchft_api import DiLoCoManager, _StreamingDiLoCoFragment
-
-
-@dataclass
-class Packed:
-    """What the last pseudo-gradient was computed from.
-
-    Attributes:
-        inner_steps: Inner steps since the fragment was last synchronised.
-        samples: What these steps were counted to have trained on: samples, or tokens with
-            ``weight_by: tokens``.
-        position: The position in the sample stream.
-        is_replacing: Whether the local parameters are to be the global ones, see
-            ``DiLoCo.make_local_global``.
-        is_dropped: Whether the local parameters have been reset since.
-        local: The local parameters, kept while the sync is in flight; None without a delay.
-    """
-
-    inner_steps: int = 0
-    samples: int = 0
-    position: int = 0
-    is_replacing: bool = False
-    is_dropped: bool = False
-    local: list[Tensor] | None = None
+from composer_replication.diloco.unsynced import Packed, Unsynced
 
 
 class FragmentSync(_StreamingDiLoCoFragment):
@@ -127,25 +105,13 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
-        self.inner_steps = 0
-        self.samples = 0
-        self.late_steps = 0
-        """Those of ``inner_steps`` from before outer steps that this group has missed."""
-        self.is_behind = False
-        """Whether the local parameters still belong to global ones from before a heal."""
-        self.is_sent = False
-        """Whether peers may have steps of this group that it does not know to be committed."""
-        self._packed = Packed()
+        self.unsynced = Unsynced(settings.weight_by)
         self._has_too_few = self._is_packed = False
-        self.unsent: Packed | None = None
-        """What was in flight in the checkpoint that this group resumes from, until it is sent."""
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
         self.sends_again = False
         """Whether it is to send again what it has packed, and not to pack anew."""
-        self.replaces_global = False
-        """Whether the local parameters are to be the global ones, from the next sync on."""
         self.frozen: list[bool] = []
         """Whether this group had frozen each tensor at the last pseudo-gradient."""
         self.synced_samples = SyncedSamples(0, 0, 0)
@@ -187,7 +153,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         """Forget the sync in flight: nobody waits for its mean, its memory is not used again."""
         self._allreduce_work = []
         self.mean.abandon()
-        self._packed, self._is_packed = Packed(), False
+        self.unsynced.packed, self._is_packed = Packed(), False
 
     def wait_for_table(self) -> None:
         """Wait for the table of this sync alone, and read it."""
@@ -197,13 +163,14 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.frozen = self.globals.freezing.own()
         if self._has_too_few:
             return
-        self._packed, self._is_packed = self._pack(), True
-        local = self._packed.local or self.local()
-        sources = self.globals.own_parts(), self.globals.share.own(local)
-        contribution, plain = self._own_contribution(), self._averaged_plainly()
+        packed = self.unsynced.packed = self._pack()
+        self._is_packed = True
+        sources = self.globals.own_parts(), self.globals.share.own(packed.local or self.local())
+        contribution = 0.0 if self.is_joining else self.unsynced.contribution()
+        plain = self._averaged_plainly()
         self.mean.pack(self._pseudo_gradient, sources, contribution, plain=plain)
         if not self.is_joining:
-            self.unsent = None  # if this attempt fails, the next one computes a new one
+            self.unsynced.unsent = None  # if this attempt fails, the next one computes a new one
 
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
         if local.device != into.device:
@@ -216,12 +183,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
         # The table is sent first, because a quantized mean sends more messages after the first ones
         # have arrived. It is waited for last.
         self.synced_samples = self._state.ledger.send(
-            self.fragment_id, self._packed.position, self.mean.contribution > 0
+            self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
         )
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
         if self.mean.contribution > 0 and not self._has_too_few and manager.errored() is None:
-            self.is_sent = True
+            self.unsynced.is_sent = True
         means = [] if self._has_too_few else self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
@@ -234,7 +201,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
                 self._report(error)
             raise
         if self.committed or not self._settings.turns_in_flight:
-            self._packed.local, self._is_packed = None, False  # no longer in flight
+            self.unsynced.packed.local, self._is_packed = None, False  # no longer in flight
         self._clock.vote_over()
         return self.committed
 
@@ -260,41 +227,25 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _pack(self) -> Packed:
         if self.is_joining:
             return Packed(position=self._state.ledger.position)
-        if self.unsent is not None:
-            return self.unsent
+        if self.unsynced.unsent is not None:
+            return self.unsynced.unsent
         if self.sends_again:
-            return self._packed
+            return self.unsynced.packed
         kept = None
         if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
-        position = self._state.ledger.position
-        return Packed(self.inner_steps, self.samples, position, self.replaces_global, local=kept)
+        return self.unsynced.pack(self._state.ledger.position, kept)
 
     def local(self) -> list[Tensor]:
         """The local parameters, as this rank holds them; not copies."""
         return [local_tensor(tensor) for tensor in self._local]
-
-    def _own_contribution(self) -> float:
-        packed = self._packed
-        if packed.is_replacing and not packed.inner_steps:
-            return 1.0  # an average, without inner steps since
-        if self.is_joining or self.is_behind or not packed.inner_steps:
-            return 0.0
-        weight_by = self._settings.weight_by
-        if weight_by in ("samples", "tokens") and not packed.samples:
-            raise ValueError(
-                f"weight_by={weight_by!r} but no {weight_by} were counted: call "
-                f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
-            )
-        by = {"uniform": 1, "steps": packed.inner_steps}
-        return float(by.get(weight_by, packed.samples))
 
     def _averaged_plainly(self) -> list[int]:
         """Tensors of which this group wants the mean, under whatever ``merge``."""
         if self.is_joining:
             return []
         is_alone = self._manager.num_participants() == 1  # the mean is bitwise its own
-        if is_alone or self._packed.is_replacing:
+        if is_alone or self.unsynced.packed.is_replacing:
             return list(range(len(self._local)))
         return [index for index, is_frozen in enumerate(self.frozen) if is_frozen]
 
@@ -316,38 +267,23 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _write_back_alpha(self) -> float:
         if self.is_joining:
             return 0.0
-        if self.replaces_global and not self._packed.is_replacing:
+        if self.unsynced.replaces_global and not self.unsynced.packed.is_replacing:
             return 1.0  # the sync in flight must not change the average that came meanwhile
         return self._settings.fragment_update_alpha
 
     # ---- between syncs ---------------------------------------------------------------------------
 
-    def count_inner_step(self, samples: int) -> None:
-        """Count a completed inner step of so many samples or tokens since the last sync."""
-        self.inner_steps += 1
-        self.samples += samples
-
     def discard_synced_steps(self) -> None:
         """Discard the inner steps that the committed sync has brought into the global parameters.
 
-        With a delay, the steps taken while the sync was in flight are sent with the next one,
-        unless alpha = 0 has thrown them away. A join without an outer step changes nothing.
+        A join without an outer step changes nothing.
         """
         if self.is_joining and self.total_contribution == 0.0:
             return
         if self.mean.contribution > 0:
-            self._state.ledger.has_synced(self.fragment_id, self._packed.position)
-        if self._packed.is_dropped:
-            pass  # what was counted since has been trained since
-        elif self._write_back_alpha:
-            self.inner_steps -= self._packed.inner_steps
-            self.samples -= self._packed.samples
-        else:
-            self.inner_steps = self.samples = 0
-        if self._packed.is_replacing or self.is_joining:
-            self.replaces_global = False
-        self.unsent = None
-        self.is_sent, self.late_steps = False, 0
+            self._state.ledger.has_synced(self.fragment_id, self.unsynced.packed.position)
+        keeps_later = self._write_back_alpha > 0
+        self.unsynced.discard_synced(keeps_later=keeps_later, is_joining=self.is_joining)
 
     def take_global(self) -> None:
         """Continue from the global parameters: nothing trained here since the last sync stays.
@@ -359,11 +295,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def forget_local(self) -> None:
         """What has been trained here since the last sync is none of this group's to send."""
-        self.inner_steps = self.samples = self.late_steps = 0
-        self.is_sent = self.is_behind = False
-        self._packed.is_dropped = True
-        self.replaces_global = False
-        self.unsent = None
+        self.unsynced.forget()
         self.mean.forget_residual()
 
     # ---- what others ask -------------------------------------------------------------------------
@@ -376,14 +308,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
     @property
     def in_flight(self) -> Packed | None:
         """What has been sent, or is to be sent again; None if nothing has."""
-        return self._packed if self.is_in_flight and not self._has_too_few else self.unsent
-
-    @property
-    def has_more(self) -> bool:
-        """Whether this group has something to send that no sync has brought in."""
-        return self.inner_steps > 0 or self.replaces_global
-
-    @property
-    def is_replacing(self) -> bool:
-        """Whether the local parameters that were sent are to be the global ones."""
-        return self._packed.is_replacing
+        if self.is_in_flight and not self._has_too_few:
+            return self.unsynced.packed
+        return self.unsynced.unsent

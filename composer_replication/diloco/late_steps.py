@@ -67,28 +67,29 @@ class LateSteps:
         if not self._may_keep(outer_step - since):
             return
         ledger = self._state.ledger
-        is_any_sent = any(each.is_sent and each.inner_steps for each in self._fragments)
+        unsynced = [fragment.unsynced for fragment in self._fragments]
+        is_any_sent = any(each.is_sent and each.inner_steps for each in unsynced)
         if ledger.stream and (is_any_sent or not ledger.is_held()):
             return
         for index, fragment in enumerate(self._fragments):
-            if fragment.inner_steps and not fragment.is_sent:
+            if unsynced[index].inner_steps and not unsynced[index].is_sent:
                 old = earlier.get(index)
                 self._old[index] = fragment.globals.flat.clone() if old is None else old
-                fragment.is_behind = True
+                unsynced[index].is_behind = True
 
     def _may_keep(self, missed: int) -> bool:
         fragments = self._fragments
         return (
             0 < missed <= self._settings.max_missed_outer_steps
             and not self._settings.turns_in_flight
-            and not any(each.is_joining or each.replaces_global for each in fragments)
-            and all(each.unsent is None for each in fragments)
+            and not any(each.is_joining or each.unsynced.replaces_global for each in fragments)
+            and all(each.unsynced.unsent is None for each in fragments)
         )
 
     def after_heal(self) -> None:
         """Continue from the new global parameters: at once, or in ``settle`` if there are ranks."""
         dropped = [each for i, each in enumerate(self._fragments) if i not in self._old]
-        self._steps_lost += max((each.inner_steps for each in dropped), default=0)
+        self._steps_lost += max((each.unsynced.inner_steps for each in dropped), default=0)
         for fragment in dropped:
             fragment.forget_local()
         if not self._fragments[0].globals.has_ranks:
@@ -108,17 +109,18 @@ class LateSteps:
             return
         self._since, lost, kept = None, 0, False
         for index, fragment in enumerate(self._fragments):
-            old, fragment.is_behind = self._old.pop(index, None), False
+            unsynced = fragment.unsynced
+            old, unsynced.is_behind = self._old.pop(index, None), False
             if old is not None and all_keep[index] == 1:
                 fragment.globals.carry_over(old)
-                fragment.late_steps, kept = fragment.inner_steps, True
+                unsynced.late_steps, kept = unsynced.inner_steps, True
             else:
-                lost = max(lost, fragment.inner_steps)  # 0, unless another rank keeps nothing
+                lost = max(lost, unsynced.inner_steps)  # 0, unless another rank keeps nothing
                 fragment.take_global()
         self._steps_lost += lost
         if not kept:
             self._state.ledger.stop_reading()
-        if late := max(fragment.late_steps for fragment in self._fragments):
+        if late := max(fragment.unsynced.late_steps for fragment in self._fragments):
             log.info(
                 "The others have taken outer steps without this group; its %d inner steps since "
                 "its last sync go into the next one",

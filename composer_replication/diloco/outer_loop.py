@@ -127,7 +127,7 @@ class OuterLoop:
         self.peer_table.is_over = False
         self.peer_table.is_training = not self.ends_with_next_step
         for fragment in self.fragments:
-            fragment.count_inner_step(samples)
+            fragment.unsynced.count(samples)
 
     def note_loss(self, loss: float) -> None:
         """Note the training loss of the last inner step, unless a sync has followed it."""
@@ -185,7 +185,7 @@ class OuterLoop:
             self.state.end_outer_step(self.peer_table.synced_samples)
         else:
             self.turns.set_torchft_step()
-        late_steps = fragment.late_steps if fragment.mean.contribution > 0 else 0
+        late_steps = fragment.unsynced.late_steps if fragment.mean.contribution > 0 else 0
         if fragment.mean.is_finite:
             fragment.discard_synced_steps()
             self._sick_in_a_row = 0
@@ -273,7 +273,7 @@ class OuterLoop:
 
     def _drop_local(self) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
-        self._steps_lost += max(fragment.inner_steps for fragment in self.fragments)
+        self._steps_lost += max(fragment.unsynced.inner_steps for fragment in self.fragments)
         self._forget_losses()
         for fragment in self.fragments:
             fragment.take_global()
@@ -310,7 +310,7 @@ class OuterLoop:
         self.peer_table.is_training = False
         is_alone = self.manager.num_participants() == 1
         while not self.peer_table.is_over:
-            if is_alone and not any(fragment.has_more for fragment in self.fragments):
+            if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
                 break
             self.sync()
         if self.turns.in_flight:  # to which nobody has contributed anything

@@ -21,6 +21,7 @@ from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.unsynced import Unsynced
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +39,7 @@ class Syncing(Protocol):
     mean: WeightedMean
     synced_samples: SyncedSamples
     """How much of this group's samples the sync will have brought into the model."""
-
-    @property
-    def is_replacing(self) -> bool:
-        """Whether the local parameters that were sent are to be the global ones."""
-        ...
-
-    @property
-    def has_more(self) -> bool:
-        """Whether this group has something to send that no sync has brought in."""
-        ...
+    unsynced: Unsynced
 
 
 class PeerTable:
@@ -125,13 +117,13 @@ class PeerTable:
         if self._digest_is_due():
             digests = [as_numbers(digest) for digest in self._state.fragment_digests()]
         return PeerRow(
-            has_more=self.is_training or any(other.has_more for other in others),
+            has_more=self.is_training or any(other.unsynced.has_more for other in others),
             is_joining=fragment.is_joining,
             was_healed=self._state.was_healed,
             outer_step=self._state.outer_step % 2**BITS,
             settings_version=self.known_version % 2**BITS,
             min_replica_size=self._manager._min_replica_size,
-            is_replacing=fragment.is_replacing,
+            is_replacing=fragment.unsynced.packed.is_replacing,
             vitals=self._own_vitals(fragment.mean),
             samples=fragment.synced_samples,
             settings=as_numbers(self._state.settings_digest()),

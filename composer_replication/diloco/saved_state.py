@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.diloco.fragment_sync import FragmentSync, Packed
+from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.unsynced import Packed
 
 
 def saved_state(
@@ -29,8 +30,8 @@ def saved_state(
         copies: Whether to copy the tensors.
     """
     return state.whole_state_dict(copies=copies) | {
-        "since_sync": [[fragment.inner_steps, fragment.samples] for fragment in fragments],
-        "replaces_global": [fragment.replaces_global for fragment in fragments],
+        "since_sync": [[each.unsynced.inner_steps, each.unsynced.samples] for each in fragments],
+        "replaces_global": [fragment.unsynced.replaces_global for fragment in fragments],
         "reading": state.ledger.local_state(),
         "in_flight": in_flight,
         "residual": {
@@ -52,14 +53,15 @@ def load_saved_state(
     """
     state.resume(saved)
     for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
-        fragment.inner_steps, fragment.samples = counted
+        unsynced = fragment.unsynced
+        unsynced.inner_steps, unsynced.samples = counted
         if saved["residual"]:
             fragment.mean.load_residual(
                 [saved["residual"][name].reshape(-1) for name in fragment.globals.theta]
             )
     replaces = saved.get("replaces_global", [False] * len(fragments))
     for fragment, replaces_global in zip(fragments, replaces, strict=True):
-        fragment.replaces_global = replaces_global
+        fragment.unsynced.replaces_global = replaces_global
     state.ledger.load_local_state(saved["reading"])
 
 
@@ -111,7 +113,7 @@ def load_in_flight(
         values = {key: value for key, value in pack.items() if key not in ("fragment", "local")}
         local = [saved["local"].get(name) for name in fragment.globals.theta]
         # A group that had just joined had sent nothing, and so has no local parameters there.
-        fragment.unsent = Packed(**values, local=None if None in local else local)
+        fragment.unsynced.unsent = Packed(**values, local=None if None in local else local)
         loaded.append(fragment)
     return loaded, saved["num_turns"]
 

@@ -151,7 +151,8 @@ class Turns:
         if has_healed:
             self.in_flight.pop()
         else:
-            self.in_flight = deque(each for each in self.in_flight if each.unsent is not None)
+            kept = (each for each in self.in_flight if each.unsynced.unsent is not None)
+            self.in_flight = deque(kept)
         self.is_open = len(self.in_flight) >= self._num_begun
         self._connection = None
         self.set_torchft_step()
@@ -200,7 +201,7 @@ class Turns:
         fits = num_turns <= self.turns_in_flight and len(loaded) - num_turns <= is_in_turn
         if not fits:
             for fragment in loaded:
-                fragment.unsent = None
+                fragment.unsynced.unsent = None
             loaded, num_turns = [], 0
         self.in_flight = deque(loaded)
         self.is_open = len(loaded) > num_turns
@@ -210,4 +211,4 @@ class Turns:
     @property
     def is_unsent(self) -> bool:
         """Whether the turn that has begun in the checkpoint is still to be sent."""
-        return self.is_open and self.in_flight[-1].unsent is not None
+        return self.is_open and self.in_flight[-1].unsynced.unsent is not None

@@ -201,7 +201,7 @@ def carry_late_steps(rank, world):
         return simulate(replica, num_replicas=1)[0]
 
     def keep_nothing(loop):
-        loop.fragments[0].is_sent = rank == 1
+        loop.fragments[0].unsynced.is_sent = rank == 1
 
     def read_stream(holders):
         def before(loop):

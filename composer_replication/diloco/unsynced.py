@@ -1,0 +1,122 @@
+"""What a group has trained in one fragment that its syncs have not brought in yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Packed:
+    """What a pseudo-gradient was computed from.
+
+    Attributes:
+        inner_steps: Inner steps since the fragment was last synchronised.
+        samples: What these steps were counted to have trained on: samples, or tokens with
+            ``weight_by: tokens``.
+        position: The position in the sample stream.
+        is_replacing: Whether the local parameters are to be the global ones, see
+            ``DiLoCo.make_local_global``.
+        is_dropped: Whether the local parameters have been reset since.
+        local: The local parameters, kept while the sync is in flight; None without a delay.
+    """
+
+    inner_steps: int = 0
+    samples: int = 0
+    position: int = 0
+    is_replacing: bool = False
+    is_dropped: bool = False
+    local: list[Tensor] | None = None
+
+
+class Unsynced:
+    """Counts what one fragment's next sync has to bring in, and remembers what the last one sent.
+
+    Args:
+        weight_by: What a group's weight in the mean is, see ``DiLoCo``.
+
+    Attributes:
+        inner_steps: Inner steps since the last sync.
+        samples: The samples or tokens of these.
+        late_steps: Those of ``inner_steps`` from before outer steps that this group has missed.
+        is_behind: Whether the local parameters still belong to global ones from before a heal.
+        is_sent: Whether peers may have steps of this group that it does not know to be committed.
+        replaces_global: Whether the local parameters are to be the global ones, from the next sync
+            on.
+        packed: What the last pseudo-gradient was computed from.
+        unsent: What was in flight in the checkpoint that this group resumes from, until it is sent.
+    """
+
+    def __init__(self, weight_by: str) -> None:
+        self._weight_by = weight_by
+        self.inner_steps = self.samples = self.late_steps = 0
+        self.is_behind = self.is_sent = self.replaces_global = False
+        self.packed = Packed()
+        self.unsent: Packed | None = None
+
+    def count(self, samples: int) -> None:
+        """Count a completed inner step of so many samples or tokens."""
+        self.inner_steps += 1
+        self.samples += samples
+
+    def pack(self, position: int, local: list[Tensor] | None) -> Packed:
+        """Return what the next pseudo-gradient is computed from.
+
+        Args:
+            position: The position in the sample stream.
+            local: Copies of the local parameters, if the sync has a delay.
+        """
+        return Packed(self.inner_steps, self.samples, position, self.replaces_global, local=local)
+
+    def contribution(self) -> float:
+        """This group's weight in the mean, from what is packed.
+
+        Raises:
+            ValueError: The weight is a number of samples or tokens, and none were counted.
+        """
+        packed = self.packed
+        if packed.is_replacing and not packed.inner_steps:
+            return 1.0  # an average, without inner steps since
+        if self.is_behind or not packed.inner_steps:
+            return 0.0
+        if self._weight_by in ("samples", "tokens") and not packed.samples:
+            raise ValueError(
+                f"weight_by={self._weight_by!r} but no {self._weight_by} were counted: call "
+                f"count_{self._weight_by}(n) before each optimizer step, or use weight_by='steps'"
+            )
+        by = {"uniform": 1, "steps": packed.inner_steps}
+        return float(by.get(self._weight_by, packed.samples))
+
+    def discard_synced(self, *, keeps_later: bool, is_joining: bool) -> None:
+        """Discard what a committed sync has brought into the global parameters.
+
+        Args:
+            keeps_later: Whether the steps taken while the sync was in flight are sent with the next
+                one. With alpha = 0 they are thrown away.
+            is_joining: Whether this group joined in that sync.
+        """
+        if self.packed.is_dropped:
+            pass  # what was counted since has been trained since
+        elif keeps_later:
+            self.inner_steps -= self.packed.inner_steps
+            self.samples -= self.packed.samples
+        else:
+            self.inner_steps = self.samples = 0
+        if self.packed.is_replacing or is_joining:
+            self.replaces_global = False
+        self.unsent = None
+        self.is_sent, self.late_steps = False, 0
+
+    def forget(self) -> None:
+        """What has been trained here since the last sync is none of this group's to send."""
+        self.inner_steps = self.samples = self.late_steps = 0
+        self.is_sent = self.is_behind = False
+        self.packed.is_dropped = True
+        self.replaces_global = False
+        self.unsent = None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether this group has something to send that no sync has brought in."""
+        return self.inner_steps > 0 or self.replaces_global
