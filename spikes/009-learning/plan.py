@@ -168,13 +168,21 @@ def _momentum_look() -> Iterator[Cell]:
     yield replace(EIGHT_MUON, early=5, momentum=0.99, beta2=0.99)
 
 
+def _eight_rates_look() -> Iterator[Cell]:
+    """Eight groups of two samples: smaller inner steps, and more outer momentum."""
+    eight = replace(EIGHT_MUON, early=5)
+    yield replace(eight, lr=5.6e-3)
+    yield replace(eight, lr=5.6e-3, outer_lr=0.8, outer_momentum=0.7)
+    yield replace(eight, lr=4e-3, outer_lr=0.8, outer_momentum=0.7)
+
+
 def _groups_of_eight_look() -> Iterator[Cell]:
     """Four and eight groups that have 8 samples each, as two have, and data parallel's rates."""
     yield EIGHT_OF_EIGHT
     yield DATA_PARALLEL_64
-    yield replace(DATA_PARALLEL_64, lr=1.6e-2)
     yield FOUR_OF_EIGHT
-    yield replace(EIGHT_OF_EIGHT, lr=1.2e-2)
+    yield replace(DATA_PARALLEL_64, lr=1.6e-2)
+    yield replace(EIGHT_OF_EIGHT, lr=5.6e-3)
 
 
 def _long() -> Iterator[Cell]:
@@ -237,6 +245,7 @@ STAGES = {
     "momentum look": _momentum_look,
     "base": _base,
     "quickstart": _quickstart,
+    "eight rates look": _eight_rates_look,
     "groups of eight look": _groups_of_eight_look,
     "long": _long,
     "changing groups": _changing_groups,
