@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from plan_errors import plan_errors
+from study_modules import study_modules
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
@@ -131,6 +132,21 @@ def chosen(*values: float | str) -> tuple[float | str, ...]:
     return values
 
 
+@cache
+def _arms() -> dict[str, Any]:
+    with study_modules() as load:
+        report = load("report")
+        results = report.Results(report.read())
+        return {arm.name: results.above(arm) for arm in report.ARMS}
+
+
+def arm(name: str) -> Any:
+    """How far an arm of the learning study lies above its base, in percent: see ``Difference``."""
+    if _arms().get(name) is None:
+        raise ValueError(f"{name!r} is no arm of the study that has been trained: see arms.py")
+    return _arms()[name]
+
+
 def claims(**cell: Any) -> list[float]:
     """Bits per byte of a training of the learning study, of each seed that counts."""
     return _study(cell, lambda seed: seed < 100)
@@ -176,7 +192,7 @@ def versions() -> dict[str, set[str]]:
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    own = (code, found, config, plan, plan_errors, published, chosen, claims, tuning, rows)
+    own = (code, found, config, plan, plan_errors, published, chosen, arm, claims, tuning, rows)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
     names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}

@@ -1,24 +1,16 @@
 """The numbers of the learning study. Run: pytest tests/test_learning.py"""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
+from study_modules import FOLDER, study_modules
 
 from composer_replication.training.config import load_config
 
-FOLDER = Path(__file__).parents[1] / "spikes" / "009-learning"
-MODULES = ("cells", "paired", "plan", "study", "report")
-
 
 @pytest.fixture
-def load(monkeypatch):
-    """Imports a module of the study, which is a folder of scripts."""
-    monkeypatch.syspath_prepend(FOLDER)
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def load():
+    """Imports a script of the study."""
+    with study_modules() as load:
+        yield load
 
 
 def test_the_page_has_the_tables_of_the_results_file(load):
@@ -32,11 +24,11 @@ def test_the_page_has_the_tables_of_the_results_file(load):
 
 
 def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_parallels(load):
-    study, plan = load("study"), load("plan")
+    study, arms = load("study"), load("arms")
     config, done = load_config(FOLDER.parents[1] / "configs" / "quickstart.yaml"), study.read()
     seed = config["seed"]
     assert config["train_loader"]["seed"] == seed
-    base, own = (cell.with_seed(seed) for cell in (plan.DATA_PARALLEL_MUON, plan.TWO_SHORT))
+    base, own = (cell.with_seed(seed) for cell in (arms.DATA_PARALLEL_MUON, arms.TWO_SHORT))
     assert config["reference"]["data_parallel_bits_per_byte"] == round(done[base.key]["bits"], 3)
     assert {line["text"] for line in done.values()} == {config["reference"]["text"]}
     assert config["reference"]["tokens"] == base.steps * base.batch * 128

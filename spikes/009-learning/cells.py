@@ -45,6 +45,7 @@ class Cell:
         batches: Samples in a step of data parallel, in each quarter of the steps. Empty: ``batch``.
         momentum: Muon's momentum.
         beta2: The decay of AdamW's squared gradients, for what Muon does not train too.
+        final_lr: The learning rate at the end, as a part of the peak.
     """
 
     groups: int = 0
@@ -69,6 +70,7 @@ class Cell:
     batches: tuple[int, ...] = ()
     momentum: float = 0.95
     beta2: float = 0.95
+    final_lr: float = 0.1
 
     def __post_init__(self) -> None:
         for name in ("step_times", "batches"):  # JSON has lists

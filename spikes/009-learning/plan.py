@@ -169,11 +169,20 @@ def _momentum_look() -> Iterator[Cell]:
 
 
 def _eight_rates_look() -> Iterator[Cell]:
-    """Eight groups of two samples: smaller inner steps, and more outer momentum."""
+    """Eight groups of two samples: other inner steps, and more outer momentum."""
     eight = replace(EIGHT_MUON, early=5)
     yield replace(eight, lr=5.6e-3)
     yield replace(eight, lr=5.6e-3, outer_lr=0.8, outer_momentum=0.7)
-    yield replace(eight, lr=4e-3, outer_lr=0.8, outer_momentum=0.7)
+    yield replace(eight, lr=1.2e-2)
+    yield replace(eight, outer_lr=0.8, outer_momentum=0.7)
+    yield replace(eight, lr=1.6e-2)
+    yield replace(FOUR_MUON, early=5, lr=1.2e-2)
+    yield replace(FOUR_MUON, early=5)
+
+
+def _final_lr_look() -> Iterator[Cell]:
+    """Whether a learning rate that ends at 0 narrows the gap: groups differ less at small steps."""
+    yield replace(EIGHT_MUON, early=5, final_lr=0.0)
 
 
 def _groups_of_eight_look() -> Iterator[Cell]:
@@ -246,6 +255,7 @@ STAGES = {
     "base": _base,
     "quickstart": _quickstart,
     "eight rates look": _eight_rates_look,
+    "final lr look": _final_lr_look,
     "groups of eight look": _groups_of_eight_look,
     "long": _long,
     "changing groups": _changing_groups,

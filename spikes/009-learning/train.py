@@ -26,7 +26,6 @@ from composer_replication.training.text_data import TextBytes
 
 MODEL = {"d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
 WARMUP = 50
-FINAL_LR = 0.1  # of the peak
 
 
 @lru_cache
@@ -137,7 +136,9 @@ def _outer_steps(cell: Cell, steps: int) -> int:
 def _steps(cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: int) -> list[float]:
     step_time = cell.step_times[rank] if cell.step_times else 1.0
     steps = round(cell.steps / step_time)
-    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _decay(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        inner, lambda step: _decay(step, steps, cell.final_lr)
+    )
     groups, done = max(1, cell.groups), 0
     if rank >= groups:  # in the place of a group that died
         rank, done = rank - cell.away, _joined_at(cell)
@@ -164,12 +165,12 @@ def _steps(cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: 
     return losses
 
 
-def _decay(step: int, steps: int) -> float:
+def _decay(step: int, steps: int, final: float) -> float:
     """Composer's cosine with warm-up."""
     if step < WARMUP:
         return step / WARMUP
     progress = (step - WARMUP) / (steps - WARMUP)
-    return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * progress)) / 2
+    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _batches(cell: Cell, rank: int, groups: int) -> Iterator[dict[str, torch.Tensor]]:
