@@ -26,8 +26,12 @@ FOUR_LONG = replace(TWO_WARM_LONG, groups=4)
 EIGHT_LONG = replace(TWO_WARM_LONG, groups=8)
 """17 bytes a parameter, near the 20 tokens of the published fit."""
 
-FOUR_OF_EIGHT = replace(TWO_SHORT, groups=4, batch=32)
-EIGHT_OF_EIGHT = replace(TWO_SHORT, groups=8, batch=64)
+FOUR_SHORT = replace(TWO_SHORT, groups=4, lr=1.2e-2)
+EIGHT_SHORT = replace(TWO_SHORT, groups=8, lr=1.2e-2)
+"""At the best inner learning rate of a tuning seed, which is higher than that of two groups."""
+
+FOUR_OF_EIGHT = replace(FOUR_SHORT, batch=32)
+EIGHT_OF_EIGHT = replace(EIGHT_SHORT, batch=64)
 """As many samples in each group as in two groups: more groups are more samples in a step."""
 
 DATA_PARALLEL_32 = replace(DATA_PARALLEL_MUON, batch=32)
@@ -109,6 +113,15 @@ SECOND_ARMS = (
     ),
 )
 
+MANY_ARMS = (
+    Arm("4 groups, H = 30, warm-up, inner lr 0.012", FOUR_SHORT),
+    Arm("8 groups, H = 30, warm-up, inner lr 0.012", EIGHT_SHORT),
+    Arm("data parallel, batch 32", DATA_PARALLEL_32, DATA_PARALLEL_32, "-"),
+    Arm("4 groups of 8 samples, warm-up", FOUR_OF_EIGHT, DATA_PARALLEL_32, "same batch"),
+    Arm("data parallel, batch 64", DATA_PARALLEL_64, DATA_PARALLEL_64, "-"),
+    Arm("8 groups of 8 samples, warm-up", EIGHT_OF_EIGHT, DATA_PARALLEL_64, "same batch"),
+)
+
 THIRD_ARMS = (
     Arm("2 groups, int8", replace(TWO_MUON, wire_format="int8"), TWO_MUON, "2 groups, H = 30"),
     Arm("2 groups, fp4", replace(TWO_MUON, wire_format="fp4"), TWO_MUON, "2 groups, H = 30"),
@@ -160,4 +173,4 @@ LAST_ARMS = (
     Arm("8 groups, H = 30", EIGHT_MUON),
 )
 
-ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + THIRD_ARMS + FOURTH_ARMS + LAST_ARMS
+ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + MANY_ARMS + THIRD_ARMS + FOURTH_ARMS + LAST_ARMS

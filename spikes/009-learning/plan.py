@@ -14,17 +14,21 @@ from arms import (
     CHANGING_DONATED,
     CONSTANT_BATCH,
     DATA_PARALLEL,
+    DATA_PARALLEL_32,
     DATA_PARALLEL_64,
     DATA_PARALLEL_LONG,
     DATA_PARALLEL_MUON,
     EIGHT_MUON,
     EIGHT_OF_EIGHT,
+    EIGHT_SHORT,
     FIRST_ARMS,
     FOUR_MUON,
     FOUR_OF_EIGHT,
+    FOUR_SHORT,
     FOURTH_ARMS,
     LAST_ARMS,
     LONG_ARMS,
+    MANY_ARMS,
     SECOND_ARMS,
     THIRD_ARMS,
     TWO,
@@ -180,6 +184,12 @@ def _eight_rates_look() -> Iterator[Cell]:
     yield replace(FOUR_MUON, early=5)
 
 
+def _published_look() -> Iterator[Cell]:
+    """Eight and four groups with the outer settings of arXiv 2503.09799, which ``auto`` takes."""
+    yield replace(EIGHT_SHORT, outer_lr=0.8, outer_momentum=0.9)
+    yield replace(FOUR_SHORT, outer_lr=0.6, outer_momentum=0.9)
+
+
 def _final_lr_look() -> Iterator[Cell]:
     """Whether a learning rate that ends at 0 narrows the gap: groups differ less at small steps."""
     yield replace(EIGHT_MUON, early=5, final_lr=0.0)
@@ -187,11 +197,21 @@ def _final_lr_look() -> Iterator[Cell]:
 
 def _groups_of_eight_look() -> Iterator[Cell]:
     """Four and eight groups that have 8 samples each, as two have, and data parallel's rates."""
-    yield EIGHT_OF_EIGHT
+    yield replace(EIGHT_OF_EIGHT, lr=8e-3)
     yield DATA_PARALLEL_64
-    yield FOUR_OF_EIGHT
-    yield replace(DATA_PARALLEL_64, lr=1.6e-2)
-    yield replace(EIGHT_OF_EIGHT, lr=5.6e-3)
+    yield replace(FOUR_OF_EIGHT, lr=8e-3)
+
+
+def _many_groups() -> Iterator[Cell]:
+    """Four and eight groups at their own inner learning rate, and with 8 samples in each."""
+    first, second = CLAIM_SEEDS[:2]
+    for cell in (EIGHT_OF_EIGHT, DATA_PARALLEL_64, FOUR_SHORT):
+        yield cell.with_seed(first)
+    yield FOUR_SHORT.with_seed(second)
+    for cell in (EIGHT_SHORT, FOUR_OF_EIGHT, DATA_PARALLEL_32):
+        yield cell.with_seed(first)
+    for cell in (EIGHT_SHORT, FOUR_OF_EIGHT, DATA_PARALLEL_32, EIGHT_OF_EIGHT, DATA_PARALLEL_64):
+        yield cell.with_seed(second)
 
 
 def _long() -> Iterator[Cell]:
@@ -230,8 +250,9 @@ def _eleven_seeds() -> Iterator[Cell]:
 
 def _claims() -> Iterator[Cell]:
     """All arms, one seed of each before the rest: whatever has been run can be compared."""
+    rest = MANY_ARMS + LONG_ARMS + LAST_ARMS
     for seeds in (CLAIM_SEEDS[:1], CLAIM_SEEDS[1:2], CLAIM_SEEDS[2:3], CLAIM_SEEDS[3:]):
-        for arms in (FIRST_ARMS, THIRD_ARMS, SECOND_ARMS, FOURTH_ARMS, LONG_ARMS + LAST_ARMS):
+        for arms in (FIRST_ARMS, THIRD_ARMS, SECOND_ARMS, FOURTH_ARMS, rest):
             for seed, arm in product(seeds, arms):
                 yield arm.cell.with_seed(seed)
 
@@ -255,8 +276,10 @@ STAGES = {
     "base": _base,
     "quickstart": _quickstart,
     "eight rates look": _eight_rates_look,
+    "published look": _published_look,
     "final lr look": _final_lr_look,
     "groups of eight look": _groups_of_eight_look,
+    "many groups": _many_groups,
     "long": _long,
     "changing groups": _changing_groups,
     "changing batch": _changing_batch,

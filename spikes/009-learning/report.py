@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, Arm
+from arms import ARMS, TWO_MUON, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
 from study import read
@@ -168,6 +168,7 @@ def _kind(cell: Cell) -> str:
     parts += ["warm-up"] if cell.early else []
     parts += [f"{cell.steps:,} steps"] if cell.steps != Cell.steps else []
     parts += ["8 samples in each group"] if cell.batch > Cell.batch else []
+    parts += [f"inner lr {cell.lr:g}"] if cell.lr != TWO_MUON.lr else []
     return ", ".join(parts)
 
 
