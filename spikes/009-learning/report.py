@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, TWO_MUON, Arm
+from arms import ARMS, LINES, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
 from study import read
@@ -135,9 +135,9 @@ def draw(results: Results, folder: Path) -> None:
     curves.set(xlabel="million bytes trained on", ylabel="training loss, bits per byte")
     curves.set_ylim(top=4)
     curves.legend(fontsize=8)
-    for name, shown in _by_groups(results).items():
+    for place, (name, shown) in enumerate(_by_groups(results).items()):
         groups.errorbar(
-            [k for k, _ in shown],
+            [k * (1 + 0.03 * (place - 1)) for k, _ in shown],  # side by side
             [above.mean for _, above in shown],
             yerr=[(above.high - above.low) / 2 for _, above in shown],
             marker="o",
@@ -148,38 +148,18 @@ def draw(results: Results, folder: Path) -> None:
     groups.set_xscale("log", base=2)
     groups.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     groups.set(xlabel="replica groups", ylabel="loss above data parallel, %")
-    if groups.get_legend_handles_labels()[0]:
-        groups.legend(fontsize=8)
+    groups.legend(fontsize=8, loc="upper left")
+    groups.set_ylim(-2.5, 18)
     figure.savefig(folder / "learning.png", dpi=110)
 
 
 def _by_groups(results: Results) -> dict[str, list[tuple[int, Difference]]]:
-    """For each kind of round and of batch, how far arms lie above data parallel, by groups."""
-    kinds: dict[str, list[tuple[int, Difference]]] = {}
-    for arm in ARMS:
-        above = results.above(arm)
-        if above is not None and _is_vanilla(arm):
-            kinds.setdefault(_kind(arm.cell), []).append((arm.cell.groups, above))
-    return {name: sorted(shown, key=lambda each: each[0]) for name, shown in kinds.items()}
-
-
-def _kind(cell: Cell) -> str:
-    parts = [f"H = {cell.sync_every}"]
-    parts += ["warm-up"] if cell.early else []
-    parts += [f"{cell.steps:,} steps"] if cell.steps != Cell.steps else []
-    parts += ["8 samples in each group"] if cell.batch > Cell.batch else []
-    parts += [f"inner lr {cell.lr:g}"] if cell.lr != TWO_MUON.lr else []
-    return ", ".join(parts)
-
-
-def _is_vanilla(arm: Arm) -> bool:
-    """Whether it has whole syncs in float32 and the inner optimizer of the best data parallel."""
-    same = ("num_fragments", "wire_format", "merge", "away", "step_times", "momentum")
-    is_plain = all(getattr(arm.cell, name) == getattr(Cell(), name) for name in same)
-    of_eight = arm.cell.batch == 8 * arm.cell.groups
-    has_usual_batch = arm.cell.batch == Cell.batch or of_eight
-    compares = arm.cell.groups > 0 and arm.base.groups == 0
-    return is_plain and has_usual_batch and compares and arm.cell.inner == "muon"
+    """For each line of the picture the numbers of groups, and how far those lie above."""
+    arms, lines = {arm.name: arm for arm in ARMS}, {}
+    for line, names in LINES.items():
+        found = [(arms[name].cell.groups, results.above(arms[name])) for name in names]
+        lines[line] = [(k, above) for k, above in found if above is not None]
+    return lines
 
 
 def main() -> None:

@@ -38,17 +38,17 @@ def train_a_step(run_dir):
 
 def test_the_saved_config_has_the_numbers_and_leaves_the_rest_as_it_was(load, tmp_path):
     config, line = with_numbers(load(), tmp_path, 8)
-    assert numbers(config) == (0.8, 0.9)
-    assert line == "outer_lr auto = 0.8, outer_momentum auto = 0.9 (num_replicas=8, sync_every=30)"
+    assert numbers(config) == (0.8, 0.7)
+    assert line == "outer_lr auto = 0.8, outer_momentum auto = 0.7 (num_replicas=8, sync_every=30)"
     save_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "outer_lr: 0.8" in text and "lr: ${variables.lr}" in text
-    assert numbers(load_config(tmp_path / "config.yaml")) == (0.8, 0.9)
+    assert numbers(load_config(tmp_path / "config.yaml")) == (0.8, 0.7)
 
 
 def test_a_run_that_goes_on_keeps_its_numbers_and_a_start_that_failed_has_none(load, tmp_path):
     save_config(with_numbers(load(), tmp_path, 2)[0], tmp_path / "config.yaml")
-    assert numbers(with_numbers(load(), tmp_path, 8)[0]) == (0.8, 0.9)
+    assert numbers(with_numbers(load(), tmp_path, 8)[0]) == (0.8, 0.7)
     train_a_step(tmp_path)
     config, line = with_numbers(load(), tmp_path, 8)
     assert numbers(config) == (0.7, 0.5)
