@@ -54,6 +54,9 @@ SIX_SHORT = replace(SIX_RADIAL, early=5)
 CHANGING = replace(EIGHT_RADIAL, away=4, early=5)
 CHANGING_DONATED = replace(CHANGING, heal_inner_state="donor")
 
+CHANGING_OF_EIGHT = replace(EIGHT_OF_EIGHT, away=4, merge="rda", outer_lr=0.45)
+SIX_OF_EIGHT = replace(CHANGING_OF_EIGHT, groups=6, batch=48, away=0)
+
 CONSTANT_BATCH = replace(DATA_PARALLEL_MUON, batch=12)
 CHANGING_BATCH = replace(CONSTANT_BATCH, batches=(16, 8, 8, 16))
 """Data parallel with the batches of six groups, and of eight, four and eight."""
@@ -143,6 +146,13 @@ FOURTH_ARMS = (
         CHANGING_DONATED,
         SIX_SHORT,
         "6 groups, warm-up",
+    ),
+    Arm("6 groups of 8 samples, warm-up, rda", SIX_OF_EIGHT, SIX_OF_EIGHT, "-"),
+    Arm(
+        "8, 4 and 8 groups of 8 samples, warm-up, rda",
+        CHANGING_OF_EIGHT,
+        SIX_OF_EIGHT,
+        "6 groups of 8 samples",
     ),
     Arm("6 groups of 2 samples, rda", SIX_RADIAL, SIX_RADIAL, "-"),
     Arm("8, 4 and 8 groups, rda", replace(EIGHT_RADIAL, away=4), SIX_RADIAL, "6 groups"),

@@ -12,6 +12,7 @@ from itertools import product
 from arms import (
     CHANGING_BATCH,
     CHANGING_DONATED,
+    CHANGING_OF_EIGHT,
     CONSTANT_BATCH,
     DATA_PARALLEL,
     DATA_PARALLEL_32,
@@ -30,6 +31,7 @@ from arms import (
     LONG_ARMS,
     MANY_ARMS,
     SECOND_ARMS,
+    SIX_OF_EIGHT,
     THIRD_ARMS,
     TWO,
     TWO_LONG,
@@ -233,6 +235,12 @@ def _donated() -> Iterator[Cell]:
         yield CHANGING_DONATED.with_seed(seed)
 
 
+def _changing_groups_of_eight() -> Iterator[Cell]:
+    """Groups that come and go, with 8 samples in each."""
+    yield CHANGING_OF_EIGHT.with_seed(CLAIM_SEEDS[0])
+    yield SIX_OF_EIGHT.with_seed(CLAIM_SEEDS[0])
+
+
 def _changing_batch() -> Iterator[Cell]:
     """What a batch that changes costs data parallel, as the samples of groups that come and go."""
     for seed, cell in product(CLAIM_SEEDS[:2], (CONSTANT_BATCH, CHANGING_BATCH)):
@@ -282,6 +290,7 @@ STAGES = {
     "many groups": _many_groups,
     "long": _long,
     "changing groups": _changing_groups,
+    "changing groups of eight": _changing_groups_of_eight,
     "changing batch": _changing_batch,
     "donated": _donated,
     "eleven seeds": _eleven_seeds,
