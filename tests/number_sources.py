@@ -24,7 +24,6 @@ from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "measured"
 PACKAGE = ROOT / "composer_replication"
-STUDY = ROOT / "spikes" / "009-learning" / "results.jsonl"
 REQUIREMENTS = (
     "pyproject.toml",
     *(f"tests/{name}/requirements.txt" for name in ("torch_new", "llmfoundry")),
@@ -133,6 +132,13 @@ def chosen(*values: float | str) -> tuple[float | str, ...]:
 
 
 @cache
+def _trainings() -> list[tuple[dict[str, Any], float]]:
+    """All settings of each training of the study, also those that its line lacks, and its bits."""
+    with study_modules() as load:
+        return [(json.loads(key), line["bits"]) for key, line in load("study").read().items()]
+
+
+@cache
 def _arms() -> dict[str, Any]:
     with study_modules() as load:
         report = load("report")
@@ -158,12 +164,11 @@ def tuning(**cell: Any) -> list[float]:
 
 
 def _study(cell: Mapping[str, Any], counts: Callable[[int], bool]) -> list[float]:
-    lines = [json.loads(line) for line in STUDY.read_text().splitlines()]
-    fits = [line for line in lines if counts(line["cell"]["seed"]) and _is_like(line["cell"], cell)]
-    others = {json.dumps({**line["cell"], "seed": 0}, sort_keys=True) for line in fits}
+    fits = [each for each in _trainings() if counts(each[0]["seed"]) and _is_like(each[0], cell)]
+    others = {json.dumps({**settings, "seed": 0}, sort_keys=True) for settings, _ in fits}
     if len(others) != 1:
-        raise ValueError(f"{len(others)} trainings of {STUDY.name} are like {cell}: name one")
-    return [line["bits"] for line in sorted(fits, key=lambda line: line["cell"]["seed"])]
+        raise ValueError(f"{len(others)} trainings of the study are like {cell}: name one")
+    return [bits for _, bits in sorted(fits, key=lambda each: each[0]["seed"])]
 
 
 def _is_like(cell: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

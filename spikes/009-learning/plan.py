@@ -187,7 +187,7 @@ def _eight_rates_look() -> Iterator[Cell]:
 
 
 def _published_look() -> Iterator[Cell]:
-    """Eight and four groups with the outer settings of arXiv 2503.09799, which ``auto`` takes."""
+    """Eight and four groups with the outer settings of arXiv 2503.09799."""
     yield replace(EIGHT_SHORT, outer_lr=0.8, outer_momentum=0.9)
     yield replace(FOUR_SHORT, outer_lr=0.6, outer_momentum=0.9)
 
