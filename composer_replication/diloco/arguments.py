@@ -14,6 +14,9 @@ Self = TypeVar("Self")
 Result = TypeVar("Result")
 Part = TypeVar("Part")
 
+REMOVED: dict[str, str] = {}
+"""Arguments of the previous version that are gone, and what to use in place of each."""
+
 
 class _Decorator(Protocol[P]):
     @overload
@@ -78,6 +81,8 @@ def pick(kind: Callable[..., Part], values: Mapping[str, Any]) -> Part:
 
 
 def _unknown(keyword: str, function: str, known: Mapping[str, Any]) -> str:
+    if keyword in REMOVED:
+        return f"{keyword} has been removed from {function}: {REMOVED[keyword]}"
     close = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
     return f"{keyword} is no argument of {function}: {hint}"
