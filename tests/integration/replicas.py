@@ -74,7 +74,7 @@ def run_groups(
     stays up after training, and unlike one whose last packets are lost with it.
 
     Args:
-        group_fn: A function at the top of a module in this folder.
+        group_fn: A function at the top of a module in a folder of the tests.
         num_replicas: How many groups.
         killed: Those that kill themselves, and so give no result.
         timeout_s: After how long to give up, in seconds.
@@ -89,7 +89,8 @@ def run_groups(
     lighthouse = start_lighthouse(heartbeat_timeout_ms=1_000)
     event = context.Event()
     # By a name of our own: pytest imports a test file under one that other processes cannot.
-    named = f"integration.{Path(inspect.getfile(group_fn)).stem}", group_fn.__name__
+    file = Path(inspect.getfile(group_fn))
+    named = f"{file.parent.name}.{file.stem}", group_fn.__name__
     processes, connections = [], []
     try:
         for replica_id in range(num_replicas):

@@ -1,0 +1,258 @@
+"""Short runs whose global digests must not change from one version to the next.
+
+Inner steps are scripted: they multiply and add element by element, and each operation rounds once.
+So a digest depends on the package alone, and on no processor's order of summation.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_replication import DiLoCo
+from composer_replication.simulation.simulation import Fault, SimulatedReplica, simulate
+
+STEPS = 20
+DELAYED = {"fragment_sync_delay": 1}
+THREE = {"num_fragments": 3}
+SAMPLES = (8, 3, 5, 2)
+"""What each group counts for an inner step."""
+
+
+class Scripted(nn.Module):
+    """Three blocks, and buffers; their sizes leave a rest after each vector register."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        shapes = ((37, 11), (13, 33), (201,))
+        self.blocks = nn.ModuleList(nn.ParameterDict() for _ in shapes)
+        for number, (block, shape) in enumerate(zip(self.blocks, shapes, strict=True)):
+            assert isinstance(block, nn.ParameterDict)
+            block["weight"] = nn.Parameter(numbers(shape, seed=number).to(dtype))
+            block["bias"] = nn.Parameter(numbers(shape[-1:], seed=number + 10))
+        self.register_buffer("mean", numbers((33,), seed=20))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, seeds: Sequence[int]) -> Tensor:
+        """A loss whose gradients are those that ``scripted_step`` sets, for ranks under DDP."""
+        parts = zip(self.parameters(), seeds, strict=True)
+        return torch.stack([(p * gradient(p, seed)).sum() for p, seed in parts]).sum()
+
+
+def numbers(shape: Sequence[int], seed: int) -> Tensor:
+    """Numbers in [-0.5, 0.5), the same on every machine: integers divided by a power of two."""
+    count = torch.Size(shape).numel()
+    mixed = (torch.arange(count) * 7919 + 104_729 * seed + 31) % 1024
+    return ((mixed - 512) / 1024).reshape(tuple(shape))
+
+
+def gradient(parameter: Tensor, seed: int) -> Tensor:
+    """Noise and a pull towards zero, so that a step depends on where it begins."""
+    noise = numbers(parameter.shape, seed) * 0.1
+    return parameter.detach() * 0.03 + noise.to(parameter.dtype)
+
+
+def seeds_of(model: nn.Module, group: int, step: int) -> list[int]:
+    """A seed for the gradient of each parameter."""
+    return [1000 * group + 17 * step + index for index, _ in enumerate(model.parameters())]
+
+
+def scripted_step(model: Scripted, inner: torch.optim.Optimizer, group: int, step: int) -> None:
+    """One inner step of SGD with learning rate 1, which only subtracts."""
+    for parameter, seed in zip(model.parameters(), seeds_of(model, group, step), strict=True):
+        parameter.grad = gradient(parameter, seed) if parameter.requires_grad else None
+    buffer = model.get_buffer("mean")
+    buffer.add_(numbers(buffer.shape, seed=group + step) * 0.01)
+    inner.step()
+
+
+def build(manager: Any, settings: dict[str, Any]) -> tuple[Scripted, Any, DiLoCo]:
+    """A model, its inner optimizer and DiLoCo, with ``sync_every`` 6 unless the settings differ."""
+    settings = dict(settings)
+    model = Scripted(settings.pop("dtype", torch.float32))
+    for name in settings.pop("frozen", ()):
+        model.get_parameter(name).requires_grad_(False)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    outer = settings.pop("outer_optimizer", None)
+    defaults = {"sync_every": 6, "sync_buffers": "none"}
+    if outer is None:
+        defaults |= {"outer_lr": 0.7, "outer_momentum": 0.9}
+    return model, inner, DiLoCo(manager, model, inner, outer, **{**defaults, **settings})
+
+
+def train(
+    sim: SimulatedReplica,
+    *,
+    steps: int = STEPS,
+    own: Sequence[dict[str, Any]] = (),
+    before_step: Callable[[int, Scripted, DiLoCo, int], None] | None = None,
+    **settings: Any,
+) -> tuple[str, int]:
+    """Train one group, and return the digest and the number of outer steps at the end."""
+    group = sim.replica_id
+    if own:
+        settings |= own[group]
+    model, inner, diloco = build(sim.manager, settings)
+    with diloco:
+        for step in range(steps):
+            if before_step is not None:
+                before_step(group, model, diloco, step)
+            diloco.count_samples(SAMPLES[group])
+            diloco.count_tokens(3 * SAMPLES[group])
+            scripted_step(model, inner, group, step)
+        diloco.final_sync()
+        return diloco.global_digest(), diloco.outer_step
+
+
+def simulated(k: int, *faults: Fault, **settings: Any) -> Callable[[], tuple[str, int]]:
+    """A simulation of k groups, all of which must end equal."""
+
+    def run() -> tuple[str, int]:
+        ends = simulate(lambda sim: train(sim, **settings), num_replicas=k, faults=faults)
+        ends = {end for end in ends if end is not None}
+        assert len(ends) == 1, f"the groups differ: {ends}"
+        return ends.pop()
+
+    return run
+
+
+def resumed(at: int, **settings: Any) -> Callable[[], tuple[str, int]]:
+    """Two groups that stop after inner step ``at``, and continue from what they have saved."""
+
+    def begin(sim: SimulatedReplica) -> bytes:
+        model, inner, diloco = build(sim.manager, settings)
+        with diloco:
+            for step in range(at):
+                scripted_step(model, inner, sim.replica_id, step)
+            file = io.BytesIO()
+            torch.save([diloco.state_dict(), model.state_dict()], file)
+        return file.getvalue()
+
+    def go_on(sim: SimulatedReplica, saved: bytes) -> tuple[str, int]:
+        model, inner, diloco = build(sim.manager, settings)
+        state, weights = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(weights)
+        diloco.load_state_dict(state)
+        with diloco:
+            for step in range(at, STEPS):
+                scripted_step(model, inner, sim.replica_id, step)
+            diloco.final_sync()
+            return diloco.global_digest(), diloco.outer_step
+
+    def run() -> tuple[str, int]:
+        saved = simulate(begin, num_replicas=2)
+        first, second = simulate(lambda sim: go_on(sim, saved[sim.replica_id]), num_replicas=2)
+        assert first == second
+        return first
+
+    return run
+
+
+def freeze(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+    """Freeze a block in mid-round, as Composer's LayerFreezing does."""
+    if step == 8:
+        for parameter in model.blocks[0].parameters():
+            parameter.requires_grad_(False)
+
+
+def be_sick(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+    """Group 1 has a parameter that is not finite."""
+    if (group, step) == (1, 9):
+        model.get_parameter("blocks.1.weight").data[0, 0] = float("inf")
+
+
+def take_average(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+    """Replace the local parameters near the end, as Composer's SWA does."""
+    if step == STEPS - 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.75)
+        diloco.make_local_global()
+
+
+def fall_idle(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+    """Group 1 has nothing to train on for one sync."""
+    if (group, step) == (1, 9):
+        diloco.sync_idle()
+
+
+FAULTS = {
+    kind: Fault(kind, replica_id=1, step=2)
+    for kind in (
+        "kill",
+        "kill_before_vote",
+        "kill_after_vote",
+        "restart",
+        "fail_allreduce",
+        "fail_commit",
+        "stale_quorum",
+        "late",
+    )
+}
+LATE = Fault("late", replica_id=1, step=2)
+
+RUNS: dict[str, Callable[[], tuple[str, int]]] = {
+    **{f"k = {k}": simulated(k) for k in (1, 2, 3, 4)},
+    **{f"k = {k}, 3 fragments": simulated(k, **THREE) for k in (1, 2, 3, 4)},
+    "delay 2": simulated(2, fragment_sync_delay=2),
+    "delay 2, alpha 0.25": simulated(2, fragment_sync_delay=2, fragment_update_alpha=0.25),
+    "3 fragments, delay 1, k = 3": simulated(3, **THREE, **DELAYED),
+    "3 fragments, alpha 0.5": simulated(2, **THREE, fragment_update_alpha=0.5),
+    **{
+        f"{wire_format}, k = {k}": simulated(k, wire_format=wire_format)
+        for wire_format in ("bfloat16", "int8", "fp4")
+        for k in (2, 3)
+    },
+    "int8, 3 fragments, delay 1": simulated(2, wire_format="int8", **THREE, **DELAYED),
+    "fp4, k = 4, 3 fragments": simulated(4, wire_format="fp4", **THREE),
+    "weight_by steps": simulated(3, weight_by="steps"),
+    "weight_by samples": simulated(3, weight_by="samples"),
+    "weight_by tokens, 3 fragments": simulated(3, weight_by="tokens", **THREE),
+    "sync_every 4 and 6": simulated(
+        2, weight_by="steps", own=[{"sync_every": 4}, {"sync_every": 6}]
+    ),
+    "sync_every 3, 6 and 9, 3 fragments": simulated(
+        3, weight_by="samples", own=[{"sync_every": n} for n in (3, 6, 9)], **THREE
+    ),
+    "buffers": simulated(2, sync_buffers="mean"),
+    "buffers, k = 3, int8, 3 fragments": simulated(
+        3, sync_buffers="mean", wire_format="int8", **THREE
+    ),
+    "schedule": simulated(
+        2, outer_schedule=[[2, 0.5, 0.6], [3, 0.4, 0.0], [4, 0.6, 0.3]], sync_every=3
+    ),
+    "schedule, 3 fragments": simulated(2, outer_schedule=[[4, 0.5, 0.5]], **THREE, **DELAYED),
+    "short rounds at the start": simulated(
+        2, warmup_sync_every=3, warmup_outer_steps=3, outer_momentum=0.5
+    ),
+    "plain outer SGD": simulated(2, outer_lr=0.9, outer_momentum=0.0),
+    "outer momentum, not Nesterov's": simulated(3, outer_nesterov=False),
+    "own outer optimizer": simulated(
+        2, outer_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5, weight_decay=0.01)
+    ),
+    "bfloat16 parameters": simulated(2, dtype=torch.bfloat16, **THREE),
+    "frozen parameters": simulated(2, frozen=["blocks.0.weight", "blocks.2.bias"]),
+    "frozen during the run": simulated(2, before_step=freeze),
+    "average at the end": simulated(2, before_step=take_average),
+    "not finite": simulated(3, before_step=be_sick),
+    "idle": simulated(2, before_step=fall_idle),
+    **{f"fault: {kind}": simulated(3, fault) for kind, fault in FAULTS.items()},
+    "fault: kill_in_heal": simulated(3, LATE, Fault("kill_in_heal", replica_id=1, step=2)),
+    "fault: fail_heal": simulated(3, LATE, Fault("fail_heal", replica_id=1, step=2)),
+    "fault: left_behind": simulated(
+        3, Fault("left_behind", replica_id=1, step=2), sync_every=3, max_missed_outer_steps=0
+    ),
+    "fault: kill, int8, 3 fragments, delay 1": simulated(
+        3, Fault("kill", 2, 4), wire_format="int8", **THREE, **DELAYED
+    ),
+    "fault: fail_allreduce, 3 fragments, delay 1": simulated(
+        2, Fault("fail_allreduce", 0, 3), **THREE, **DELAYED
+    ),
+    "resume within a sync": resumed(11, fragment_sync_delay=2),
+    "resume within a sync, 3 fragments, int8": resumed(9, **THREE, **DELAYED, wire_format="int8"),
+    "resume within a round": resumed(9, num_fragments=3),
+}
