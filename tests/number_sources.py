@@ -8,7 +8,6 @@ import re
 import statistics
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,6 @@ from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "measured"
 PACKAGE = ROOT / "composer_replication"
-REQUIREMENTS = (
-    "pyproject.toml",
-    *(f"tests/{name}/requirements.txt" for name in ("torch_new", "llmfoundry")),
-)
 
 
 class Values(dict[str, Any]):
@@ -58,33 +53,27 @@ def read_results(folder: Path = RESULTS) -> dict[str, Values]:
 
 @cache
 def code(path: str, name: str) -> Any:
-    """The literal that a module of the package gives a name: a constant, field or argument.
+    """The literal that a module of the package gives a name: a constant, or a field's default.
 
     Args:
         path: Of the module, below ``composer_replication``.
-        name: The constant's, or the default's; it has to have one value in the module.
+        name: It has to have one value in the module.
     """
-    found = []
+    values: list[ast.AST | None] = []
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
-        if isinstance(node, ast.AnnAssign):
-            found += [node.value] if getattr(node.target, "id", None) == name else []
-        elif isinstance(node, ast.Assign):
-            found += [node.value] if name in [getattr(t, "id", None) for t in node.targets] else []
-        elif isinstance(node, ast.arguments):
-            positional = [*node.posonlyargs, *node.args]
-            pairs = [*zip(reversed(positional), reversed(node.defaults), strict=False)]
-            pairs += zip(node.kwonlyargs, node.kw_defaults, strict=True)
-            found += [default for argument, default in pairs if argument.arg == name]
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            values += [node.value] if name in map(ast.unparse, targets) else []
         elif isinstance(node, ast.keyword) and node.arg == name:
-            found.append(node.value)
-    texts = {ast.unparse(node) for node in found if node is not None and _is_literal(node)}
-    if len(texts) != 1:
-        raise ValueError(f"{path} has {sorted(texts) or 'no literal'} for {name}: name one")
-    return eval(texts.pop(), {"__builtins__": {}})
-
-
-def _is_literal(node: ast.AST) -> bool:
-    return not any(isinstance(each, ast.Name | ast.Call | ast.Attribute) for each in ast.walk(node))
+            values.append(node.value)
+    found = {
+        ast.unparse(value)
+        for value in values
+        if value and not any(isinstance(each, ast.Name | ast.Call) for each in ast.walk(value))
+    }
+    if len(found) != 1:
+        raise ValueError(f"{path} has {sorted(found) or 'no value'} for {name}: name one")
+    return eval(found.pop(), {"__builtins__": {}})
 
 
 @cache
@@ -178,21 +167,6 @@ def _is_like(cell: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 def rows(names: str, *runs: Mapping[str, Any]) -> list[Any]:
     """Lines of the tables of benchmarks, with ``;`` between names: of each those of all runs."""
     return [run["ratios"][name] for name in names.split("; ") for run in runs]
-
-
-def versions() -> dict[str, set[str]]:
-    """The versions of each product that a page may name, as long as they are given or shorter."""
-    text = "\n".join((ROOT / path).read_text() for path in REQUIREMENTS)
-    text += "\n" + "\n".join(requires("mosaicml") or ())
-    names = {"Composer": "mosaicml", "Python": "requires-python", "Version": "version"}
-    names |= {"Apache License": 'license = "Apache-', "Ray": r"ray\[train\]"}
-    names |= {product: product for product in ("torch", "torchvision")}
-    known: dict[str, set[str]] = {}
-    for product, name in names.items():
-        given = re.findall(rf'(?<![\w-]){name}[=<>"\s]*(\d+(?:\.\d+)*)', text)
-        parts = [version.split(".") for version in given]
-        known[product] = {".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
-    return known
 
 
 def sources() -> dict[str, Any]:

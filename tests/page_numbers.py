@@ -1,7 +1,8 @@
 """The numbers of the pages, each beside the source that its mark names.
 
-A mark is a comment before a paragraph, list, table or block of output. It has one Python expression
-for each number of the block, in reading order, or values of which each gives several:
+A mark is a comment at the beginning of a paragraph, list, table or block of output. It has one
+Python expression for each number of the block, in reading order, or values of which each gives
+several:
 
     <!-- numbers: sync_100m_147.arguments.repetitions, plan(params=7e9, ...) -->
 
@@ -9,10 +10,8 @@ The names in it are those of ``number_sources.py``, and the files in ``benchmark
 number of the page is right if it is the value, rounded to as many digits as are shown.
 
 Not looked at are code (inline, and blocks that name a language), link targets, the digits of names
-such as ``int8``, versions that ``pyproject.toml`` has, and 0 and 1 in a block without a mark.
+such as ``int8``, versions of products, and 0 and 1 in a block without a mark.
 """
-
-from __future__ import annotations
 
 import ast
 import re
@@ -26,153 +25,108 @@ _TOKEN = re.compile(
     r"(\d{4}-\d\d-\d\d|\d++(?:\.\d++){2,}"  # a date, a version
     r"|(?:\d{1,3}(?:,\d{3})++|\d++)(?:\.\d++)?(?:e[+-]?\d++)?)(?![A-Za-z]*\d)"
 )
-_MARK = "<!-- numbers:"
-_GENERATED = re.compile(r"<!-- (\w+): written by .*?<!-- end of \1 -->", re.DOTALL)
-_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]*)\)")
-_FENCE = re.compile(r"^\s*```(\S*)")
-_VERSION = re.compile(
-    r"\b(Apache License|Composer|Python|Ray|Version|torch|torchvision)"
-    r"(?: [a-z]+){0,3} (\d+(?:\.\d+)+)"
+_MARK = re.compile(r"<!-- numbers:(.*?)-->", re.DOTALL)
+_ASIDE = re.compile(
+    r"<!-- (\w+): written by .*?<!-- end of \1 -->|^( *)```\w+\n.*?^\2```$",
+    re.DOTALL | re.MULTILINE,
 )
+_OUTPUT = re.compile(r"(^```\n.*?^```$)", re.DOTALL | re.MULTILINE)
+_NO_FINDING = re.compile(
+    r"(?<!`)(`+)(?!`)[^\n]+?(?<!`)\1(?!`)|^ *\d+\. "
+    r"|\b(?:Composer|License|Python|Ray|Version|torch|torchvision)(?: [a-z]+)* \d+(?:\.\d+)+",
+    re.MULTILINE,
+)
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]*)\)")
 _FREE = {"0", "1"}
 _HELP = "name its source in a mark before the block: CONTRIBUTING.md, Numbers in the pages"
 
 
-class UnknownNumber(ValueError):
-    """A number of a page is not that of its source, or has none. The message says which."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A number as a page shows it.
-
-    Args:
-        text: Its digits, with commas and points.
-        line: Where it is, from 1 on.
-        column: Where it begins there, from 0 on.
-    """
-
-    text: str
-    line: int
-    column: int
-
-
 @dataclass(frozen=True)
 class Block:
-    """What stands between two blank lines, and the mark before it."""
+    """What stands between two blank lines: its line, mark, and numbers with their places."""
 
-    tokens: Sequence[Token]
-    mark: str | None
     line: int
+    mark: str | None
+    numbers: Sequence[re.Match[str]]
 
 
-def numbers_in(text: str) -> list[str]:
-    """The numbers of a text, as they stand there."""
-    return _TOKEN.findall(text)
+def _blank(match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", match[0])
 
 
-def problems(
-    name: str, page: str, sources: Mapping[str, Any], versions: Mapping[str, set[str]]
-) -> list[str]:
+def _link(match: re.Match[str]) -> str:
+    """The text of a link without the numbers that its target has, as long as it was."""
+    shown = _TOKEN.sub(lambda each: _blank(each) if each[0] in match[2] else each[0], match[1])
+    return f"[{shown}]".ljust(len(match[0]))
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The blocks of a page that have numbers or a mark."""
+    marks = {match.start(): match for match in _MARK.finditer(page)}
+    text = _MARK.sub(lambda match: "<" + _blank(match)[1:].replace("\n", " "), page)
+    parts = _OUTPUT.split(_ASIDE.sub(_blank, text))
+    parts[::2] = [_LINK.sub(_link, _NO_FINDING.sub(_blank, part)) for part in parts[::2]]
+    parts[1::2] = [part.replace("\n\n", "\n;") for part in parts[1::2]]
+    text = "".join(parts)
+    for block in re.finditer(r"(?:^[ \t]*\S.*\n?)+", text, re.MULTILINE):
+        # Several marks in one paragraph or list: each holds what follows it.
+        inner = [start for start in marks if block.start() < start < block.end()]
+        edges = [block.start(), *inner, block.end()]
+        for start, end in zip(edges, edges[1:], strict=False):
+            numbers = [*_TOKEN.finditer(text, start, end)]
+            if numbers or start in marks:
+                mark = marks[start][1] if start in marks else None
+                yield Block(page.count("\n", 0, start) + 1, mark, numbers)
+
+
+def problems(name: str, page: str, sources: Mapping[str, Any], is_strict: bool) -> list[str]:
     """Compare the numbers of a page with their sources.
 
     Args:
         name: Of the page, for the messages.
         page: Its Markdown.
         sources: What a mark may name.
-        versions: The versions of each product that a page may name.
+        is_strict: A number without a mark is wrong.
 
     Returns:
         A line for each number that is wrong or has no source, and for each mark that fails.
     """
     found: list[str] = []
-    for block in blocks(page, versions):
-        try:
-            wrong = [] if block.mark is None else [*_compare(block, sources)]
-        except Exception as error:
-            wrong = [f"{block.line}: the mark fails: {type(error).__name__}: {error}"]
-        if block.mark is None:
-            shown = [token for token in block.tokens if token.text not in _FREE]
-            wrong = [f"{token.line}: {token.text} has no source: {_HELP}" for token in shown]
-        found += [f"{name}:{line}" for line in wrong]
+    for block in blocks(page):
+        if block.mark is not None:
+            try:
+                found += [f"{name}:{block.line}: {text}" for text in _wrong(block, sources)]
+            except Exception as error:
+                found.append(
+                    f"{name}:{block.line}: the mark fails: {type(error).__name__}: {error}"
+                )
+        elif is_strict:
+            shown = [number[0] for number in block.numbers if number[0] not in _FREE]
+            found += [f"{name}:{block.line}: {text} has no source: {_HELP}" for text in shown]
     return found
 
 
-def blocks(page: str, versions: Mapping[str, set[str]]) -> Iterator[Block]:
-    """The blocks of a page that have numbers or a mark."""
-    page = _GENERATED.sub(lambda match: "\n" * match[0].count("\n"), page)
-    lines = iter(enumerate([*page.splitlines(), ""], 1))
-    mark: tuple[int, str] | None = None
-    tokens: list[Token] = []
-    fence: str | None = None
-    for number, line in lines:
-        begins_mark = fence is None and line.startswith(_MARK)
-        opened = _FENCE.match(line)
-        ends = opened if fence is not None else begins_mark or opened or not line.strip()
-        # A mark belongs to the block of output that begins right after it.
-        if ends and (tokens or mark) and not (opened and fence is None and not tokens):
-            yield Block(tokens, mark and mark[1], mark[0] if mark else tokens[0].line)
-            mark, tokens = None, []
-        if begins_mark:
-            mark = number, _until_end(line.removeprefix(_MARK), lines)
-        elif opened:
-            fence = opened[1] if fence is None else None
-        elif not fence:  # a block that names a language is code
-            text = _prose(line, versions) if fence is None else line
-            tokens += [Token(each[0], number, each.start()) for each in _TOKEN.finditer(text)]
-
-
-def _until_end(text: str, lines: Iterator[tuple[int, str]]) -> str:
-    while "-->" not in text:
-        text += next(lines, (0, "-->"))[1]
-    return text.partition("-->")[0]
-
-
-def _prose(line: str, versions: Mapping[str, set[str]]) -> str:
-    """A line with blanks in the places of code, link targets, list marks and known versions."""
-
-    def blank(match: re.Match[str]) -> str:
-        return " " * len(match[0])
-
-    def link(match: re.Match[str]) -> str:
-        shown = _TOKEN.sub(lambda each: blank(each) if each[0] in match[2] else each[0], match[1])
-        return f"[{shown}]".ljust(len(match[0]))
-
-    def version(match: re.Match[str]) -> str:
-        return blank(match) if match[2] in versions.get(match[1], ()) else match[0]
-
-    line = re.sub(r"^\s*\d+\. ", blank, re.sub(r"(`+).+?\1", blank, line))
-    return _VERSION.sub(version, _LINK.sub(link, line))
-
-
-def _compare(block: Block, sources: Mapping[str, Any]) -> Iterator[str]:
-    values = list(_flat(_evaluate(block.mark or "", sources)))
-    if len(values) != len(block.tokens):
-        shown = ", ".join(token.text for token in block.tokens)
-        yield (
-            f"{block.line}: the mark has {len(values)} values for {len(block.tokens)} numbers: "
-            f"{', '.join(map(str, values))} for {shown}"
-        )
-        return
-    for token, value in zip(block.tokens, values, strict=True):
-        if not _shows(token.text, value):
-            yield f"{token.line}: {token.text} is {value} in its source: correct the text"
-
-
-def _evaluate(mark: str, sources: Mapping[str, Any]) -> list[Any]:
-    tree = ast.parse(f"[{mark.strip()}]", mode="eval")
+def _wrong(block: Block, sources: Mapping[str, Any]) -> Iterator[str]:
+    tree = ast.parse(f"[{(block.mark or '').strip()}]", mode="eval")
     assert isinstance(tree.body, ast.List)
     for element in tree.body.elts:
         is_free = isinstance(element, ast.Constant) and str(element.value) in _FREE
         if not is_free and not any(isinstance(each, ast.Name) for each in ast.walk(element)):
-            raise UnknownNumber(f"{ast.unparse(element)} names no source: {_HELP}")
-    return eval(compile(tree, "mark", "eval"), {"__builtins__": {}, **sources})
+            raise ValueError(f"{ast.unparse(element)} names no source: {_HELP}")
+    values = [*_flat(eval(compile(tree, "mark", "eval"), {"__builtins__": {}, **sources}))]
+    shown = [number[0] for number in block.numbers]
+    if len(values) != len(shown):
+        yield f"the mark has {len(values)} values for {len(shown)} numbers: {values} for {shown}"
+        return
+    for text, value in zip(shown, values, strict=True):
+        if not _shows(text, value):
+            yield f"{text} is {value} in its source: correct the text"
 
 
 def _flat(value: Any) -> Iterator[int | float | str]:
     """The numbers of a value and all in it; of a text those that stand in it."""
     if isinstance(value, str):
-        yield from numbers_in(value)
+        yield from _TOKEN.findall(value)
     elif isinstance(value, Mapping):
         yield from _flat([*value.values()])
     elif isinstance(value, Sequence):
@@ -181,7 +135,7 @@ def _flat(value: Any) -> Iterator[int | float | str]:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield value
     else:
-        raise UnknownNumber(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is no number")
 
 
 def _shows(shown: str, value: int | float | str) -> bool:
