@@ -5,6 +5,8 @@
 # make test-torch-new: the same tests with Composer on a torch past its pin.
 # make test-ray: the test of the example for Ray Train.
 # make gpu-check: the tests and benchmarks that need a GPU.
+# make chaos: trains under injected faults (docs/chaos.md). ARGS="--duration 180 --seed 1 --kinds
+# kill,hang --replicas 3" and the like; with a config or -- and a command in place of the quickstart.
 # make docs: builds the site from docs/ into build/docs.
 # make release-check: builds sdist and wheel, and tries the wheel in an empty environment.
 PYTHON ?= python3
@@ -19,7 +21,7 @@ DOCS := .venv-docs
 # Where Python may not keep what it compiles, each of some hundred processes compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-alone check check-tests gpu-check lint test-torch-new test-llmfoundry test-ray docs release-check clean
+.PHONY: train test test-alone check check-tests chaos gpu-check lint test-torch-new test-llmfoundry test-ray docs release-check clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2 $(ARGS)
@@ -44,6 +46,9 @@ check: $(VENV)/.installed-dev
 
 check-tests:
 	$(PYTEST) -q -n auto --dist worksteal -m 'not integration and not slow and not alone'
+
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 # On a machine with a GPU; PYTHON_GPU is one that has torch for it, ours by default.
 PYTHON_GPU ?= $(BIN)/python

@@ -176,50 +176,6 @@ class CoordinatorCommand(CoordinatorOptions):
         coordinate(self)
 
 
-@app.command("chaos", cls=TakesCommand)
-@dataclass(kw_only=True)
-class ChaosCommand(JobOptions):
-    """Train as `launch` does while injecting faults, check the run, and report what they cost."""
-
-    replicas: Replicas = 3
-    faults_per_minute: Annotated[
-        float, typer.Option(help="Mean number of faults in a minute.", min=0.1)
-    ] = 2.0
-    duration: Annotated[
-        float, typer.Option(help="Length of the training, in seconds.", min=10.0)
-    ] = 600.0
-    seed: Annotated[int, typer.Option(help="Seed of kinds, victims and times of the faults.")] = 0
-    kinds: Annotated[
-        str | None,
-        typer.Option(help="Kinds of faults, such as kill,hang (docs/chaos.md). Default: all."),
-    ] = None
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GROUP:SPEED",
-            help="A group that is slow all the time, such as 2:0.5; can be repeated.",
-            show_default=False,
-        ),
-    ] = None
-    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S
-
-    def __post_init__(self) -> None:  # typer calls a command with its options
-        from composer_replication.launch.chaos import run_chaos
-        from composer_replication.launch.job_options import job_of
-
-        status = run_chaos(
-            job_of(self),
-            replicas=self.replicas,
-            faults_per_minute=self.faults_per_minute,
-            duration_s=self.duration,
-            seed=self.seed,
-            kinds=None if self.kinds is None else self.kinds.split(","),
-            slow=self.slow or (),
-            straggler_timeout_s=self.straggler_timeout_s,
-        )
-        raise typer.Exit(status)
-
-
 @app.command()
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same replica groups in one process, to try DiLoCo without a network."""

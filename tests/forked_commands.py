@@ -33,7 +33,7 @@ from typing import Any
 
 from forked import context
 
-STARTERS = {"launch", "chaos", "composer.cli.launcher", "torch.distributed.run"}
+STARTERS = {"launch", "tests.chaos", "composer.cli.launcher", "torch.distributed.run"}
 """Words of a command line that starts further Python processes."""
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -215,10 +215,10 @@ def _obey_environment() -> None:
         import pace
 
         pace.slow_down(float(os.environ["TEST_PACE_S"]))
-    from composer_replication.launch import fault_injection
+    if str(Path(__file__).parent / "chaos" / "at_start") in folders:
+        from fault_injection import listen
 
-    if str(fault_injection.AT_START) in folders:
-        fault_injection.listen()
+        listen()
 
 
 def _run(command: list[str]) -> None:

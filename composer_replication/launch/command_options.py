@@ -89,7 +89,7 @@ def command_after_dashes(context: typer.Context) -> list[str] | None:
 
 @dataclass(kw_only=True)
 class JobOptions:
-    """What ``launch`` and ``chaos`` run: a config, or the command after ``--``."""
+    """What ``launch`` runs: a config, or the command after ``--``."""
 
     context: typer.Context
     config: Annotated[

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,19 +43,10 @@ class Display:
         console: Where the display is written.
         run_dir: The run's folder.
         replicas: Number of groups.
-        seconds_left: Returns the seconds of training that are left, if the groups do not know when
-            they end.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        run_dir: Path,
-        replicas: int,
-        seconds_left: Callable[[], float | None] | None = None,
-    ) -> None:
+    def __init__(self, console: Console, run_dir: Path, replicas: int) -> None:
         self._console = console
-        self._seconds_left = seconds_left
         self._live = _live_on(console) if console.is_terminal else None
         self._groups = [GroupView(run_dir / f"replica_{i}") for i in range(replicas)]
         self._news = GroupNews()
@@ -115,8 +106,6 @@ class Display:
         try:
             for replica_id, group in enumerate(self._groups):
                 group.update(exit_statuses.get(replica_id))
-                if self._seconds_left is not None:
-                    group.status |= {"max_batches": None, "seconds_left": self._seconds_left()}
             for line in self._news.of(self._groups):
                 self.say(line)
             self._show(is_last)

@@ -11,8 +11,6 @@ from typing import Any
 from composer_replication.launch.group_process import Command, train_command
 from composer_replication.training.config import ConfigError, diloco_section
 
-ENDLESS = "1000000000ba"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -52,19 +50,6 @@ def config_job(config: dict[str, Any], path: str | Path, nproc: int | None = 1) 
     """
     command = partial(train_command, nproc)
     return Job(config=config, source=str(path), name=path, command=command, nproc=nproc)
-
-
-def endless(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config that trains until somebody ends it, at a constant learning rate.
-
-    How long a command trains is in the command, so nothing changes there.
-    """
-    if "max_duration" not in config:
-        return config
-    config = config | {"max_duration": ENDLESS}
-    config.pop("eval_interval", None)
-    config.pop("scheduler", None)  # a run without an end has no schedule
-    return config
 
 
 def check_launch(job: Job, replicas: int) -> None:

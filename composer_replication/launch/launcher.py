@@ -30,12 +30,7 @@ from composer_replication.launch.page_record import RunRecord
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
 from composer_replication.launch.run_token import TOKEN_FILE, write_token_file
 from composer_replication.launch.start_watch import StartWatch
-from composer_replication.launch.supervision import (
-    HANG_TIMEOUT_S,
-    MAX_RESTARTS,
-    FaultInjector,
-    Supervisor,
-)
+from composer_replication.launch.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Supervisor
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.replica.names import run_id_of_folder
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
@@ -58,7 +53,7 @@ def launch_groups(
     max_restarts: int = MAX_RESTARTS,
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
     hang_timeout_s: float = HANG_TIMEOUT_S,
-    fault_injector: FaultInjector | None = None,
+    on_poll: Callable[[Supervisor], object] | None = None,
     make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:
     """Train in several replica groups on this machine, and print the result.
@@ -72,7 +67,7 @@ def launch_groups(
             inner steps enter its next sync.
         hang_timeout_s: Seconds without any progress after which a group ends itself, to be started
             again. The callback's ``hang_timeout_s`` has precedence.
-        fault_injector: Injects faults. None: nobody does.
+        on_poll: Is called several times a second while the groups run.
         make_coordinator: ``Coordinator``, or a replacement for it.
 
     Returns:
@@ -137,10 +132,9 @@ def launch_groups(
                 )
                 for replica_id in ids:
                     start(replica_id)
-                seconds_left = None if fault_injector is None else fault_injector.seconds_left
-                display = Display(console, run_dir, replicas, seconds_left)
+                display = Display(console, run_dir, replicas)
                 starts = StartWatch(run_dir, ids, group.start_timeout_s, job.advice, say)
-                failed = _watch(supervisor, display, starts, fault_injector)
+                failed = _watch(supervisor, display, starts, on_poll)
                 for replica_id, status in failed.items():
                     explain_failure(run_dir, replica_id, status)
                 if interrupts.count:
@@ -192,9 +186,9 @@ def _watch(
     supervisor: Supervisor,
     display: Display,
     starts: StartWatch,
-    fault_injector: FaultInjector | None = None,
+    on_poll: Callable[[Supervisor], object] | None = None,
 ) -> dict[int, int]:
-    """Show the groups, and inject faults, until all groups have ended.
+    """Show the groups until all of them have ended.
 
     Returns:
         The exit statuses of the groups that failed for good.
@@ -207,8 +201,8 @@ def _watch(
             display.say(line)
         display.refresh(statuses, is_last=is_last)
         starts.look()
-        if fault_injector is not None and not is_last:
-            fault_injector(supervisor)
+        if on_poll is not None and not is_last:
+            on_poll(supervisor)
 
     with display:
         return supervisor.watch(show)

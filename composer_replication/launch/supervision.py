@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from composer_replication.callback.run_folder import METRICS, REJECTED, STATUS, log_path
 from composer_replication.launch.errors import BAD_INPUT
@@ -231,13 +231,3 @@ class Supervisor:
             replace_json(path, read_json(path) | {"phase": phase, **more})
         except OSError as error:  # a full disk must not end the groups that train
             log.warning("Cannot write %s, group %s is %s: %s", path, replica_id, phase, error)
-
-
-class FaultInjector(Protocol):
-    """Injects faults into a run."""
-
-    def __call__(self, supervisor: Supervisor) -> None:
-        """Inject the faults that are due. The launcher calls it several times a second."""
-
-    def seconds_left(self) -> float | None:
-        """The seconds until it ends the run; None if it does not know yet."""

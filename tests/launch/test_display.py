@@ -185,14 +185,6 @@ def test_the_display_compares_the_last_digests_that_all_have(tmp_path, is_termin
     assert "2 / 20" in said and "3.142" in said and ("training" in said) == is_terminal
 
 
-def test_a_run_that_others_end_has_their_time_left_and_no_bar(tmp_path):
-    recorded(tmp_path, 2)
-    console = file_console()
-    Display(console, tmp_path, 2, lambda: 90.0).refresh({}, is_last=True)
-    (text,) = texts_of(console)
-    assert "round 2, loss 3.142, 1 min 30 s left" in text
-
-
 @pytest.mark.parametrize(("is_terminal", "width"), [(True, 80), (True, 160), (False, 80)])
 def test_the_settings_are_a_table_that_fits(is_terminal, width):
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width)

@@ -54,7 +54,7 @@ def test_a_secret_of_the_environment_is_not_saved_and_is_there_when_it_is_read_a
     )
     config = load_config(path, [f"run_name=run-{SECRET}"])
     assert config["variables"]["key"] == "hunter2" and config["run_name"] == "run-hunter2"
-    # As launch and chaos change it.
+    # As a launch changes it.
     callbacks = {"diloco": config["callbacks"]["diloco"] | {"digest_every": 1}}
     changed = config | {"run_dir": "here", "callbacks": callbacks, "max_duration": "8ba"}
     changed.pop("train_loader")

@@ -1,6 +1,6 @@
 """What must never happen to a run under faults is seen.
 
-Run: pytest tests/launch/test_chaos_history.py.
+Run: pytest tests/chaos/test_history.py.
 
 Metrics and orders are files, as groups write them; stood in for: the groups, and the clock.
 """
@@ -11,8 +11,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from chaos.history import History, InjectedFault, samples_trained_twice
 
-from composer_replication.launch.chaos_history import History, InjectedFault, samples_trained_twice
 from composer_replication.launch.supervision import GroupRecord
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import psutil
 
 from composer_replication.callback.run_folder import STOP, log_path
-from composer_replication.launch.chaos_history import SERVICES, History, InjectedFault
-from composer_replication.launch.chaos_services import KillableCoordinator
-from composer_replication.launch.fault_injection import IN_GROUP_KINDS, FaultRequest, request_fault
-from composer_replication.launch.slow_groups import SLOWEST, Throttle
 from composer_replication.launch.supervision import Supervisor
+
+from .at_start.fault_injection import IN_GROUP_KINDS, FaultRequest, request_fault
+from .history import SERVICES, History, InjectedFault
+from .services import KillableCoordinator
+from .slow_groups import SLOWEST, Throttle
 
 HANG_TIMEOUT_S = 15.0
 """Seconds without progress after which a group that hangs ends itself.
@@ -97,6 +98,7 @@ class RandomFaultInjector:
         faults_per_minute: Mean number of faults in a minute.
         duration_s: Length of the training, in seconds.
         speeds: The groups that are slow all the time, and the fraction of it for which they run.
+        recovery_s: Seconds between the end of the last fault and the end of the run.
     """
 
     def __init__(
@@ -106,11 +108,12 @@ class RandomFaultInjector:
         faults_per_minute: float,
         duration_s: float,
         speeds: Mapping[int, float] | None = None,
+        recovery_s: float = RECOVERY_S,
     ) -> None:
         self._history = history
         self._planned = planned
         self._mean_pause_s = 60 / faults_per_minute
-        self._duration_s = duration_s
+        self._duration_s, self._recovery_s = duration_s, recovery_s
         self._coordinator: KillableCoordinator | None = None
         self._supervisor: Supervisor | None = None
         self._active: list[InjectedFault] = []
@@ -123,12 +126,6 @@ class RandomFaultInjector:
         """Make a coordinator that this object can kill. ``launch_groups`` calls it."""
         self._coordinator = KillableCoordinator(*arguments, **named)
         return self._coordinator
-
-    def seconds_left(self) -> float | None:
-        """The seconds of training that are left; None before all groups train."""
-        if self._history.began is None:
-            return None
-        return max(0.0, self._duration_s - self._history.now())
 
     def finish(self) -> None:
         """Check what the groups have written since the last check. Call it after the run."""
@@ -167,7 +164,7 @@ class RandomFaultInjector:
         lasts = self._next.seconds or 0.0
         if self._next.seconds is None:
             lasts = HANG_TIMEOUT_S if kind == "hang" else LEAVES_S
-        if self._due > self._duration_s - RECOVERY_S - lasts and kind != "first_round":
+        if self._due > self._duration_s - self._recovery_s - lasts and kind != "first_round":
             self._next = None  # no later fault would end in time either
 
     def _healthy(self, supervisor: Supervisor) -> set[int]:

@@ -1,4 +1,4 @@
-"""A process that fails when it is ordered to. Run: pytest tests/launch/test_fault_injection.py
+"""A process that fails when it is ordered to. Run: pytest tests/chaos/test_fault_injection.py
 
 Real: processes, signals, request files, and in the test of the network the lighthouse, managers and
 gloo.
@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-
-from composer_replication.launch.fault_injection import (
+from chaos.at_start.fault_injection import (
     AT_START,
     NOWHERE,
     FaultRequest,
@@ -23,12 +22,14 @@ from composer_replication.launch.fault_injection import (
     request_fault,
     unreliable,
 )
+
 from composer_replication.replica import factory as replica
 from composer_replication.replica.lighthouse import start_lighthouse
 
 HANGS = """
 import os, pathlib, sys, threading, time
-from composer_replication.launch.fault_injection import GroupFaults
+sys.path.insert(0, sys.argv[2])
+from fault_injection import GroupFaults
 
 def say(word):
     os.write(1, word.encode() + b"\\n")  # one call, so that no line of another thread is in it
@@ -72,7 +73,7 @@ def wait_until(condition, within_s=90.0):
 def process_of(program, folder):
     """A process of the program, whose lines are read from `stdout`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program, folder], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, folder, AT_START], stdout=subprocess.PIPE, text=True
     )
     try:
         yield process
@@ -119,7 +120,7 @@ def test_a_group_hangs_where_it_trains_and_not_in_a_sync(tmp_path):
 IMPORTS = """
 import sys
 import composer_replication
-print(any(name.startswith("composer_replication.launch") for name in sys.modules))
+print("fault_injection" in sys.modules)
 from composer_replication.replica import factory
 print(factory.ReplicaManager.__name__, sys.modules["sitecustomize"].__file__, HIDDEN)
 """

@@ -1,4 +1,4 @@
-"""A replica group that hangs or becomes unreachable on request. Only ``chaos`` uses it.
+"""A replica group that hangs or becomes unreachable on request.
 
 With the variables of ``unreliable`` in its environment, any Python process that builds a manager
 has a thread that reads requests from a file in the group's folder. No signal from outside could
@@ -28,7 +28,7 @@ IN_SYNC_KINDS = ("unreachable", "one_way")
 """Kinds of faults that begin with a sync."""
 IN_GROUP_KINDS = ("hang", *IN_SYNC_KINDS)
 """Kinds of faults that a group inflicts on itself."""
-AT_START = Path(__file__).parent / "at_start"
+AT_START = Path(__file__).parent
 """A folder for ``PYTHONPATH``: its ``sitecustomize.py`` makes a Python process obey requests."""
 NOWHERE = "127.0.0.1:9"
 """An address at which nothing listens."""

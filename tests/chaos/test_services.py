@@ -1,6 +1,6 @@
 """A coordinator that can be killed and started again.
 
-Run: pytest tests/launch/test_chaos_services.py.
+Run: pytest tests/chaos/test_services.py.
 
 Real: all of it.
 """
@@ -11,9 +11,9 @@ import time
 import httpx
 import psutil
 import pytest
+from chaos.services import KillableCoordinator
 
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.launch.chaos_services import KillableCoordinator
 from composer_replication.replica.lighthouse import read_status
 
 pytestmark = pytest.mark.integration

@@ -11,23 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication.callback.run_folder import make_run_folder
-from composer_replication.launch.chaos_history import History
-from composer_replication.launch.chaos_injector import (
-    HANG_TIMEOUT_S,
-    KINDS,
-    RandomFaultInjector,
-    plan_faults,
-)
-from composer_replication.launch.fault_injection import unreliable
-from composer_replication.launch.goodput import describe_goodput
-from composer_replication.launch.job import Job, endless
+from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run
-from composer_replication.launch.slow_groups import read_speeds
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.training.config import ConfigError, diloco_section
 
+from .at_start.fault_injection import unreliable
+from .history import History
+from .injector import HANG_TIMEOUT_S, KINDS, RECOVERY_S, RandomFaultInjector, plan_faults
+from .slow_groups import read_speeds
+
 MAX_RESTARTS = 1000
+
+ENDLESS = "1000000000ba"
+"""How long a config trains: until the file ``STOP`` in the run's folder ends it."""
 
 
 def run_chaos(
@@ -40,6 +38,7 @@ def run_chaos(
     kinds: Sequence[str] | None = None,
     slow: Sequence[str] = (),
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
+    recovery_s: float = RECOVERY_S,
 ) -> int:
     """Launch a job under faults for some time, write ``chaos.json`` and print a table.
 
@@ -53,6 +52,7 @@ def run_chaos(
         kinds: Kinds of faults to inject. None: all of ``KINDS``.
         slow: Groups that are slow all the time: such as ``2:0.5``, group 2 at half speed.
         straggler_timeout_s: As in ``launch_groups``.
+        recovery_s: Seconds between the end of the last fault and the end of the run.
 
     Returns:
         An exit status: 0 if nothing was lost and no group diverged, else 1.
@@ -76,8 +76,9 @@ def run_chaos(
     repeat |= {"replicas": replicas, "slow": speeds}
     repeat |= {"straggler_timeout_s": straggler_timeout_s}
     history = History(run_dir, replicas, repeat | {"duration_s": duration_s})
-    fault_injector = RandomFaultInjector(
-        history, plan_faults(seed, kinds, replicas), faults_per_minute, duration_s, speeds
+    planned = plan_faults(seed, kinds, replicas)
+    injector = RandomFaultInjector(
+        history, planned, faults_per_minute, duration_s, speeds, recovery_s
     )
     status = launch_groups(
         replace(job, config=config, environ={**job.environ, **unreliable(os.environ)}),
@@ -85,19 +86,15 @@ def run_chaos(
         max_restarts=MAX_RESTARTS,
         straggler_timeout_s=straggler_timeout_s,
         hang_timeout_s=HANG_TIMEOUT_S,
-        fault_injector=fault_injector,
-        make_coordinator=fault_injector.make_coordinator,
+        on_poll=injector,
+        make_coordinator=injector.make_coordinator,
     )
-    fault_injector.finish()
-    run = read_run(run_dir)
-    verdict = history.verdict(run.digests)
-    goodput = run.goodput  # chaos.json has the faults, the table only the time that they took
-    history.write(verdict | {"goodput": goodput})
+    injector.finish()
+    verdict = history.verdict(read_run(run_dir).digests)
+    history.write(verdict)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in verdict.items():
         table.add_row(name.replace("_", " "), _in_words(value))
-    for name, value in describe_goodput(goodput):
-        table.add_row(name, value)
     for violation in history.violations:
         table.add_row("violation", f"after {violation['at']:g} s: {violation['what']}")
     console = Console(highlight=False)
@@ -109,6 +106,19 @@ def run_chaos(
             style="red",
         )
     return status or int(not verdict["is_clean"])
+
+
+def endless(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that trains until somebody ends it, at a constant learning rate.
+
+    How long a command trains is in the command, so nothing changes there.
+    """
+    if "max_duration" not in config:
+        return config
+    config = config | {"max_duration": ENDLESS}
+    config.pop("eval_interval", None)
+    config.pop("scheduler", None)  # a run without an end has no schedule
+    return config
 
 
 def _in_words(value: Any) -> str:

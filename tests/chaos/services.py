@@ -41,7 +41,7 @@ class Service:
     def start(self) -> None:
         """Start the process, also again after ``kill``. It does not wait for the service."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "composer_replication.launch.chaos_services"],
+            [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,8 +76,6 @@ class KillableCoordinator:
 
     def __init__(self, settings: DiLoCoSettings, source: str, **arguments: Any) -> None:
         ports = _free_ports()
-        if arguments.get("tls") is not None:
-            arguments["tls"] = asdict(arguments["tls"])
         if arguments.get("record") is not None:  # it travels as JSON, like the others
             arguments["record"] = str(arguments["record"].run_dir)
         arguments |= {"settings": asdict(settings), "source": source}
@@ -131,16 +129,9 @@ def serve(role: str, arguments: dict[str, Any]) -> None:
         lighthouse = start_lighthouse(**arguments)
         address = f"http://{LOCAL}:{lighthouse.address().rpartition(':')[2]}"
     else:
-        from composer_replication.coordinator.http_service import TlsFiles
         from composer_replication.coordinator.server import Coordinator
         from composer_replication.launch.page_record import RunRecord
 
-        if arguments.get("tls") is not None:
-            files: dict[str, Any] = {
-                name: Path(value) if isinstance(value, str) else value
-                for name, value in arguments["tls"].items()
-            }
-            arguments["tls"] = TlsFiles(**files)
         arguments["settings"] = DiLoCoSettings(**arguments["settings"])
         arguments["state_dir"] = Path(arguments["state_dir"])
         if arguments.get("record") is not None:

@@ -26,11 +26,11 @@ class FaultsFinder:
 
         def run_and_listen(module):
             run(module)
-            from composer_replication.launch.fault_injection import listen
+            from fault_injection import listen
 
             listen()
 
-        spec.loader.exec_module = run_and_listen  # pyright: ignore[reportAttributeAccessIssue]
+        spec.loader.exec_module = run_and_listen
         return spec
 
 

@@ -11,11 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback.run_folder import CHAOS, METRICS, log_path
+from composer_replication.callback.run_folder import METRICS, log_path
 from composer_replication.coordinator.server import STATE
-from composer_replication.launch.fault_injection import IN_GROUP_KINDS, fault_began_at
 from composer_replication.launch.supervision import Supervisor
 from composer_replication.replica.json_files import JsonLineReader, replace_json
+
+from .at_start.fault_injection import IN_GROUP_KINDS, fault_began_at
+
+CHAOS = "chaos.json"
+"""In the run's folder: the faults, what happened, and the verdict."""
 
 DEADLY = ("kill", "end", "first_round", "hang")
 """Faults after which a group has to be started again."""

@@ -1,0 +1,91 @@
+"""Trains as ``launch`` does under injected faults, and checks the run: ``make chaos``.
+
+    python -m tests.chaos [OPTIONS] [CONFIG [key=value ...]]
+    python -m tests.chaos [OPTIONS] -- COMMAND
+
+It is run from the root of the repository.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path  # typer looks up the annotations of inherited options here
+from typing import Annotated
+
+import typer
+
+from composer_replication.launch.command_options import (
+    JobOptions,
+    StragglerTimeout,
+    TakesCommand,
+    command_after_dashes,
+)
+from composer_replication.launch.command_options import Nproc as Nproc
+from composer_replication.launch.command_options import Overrides as Overrides
+from composer_replication.launch.command_options import Replicas as Replicas
+from composer_replication.launch.command_options import RunDir as RunDir
+from composer_replication.launch.command_options import Set as Set
+from composer_replication.launch.errors import report_error
+from composer_replication.launch.job_options import job_of
+from composer_replication.launch.quiet import quiet_others
+from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
+
+from .driver import run_chaos
+from .injector import KINDS, RECOVERY_S
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(cls=TakesCommand)
+@dataclass(kw_only=True)
+class ChaosCommand(JobOptions):
+    """Train as `launch` does while injecting faults, check the run, and report what they cost."""
+
+    replicas: Replicas = 3
+    faults_per_minute: Annotated[
+        float, typer.Option(help="Mean number of faults in a minute.", min=0.1)
+    ] = 2.0
+    duration: Annotated[
+        float, typer.Option(help="Length of the training, in seconds.", min=10.0)
+    ] = 600.0
+    seed: Annotated[int, typer.Option(help="Seed of kinds, victims and times of the faults.")] = 0
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of faults, separated by commas.", show_default=False)
+    ] = ",".join(KINDS)
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GROUP:SPEED",
+            help="A group that is slow all the time, such as 2:0.5; can be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S
+    recovery_s: Annotated[
+        float, typer.Option(help="Seconds without new faults at the end, for groups to recover.")
+    ] = RECOVERY_S
+
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        if self.config is None and command_after_dashes(self.context) is None:
+            self.config = Path("configs/quickstart.yaml")
+        status = run_chaos(
+            job_of(self),
+            replicas=self.replicas,
+            faults_per_minute=self.faults_per_minute,
+            duration_s=self.duration,
+            seed=self.seed,
+            kinds=self.kinds.split(","),
+            slow=self.slow or (),
+            straggler_timeout_s=self.straggler_timeout_s,
+            recovery_s=self.recovery_s,
+        )
+        raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    quiet_others()
+    try:
+        app()
+    except Exception as error:
+        sys.exit(report_error(error))
