@@ -99,16 +99,13 @@ class Fit:
         sync_idle = functools.partial(self._sync_idle, state, logger)
         data = group_data_of(state, self._options, diloco, self._membership, sync_idle)
         self._group.begin(state, diloco, data)
-        if self._membership is not None:
-            diloco.offer_settings(self._membership.known_settings())
         return diloco
 
     def _log_settings(self) -> None:
         if dist.get_global_rank() == 0:
             source = "Settings"
             if self._run is not None:
-                version, origin = self._run.settings_version, self._run.settings_source
-                source = f"The coordinator's settings (version {version}, {origin})"
+                source = f"The coordinator's settings ({self._run.settings_source})"
             log.info("%s:\n  %s", source, "\n  ".join(settings_table(self._settings)))
 
     def _is_in_batch(self) -> bool:
@@ -134,7 +131,7 @@ class Fit:
         if self._heal_state is not None:
             self._heal_state.broadcast_from_rank_0(logger)
         if reports and self._membership is not None:
-            diloco.offer_settings(self._membership.known_settings())
+            self._membership.check()
         self.sync_log.log_syncs(reports, state, logger)
         self.console.synced(reports, self.manager)
         progress = self.sync_log.report_phase(phase, state, diloco)

@@ -40,7 +40,6 @@ class SyncLog:
         self._began: tuple[int, float] | None = None
         self._synced_at: float | None = None
         self._last_sync: dict[str, Any] = {}
-        self._settings_since = (0, 0)
         self.final_loss: float | None = None
 
     def count_batch(self, state: State, diloco: DiLoCo) -> None:
@@ -62,13 +61,9 @@ class SyncLog:
                 "contribution",
                 "num_participants",
                 "sync_seconds",
-                "settings_version",
                 "sync_every",
             )
-            if report.settings_version != self._settings_since[0]:
-                self._settings_since = (report.settings_version, report.outer_step)
             self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)} | {
-                "settings_since": self._settings_since[1],
                 "synced_step": report.outer_step,
                 "synced_batch": state.timestamp.batch.value,
             }

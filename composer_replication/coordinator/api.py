@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
-from pydantic import Field
 
 from composer_replication import __version__
 from composer_replication.coordinator.admission import Admission, address_of
@@ -20,10 +18,9 @@ from composer_replication.coordinator.api_types import (
     GroupName,
     Heartbeat,
     Info,
+    Member,
     Name,
     Registration,
-    SettingsChanges,
-    SettingsVersion,
 )
 from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
@@ -68,7 +65,7 @@ def create_app(
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
     """
-    settings, registry, streams = run.settings, run.registry, run.streams
+    registry, streams = run.registry, run.streams
     errors: dict[int | str, dict[str, Any]] = {
         code: {"model": ErrorBody} for code in (401, 409, 410, 413, 422, 507)
     }
@@ -89,22 +86,8 @@ def create_app(
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
         return run.info()
 
-    @v1.get("/settings/{version}")
-    def version(version: Annotated[int, Field(ge=1, lt=2**53)]) -> dict[str, Any]:
-        """Return one version of the settings."""
-        return asdict(settings.of(version))
-
-    @v1.patch("/settings")
-    def change(request: Request, changes: SettingsChanges) -> SettingsVersion:
-        """Change settings for all groups, which adopt them at the same outer step."""
-        values = changes.model_dump(exclude_unset=True)
-        with audit.action("settings", None, address_of(request.scope), changes=values):
-            if not values or None in values.values():
-                raise RejectedError("name the settings to change, each with a value")
-            return SettingsVersion(settings_version=settings.change(values))
-
     @v1.post("/replicas", status_code=201)
-    def register(request: Request, registration: Registration) -> SettingsVersion:
+    def register(request: Request, registration: Registration) -> Member:
         """Register a replica group. A repeated request with the same session is answered again."""
         about = {"host": registration.host, "world_size": registration.world_size}
         versions = Versions(registration.composer_replication, registration.torchft)
@@ -112,12 +95,12 @@ def create_app(
         replica_id = registration.replica_id
         with audit.action("registration", replica_id, address_of(request.scope), **about):
             registry.register(replica_id, registration.session, about, versions, model)
-        return SettingsVersion(settings_version=settings.newest_version)
+        return Member(replica_id=replica_id)
 
     @v1.post("/replicas/{replica_id}/heartbeat")
     async def heartbeat(
         replica_id: GroupName, beat: Heartbeat, afterwards: BackgroundTasks
-    ) -> SettingsVersion:
+    ) -> Member:
         """Record that a group is alive, and its progress."""
         # This runs on the event loop and does not use the database. In a thread it could wait for
         # other requests that wait for a slow disk, until all groups looked dead.
@@ -125,7 +108,7 @@ def create_app(
         registry.heartbeat(replica_id, beat.session, progress)
         if streams.observe_outer_step(beat.outer_step or 0):
             afterwards.add_task(store_outer_step, beat.outer_step or 0)
-        return SettingsVersion(settings_version=settings.newest_version)
+        return Member(replica_id=replica_id)
 
     def store_outer_step(outer_step: int) -> None:
         try:
@@ -134,10 +117,10 @@ def create_app(
             log.warning("Cannot store outer step %d: %s", outer_step, error)
 
     @v1.delete("/replicas/{replica_id}")
-    def leave(replica_id: GroupName, session: Name) -> SettingsVersion:
+    def leave(replica_id: GroupName, session: Name) -> Member:
         """Record that a group has finished."""
         registry.leave(replica_id, session)
-        return SettingsVersion(settings_version=settings.newest_version)
+        return Member(replica_id=replica_id)
 
     @v1.get("/status")
     def status() -> dict[str, Any]:

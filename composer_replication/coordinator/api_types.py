@@ -29,8 +29,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-OuterStep = Annotated[int, Field(ge=1, lt=2**53)]
-
 Number = Annotated[float | None, AfterValidator(_finite)]
 """A number. NaN and infinity become null, since JSON has no such numbers."""
 
@@ -55,7 +53,6 @@ class Info(BaseModel):
     run_id: str
     settings_authority: bool = True
     settings: dict[str, Any]
-    settings_version: int
     settings_source: str
     num_replicas: int
     min_replicas: int
@@ -103,8 +100,6 @@ class Heartbeat(StrictBody):
     sync_seconds: Number = None
     seconds_since_sync: Number = None
     steps_per_second: Number = None
-    settings_version: Count | None = None
-    settings_since: Count | None = None
     synced_step: Count | None = None
     synced_batch: Count | None = None
     momentum_cosine: Number = None
@@ -116,16 +111,7 @@ class Heartbeat(StrictBody):
     loss_spread_before: Number = None
 
 
-class SettingsVersion(BaseModel):
-    """The newest version of the settings."""
+class Member(BaseModel):
+    """The replica group whose request has been served."""
 
-    settings_version: int
-
-
-class SettingsChanges(StrictBody):
-    """Settings to change while the run goes on."""
-
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    outer_schedule: list[tuple[OuterStep, float, float]] | None = None
-    sync_every: int | None = None
+    replica_id: str

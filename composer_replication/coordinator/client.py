@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,10 @@ from composer_replication.coordinator.client_http import (
 )
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
 from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.diloco.settings import AUTO, CHANGEABLE, DiLoCoSettings
+from composer_replication.diloco.settings import AUTO, DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 
-log = logging.getLogger(__name__)
-
-_VERSION: dict[str, type] = {"settings_version": int}
+_MEMBER: dict[str, type] = {"replica_id": str}
 _LEASE: dict[str, type] = dict.fromkeys((field.name for field in dataclasses.fields(Lease)), int)
 
 
@@ -33,7 +30,6 @@ class RunInfo:
     """What a group has to know about the run before it starts."""
 
     settings: DiLoCoSettings
-    settings_version: int
     settings_source: str
     num_replicas: int
     min_replicas: int
@@ -71,24 +67,17 @@ class RunInfo:
         What it leaves open is no difference: ``auto``, and None where a value is chosen for it.
 
         Raises:
-            SettingsMismatch: One differs, and not because it has changed while the run went on; the
-                message lists both values of each.
+            SettingsMismatch: One differs; the message lists both values of each.
         """
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = dataclasses.asdict(self.settings) | options
         chosen = (*options, "fragment_update_alpha")
-        found = {
-            name: f"  {name}: {value!r} here, {run[name]!r} there"
+        differing = [
+            f"  {name}: {value!r} here, {run[name]!r} there"
             for name, value in named.items()
             if name in run and value not in (run[name], AUTO)
             if not (name in chosen and value is None)
-        }
-        differing = []
-        for name, line in found.items():
-            if name in CHANGEABLE and self.settings_version > 1:
-                log.warning("The run has changed since its start, and this group follows:%s", line)
-            else:
-                differing.append(line)
+        ]
         if differing:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "
@@ -191,19 +180,14 @@ class CoordinatorClient(CoordinatorHttp):
                 )
             time.sleep(0.1)
 
-    def settings(self, number: int) -> DiLoCoSettings:
-        """One version of the settings. Raises ``SettingsMismatch`` as ``info``."""
-        path = f"/v1/settings/{number}"
-        return self._settings_of(self.ask("GET", path, fields={"sync_every": int}))
+    def register(self, registration: Mapping[str, Any]) -> None:
+        """Register a group."""
+        self.ask("POST", "/v1/replicas", registration, _MEMBER)
 
-    def register(self, registration: Mapping[str, Any]) -> int:
-        """Register a group. Returns the newest version of the settings."""
-        return self.ask("POST", "/v1/replicas", registration, _VERSION)["settings_version"]
-
-    def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> int:
-        """Report a group's progress. Returns the newest version of the settings."""
+    def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> None:
+        """Report a group's progress."""
         path = f"/v1/replicas/{quote(replica_id, safe='')}/heartbeat"
-        return self.ask("POST", path, progress, _VERSION)["settings_version"]
+        self.ask("POST", path, progress, _MEMBER)
 
     def leave(self, replica_id: str, session: str) -> None:
         """End a group's registration."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Stored in the file. Every change of a table needs a new number."""
 
 BUSY_TIMEOUT_S = 5.0

@@ -23,8 +23,6 @@ from composer_replication.coordinator.client_http import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport
-from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import ask_on_rank_0
 
@@ -56,9 +54,9 @@ class Membership:
     """Registers a replica group with the coordinator for one fit, and reports its progress.
 
     Make one on every rank of the group: rank 0 registers, and every rank gets its error if it
-    cannot. From then on a thread of rank 0 sends the heartbeats, fetches new settings and repeats
-    the newest commit report until it has arrived. Training never waits for that thread, and goes on
-    while the coordinator is away.
+    cannot. From then on a thread of rank 0 sends the heartbeats, and repeats the newest commit
+    report until it has arrived. Training never waits for that thread, and goes on while the
+    coordinator is away.
 
     Args:
         options: Of this group, with ``coordinator_addr``.
@@ -92,9 +90,7 @@ class Membership:
         self._interval_s = options.heartbeat_interval_s
         self._timeout_s = info.heartbeat_timeout_s
         self._registration = self._describe(synced, world_size)
-        self._newest_version = 0
         # The thread and training share these. Each is replaced as a whole, so they need no lock.
-        self._settings: dict[int, DiLoCoSettings] = {}
         self._progress: Mapping[str, Any] = {}
         self._report: CommitReport | None = None
         self._sent: CommitReport | None = None
@@ -130,29 +126,26 @@ class Membership:
 
     def _register(self) -> None:
         # A group that was started again has to wait until its predecessor looks dead.
-        self._newest_version = self.client.with_limits(self._timeout_s + 1.0).retry(
+        self.client.with_limits(self._timeout_s + 1.0).retry(
             lambda: self.client.register(self._registration), on=NameTakenError
         )
-        self._fetch_settings(self.client)
         self._thread = threading.Thread(target=self._report_all, name="membership", daemon=True)
         self._thread.start()
 
-    def known_settings(self) -> Mapping[int, DiLoCoSettings]:
-        """The versions of the settings that this group knows. A collective of the group's ranks.
+    def check(self) -> None:
+        """Check that this group is still registered. A collective of the group's ranks.
 
-        Every rank gets the same ones, or the same error: an error of rank 0 alone would leave the
-        other ranks waiting for it in their next collective.
+        Every rank gets the same error: an error of rank 0 alone would leave the other ranks waiting
+        for it in their next collective.
 
         Raises:
-            RejectedByCoordinatorError: Another group has this one's name, or the coordinator does
-                not know a version that it has announced.
+            RejectedByCoordinatorError: Another group has this one's name.
         """
-        return ask_on_rank_0(self._settings_or_refusal)
+        ask_on_rank_0(self._raise_refusal)
 
-    def _settings_or_refusal(self) -> Mapping[int, DiLoCoSettings]:
+    def _raise_refusal(self) -> None:
         if self._refusal is not None:
             raise self._refusal
-        return self._settings
 
     def holds_stream(self) -> bool:
         """Whether the coordinator cannot have leased the stream's samples to others. Asks nobody.
@@ -235,7 +228,7 @@ class Membership:
                 if not self._is_away:
                     log.warning("Training goes on without the coordinator: %s", error)
                 self._is_away = True
-            except (RejectedByCoordinatorError, SettingsMismatch) as error:
+            except RejectedByCoordinatorError as error:
                 self._refusal = error
                 return
 
@@ -245,7 +238,6 @@ class Membership:
         # The coordinator answers heartbeats from memory, the rest after its database. While that
         # stands still these two must not delay the next heartbeat past the time limit.
         behind_database = self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3)
-        self._fetch_settings(behind_database)
         self.send_report(behind_database)
         self._check_stream(behind_database)
 
@@ -253,11 +245,11 @@ class Membership:
         sent_at = time.monotonic()
         try:
             progress = {"session": self.session, **self._progress}
-            self._newest_version = client.heartbeat(self.replica_id, progress)
+            client.heartbeat(self.replica_id, progress)
         except RejectedByCoordinatorError as error:
             # The coordinator has lost its state, or another group has this one's name. In the
             # latter case it rejects the registration too.
-            self._newest_version = client.register(self._registration)
+            client.register(self._registration)
             self._open_stream = 0
             log.warning("Registered again: %s", error)
         if time.monotonic() - self._heard_at >= self._timeout_s:
@@ -273,10 +265,6 @@ class Membership:
                 return  # it runs on another state folder: the next commit report says so
             if is_open:
                 self._open_stream = stream
-
-    def _fetch_settings(self, client: CoordinatorClient) -> None:
-        for number in range(len(self._settings) + 1, self._newest_version + 1):
-            self._settings = {**self._settings, number: client.settings(number)}
 
 
 def client_of(options: ReplicaOptions) -> CoordinatorClient:

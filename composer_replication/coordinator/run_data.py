@@ -13,7 +13,6 @@ from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
-from composer_replication.diloco.settings import CHANGEABLE
 
 Record = Callable[[], Mapping[str, Any]]
 """Returns what a run's folder adds to the page's data, or has more of; see ``RunData.page``."""
@@ -63,15 +62,13 @@ class RunData:
 
     def info(self) -> Info:
         """The settings that all replica groups adopt, and what else they need to start."""
-        version, newest, source = self.settings.newest()
         section = self.facts.model_section
         return Info(
             version=self.registry.versions.composer_replication,
             torchft=self.registry.versions.torchft,
             run_id=self.run_id,
-            settings=asdict(newest),
-            settings_version=version,
-            settings_source=source,
+            settings=asdict(self.settings.settings),
+            settings_source=self.settings.source,
             num_replicas=self.facts.num_replicas,
             min_replicas=self.facts.min_replicas,
             lighthouse_addr=self.lighthouse_addr,
@@ -95,11 +92,6 @@ class RunData:
             "datasets": [asdict(dataset) for dataset in self.streams.units.datasets()],
             "strangers": self.strangers.names,
             "events": self.journal.events(),
-            "changeable": list(CHANGEABLE),
-            "settings_changes": [
-                {**change, "outer_step": self.registry.history.in_force_since(change["version"])}
-                for change in self.settings.changes()
-            ],
         }
 
     def page(self) -> dict[str, Any]:

@@ -25,7 +25,6 @@ class RunHistory:
         self._lock = threading.Lock()
         self._losses: dict[str, dict[int, float]] = {}
         self._syncs: dict[int, dict[str, Any]] = {}
-        self._in_force: dict[int, int] = {}
         self._ended: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, replica_id: str, progress: Mapping[str, Any]) -> None:
@@ -46,10 +45,6 @@ class RunHistory:
                 # The groups of a sync report the same about it, except how long it took each.
                 self._syncs[step] = of_it | {"batch": progress.get("synced_batch")}
                 self._syncs = _bounded(self._syncs)
-            version, since = progress.get("settings_version"), progress.get("settings_since")
-            if version and since:
-                # A group that has joined later reports its own first sync with this version.
-                self._in_force[version] = min(since, self._in_force.get(version, since))
 
     def end_life(self, replica_id: str, life: Mapping[str, Any]) -> None:
         """Add the life of an incarnation of a group that another one follows."""
@@ -60,11 +55,6 @@ class RunHistory:
         """The lives of a group before its present one, oldest first."""
         with self._lock:
             return list(self._ended.get(replica_id, ()))
-
-    def in_force_since(self, version: int) -> int | None:
-        """The first outer step with a version of the settings; None if no group has named one."""
-        with self._lock:
-            return self._in_force.get(version)
 
     def losses(self) -> dict[str, list[tuple[int, float]]]:
         """The losses of each group, as rows of batch and loss, at most ``MAX_POINTS`` of them.

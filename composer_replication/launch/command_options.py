@@ -144,6 +144,14 @@ class CoordinatorOptions:
     state_dir: Annotated[Path, typer.Option(help="Folder of the run's state.")] = Path(
         "coordinator"
     )
+    new_settings: Annotated[
+        bool,
+        typer.Option(
+            "--new-settings",
+            help="Serve other settings than before from the state folder. All groups have to be "
+            "stopped, and resume with the new ones.",
+        ),
+    ] = False
     token_file: Annotated[
         Path | None,
         typer.Option(

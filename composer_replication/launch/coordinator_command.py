@@ -57,6 +57,7 @@ def coordinate(options: CoordinatorOptions) -> None:
         model_section=config.get("model"),
         tls=tls,
         run_id=group.run_id or ReplicaEnv.from_env().run_id,
+        all_start=options.new_settings,
     )
     console = Console(highlight=False)
     for line in (

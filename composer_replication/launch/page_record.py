@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,6 @@ def write_page(run_dir: Path) -> Path:
     data = shown | _record_of(run)
     data["replicas"] = [_ended_group(run, id, replicas.get(id, {})) for id in run.metrics]
     data["outer_step"] = run.outer_steps
-    data["settings_changes"] = _changes_in_force(run, shown.get("settings_changes", ()))
     data["report"] = {"written": time.time(), "files": _files_of(run)}
     return write_report_html(run_dir, data)
 
@@ -163,16 +162,6 @@ def _ended_group(run: Run, id: str, shown: Mapping[str, Any]) -> dict[str, Any]:
         "last_seen_s": None,
         "seconds_since_sync": None,
     }
-
-
-def _changes_in_force(run: Run, changes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Changes of the settings, each with the first outer step whose sync had them."""
-    since: dict[Any, int] = {}
-    for lines in run.metrics.values():
-        for line in lines:
-            version, step = line.get("diloco/settings_version"), line["diloco/outer_step"]
-            since[version] = min(step, since.get(version, step))
-    return [{**change, "outer_step": since.get(change["version"])} for change in changes]
 
 
 def _files_of(run: Run) -> list[str]:

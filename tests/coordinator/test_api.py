@@ -118,66 +118,8 @@ def test_info_has_every_setting_and_none_is_left_out(client):
     assert (told["num_replicas"], told["min_replicas"]) == (2, 1)
     assert told["lighthouse_addr"] == "http://head:1" and told["heartbeat_timeout_s"] == 3.0
     assert told["run_id"] == "exp-7"
-    assert (told["settings_version"], told["settings_source"]) == (1, "tiny.yaml")
+    assert told["settings_source"] == "tiny.yaml"
     assert (told["outer_step"], told["model_fingerprint"]) == (0, None)
-
-
-def test_a_change_is_a_new_version_which_groups_hear_of_and_can_ask_for(client):
-    assert register(client).json() == {"settings_version": 1}
-    changed = client.patch("/v1/settings", json={"outer_lr": 0.4, "sync_every": 40})
-    assert changed.json() == {"settings_version": 2}
-    assert beat(client).json() == {"settings_version": 2}
-    assert client.get("/v1/settings/1").json()["outer_lr"] == 0.7
-    assert client.get("/v1/settings/2").json()["sync_every"] == 40
-    source = client.get("/v1/info").json()["settings_source"]
-    assert source == "tiny.yaml; outer_lr 0.7 -> 0.4, sync_every 20 -> 40"
-    # The same again is no change.
-    assert client.patch("/v1/settings", json={"outer_lr": 0.4}).json() == {"settings_version": 2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sync_every": 21}, "sync_every=21 is not divisible by num_fragments=2: use 20 or 22"),
-        ({"outer_momentum": 1.0}, "outer_momentum=1.0: use a number between 0 and 1, exclusive"),
-        ({}, "name the settings to change"),
-        ({"outer_lr": None}, "name the settings to change, each with a value"),
-        ({"outer_lr": "auto"}, "outer_lr: Input should be a valid number"),
-        ({"outer_schedule": [[9, 0.7, 0.9], [9, 0.4, 0.9]]}, "outer_step=9 does not come after 9"),
-        ({"outer_schedule": [[2**60, 0.7, 0.9]]}, "outer_schedule.0.0: Input should be less than"),
-    ],
-)
-def test_a_change_that_cannot_be_is_refused_with_the_fix(client, changes, message):
-    answer = client.patch("/v1/settings", json=changes)
-    assert answer.status_code == 422 and message in answer.json()["detail"]
-    assert client.get("/v1/info").json()["settings_version"] == 1
-
-
-def test_a_schedule_has_the_last_word_until_it_is_changed_or_ended(client):
-    def change(**values):
-        return client.patch("/v1/settings", json=values)
-
-    assert change(outer_schedule=[[9, 0.5, 0], [20, 0.25, 0.5]]).json() == {"settings_version": 2}
-    assert change(outer_schedule=[[9, 0.5, 0.0], [20, 0.25, 0.5]]).json() == {"settings_version": 2}
-    refused = change(outer_lr=0.4)
-    assert refused.status_code == 422 and refused.json()["detail"] == (
-        "outer_lr: this run has an outer_schedule, which sets it from outer step 9 on. Change "
-        "outer_schedule, or end it with outer_schedule=[] beside the new value"
-    )
-    assert change(sync_every=40).json() == {"settings_version": 3}
-    assert change(outer_lr=0.4, outer_schedule=[]).json() == {"settings_version": 4}
-    told = client.get("/v1/info").json()["settings"]
-    assert (told["outer_lr"], told["outer_schedule"], told["sync_every"]) == (0.4, None, 40)
-    assert client.get("/v1/settings/2").json()["outer_schedule"] == [[9, 0.5, 0.0], [20, 0.25, 0.5]]
-
-
-def test_what_cannot_change_in_mid_run_is_no_field(client):
-    assert client.patch("/v1/settings", json={"num_fragments": 1}).status_code == 422
-
-
-def test_there_is_no_version_to_come(client):
-    answer = client.get("/v1/settings/7")
-    assert answer.status_code == 422 and "no settings version 7" in answer.json()["detail"]
 
 
 def test_a_group_of_another_number_of_ranks_is_refused_while_one_of_the_others_lives(client, clock):
@@ -195,13 +137,11 @@ def test_a_group_of_another_number_of_ranks_is_refused_while_one_of_the_others_l
 # ---- what lasts ------------------------------------------------------------------------------
 
 
-def test_a_restarted_service_knows_settings_groups_and_model(tmp_path, clock):
+def test_a_restarted_service_knows_groups_and_model(tmp_path, clock):
     client, database = make(tmp_path, clock)
     register(client)
-    client.patch("/v1/settings", json={"outer_lr": 0.4})
     database.close()
     client, database = make(tmp_path, clock)
-    assert client.get("/v1/info").json()["settings"]["outer_lr"] == 0.4
     # It has not been heard of yet, and is not taken for dead.
     assert register(client, "0", "two").status_code == 409
     assert beat(client).status_code == 200
@@ -210,18 +150,24 @@ def test_a_restarted_service_knows_settings_groups_and_model(tmp_path, clock):
     database.close()
 
 
-def test_a_config_that_has_changed_is_a_new_version_where_groups_can_adopt_it(tmp_path, clock):
+def test_settings_change_only_between_runs(tmp_path, clock):
     make(tmp_path, clock)[1].close()
-    changed = dataclasses.replace(SETTINGS, outer_lr=0.3)
-    client, database = make(tmp_path, clock, settings=changed)
-    told = client.get("/v1/info").json()
-    assert (told["settings_version"], told["settings"]["outer_lr"]) == (2, 0.3)
+    changed = dataclasses.replace(SETTINGS, outer_lr=0.3, weight_by="steps")
+    problem = (
+        "other settings (outer_lr 0.7 before, 0.3 now, weight_by 'uniform' before, 'steps' now), "
+        "and groups in training keep those with which they started. Use the settings of before; or "
+        "stop all groups, and start this coordinator with --new-settings before they resume; or "
+        "use another state folder for another run"
+    )
+    with pytest.raises(RejectedError, match=re.escape(problem)):
+        make(tmp_path, clock, settings=changed)
+    client, database = make(tmp_path, clock, settings=changed, all_start=True)
+    assert client.get("/v1/info").json()["settings"]["outer_lr"] == 0.3
+    event = client.get("/v1/status").json()["events"][-1]["text"]
+    assert event.startswith("new settings from tiny.yaml: outer_lr 0.7 before, 0.3 now")
     database.close()
-    other = dataclasses.replace(changed, weight_by="steps")
-    with pytest.raises(RejectedError, match="weight_by 'uniform' before, 'steps' now"):
-        make(tmp_path, clock, settings=other)
-    client, database = make(tmp_path, clock, settings=other, all_start=True)
-    assert client.get("/v1/info").json()["settings"]["weight_by"] == "steps"
+    client, database = make(tmp_path, clock, settings=changed)
+    assert client.get("/v1/info").json()["settings"]["outer_lr"] == 0.3
     database.close()
 
 
@@ -229,56 +175,25 @@ def test_a_state_folder_of_a_version_with_fewer_settings_is_served_on(tmp_path, 
     make(tmp_path, clock)[1].close()
     database = Database(tmp_path / "state.sqlite")
     with database.transaction() as cursor:
-        cursor.execute(
-            "UPDATE settings SET settings = json_remove(settings, '$.max_missed_outer_steps')"
-        )
+        cursor.execute("UPDATE settings SET settings = json_remove(settings, '$.weight_by')")
     database.close()
     client, database = make(tmp_path, clock)
-    info = client.get("/v1/info").json()
-    assert info["settings_version"] == 1
-    assert info["settings"]["max_missed_outer_steps"] == SETTINGS.max_missed_outer_steps
+    assert client.get("/v1/info").json()["settings"]["weight_by"] == "uniform"
     database.close()
-    other = dataclasses.replace(SETTINGS, max_missed_outer_steps=5)
-    with pytest.raises(RejectedError, match="max_missed_outer_steps 32 before, 5 now"):
-        make(tmp_path, clock, settings=other)
 
 
 @pytest.mark.parametrize("sync_every", [30, 100])
 @pytest.mark.parametrize("groups", [2, 4, 8])
 @pytest.mark.slow
 def test_auto_is_chosen_once_for_the_run_and_kept(tmp_path, clock, groups, sync_every):
-    def serve(replicas, **changes):
-        auto = {"sync_every": sync_every, "outer_lr": "auto", "outer_momentum": "auto"} | changes
+    auto = {"sync_every": sync_every, "outer_lr": "auto", "outer_momentum": "auto"}
+    (row,) = (row for row in TABLE if row[:2] == (groups, sync_every))
+    for replicas in (groups, 2 if groups == 8 else 8):
         settings = dataclasses.replace(SETTINGS, **auto)
         client, database = make(tmp_path, clock, settings=settings, num_replicas=replicas)
-        told = client.get("/v1/info").json()
-        numbers = told["settings"]["outer_lr"], told["settings"]["outer_momentum"]
-        return client, database, numbers, told
-
-    (row,) = (row for row in TABLE if row[:2] == (groups, sync_every))
-    client, database, numbers, told = serve(groups)
-    assert numbers == row[2:]
-    assert told["settings_source"] == (
-        f"tiny.yaml; outer_lr auto = {row.outer_lr:g}, outer_momentum auto = "
-        f"{row.outer_momentum:g} (num_replicas={groups}, sync_every={sync_every})"
-    )
-    # What groups are told when they ask for the version.
-    assert client.get("/v1/settings/1").json()["outer_lr"] == row.outer_lr
-    database.close()
-    _, database, numbers, told = serve(2 if groups == 8 else 8)
-    assert (numbers, told["settings_version"]) == (row[2:], 1)
-    database.close()
-    # Nor does another round length; a change while the run goes on stays, and a number counts.
-    client, database, numbers, told = serve(groups, sync_every=50)
-    assert (numbers, told["settings_version"]) == (row[2:], 2)
-    client.patch("/v1/settings", json={"outer_lr": 0.125})
-    database.close()
-    _, database, numbers, told = serve(groups, sync_every=50)
-    assert (numbers, told["settings_version"]) == ((0.125, row.outer_momentum), 3)
-    database.close()
-    _, database, numbers, told = serve(groups, sync_every=50, outer_lr=0.375)
-    assert (numbers, told["settings_version"]) == ((0.375, row.outer_momentum), 4)
-    database.close()
+        told = client.get("/v1/info").json()["settings"]
+        assert (told["outer_lr"], told["outer_momentum"]) == row[2:]
+        database.close()
 
 
 # ---- replica groups ----------------------------------------------------------------------------
@@ -525,7 +440,7 @@ def test_heartbeats_are_answered_while_the_disk_stands_still(client, tmp_path):
             progress = {"session": "one", "outer_step": 4}
             for _ in range(3):
                 answer = httpx.post(f"{address}/replicas/0/heartbeat", json=progress, **told)
-                assert answer.json() == {"settings_version": 1}
+                assert answer.json() == {"replica_id": "0"}
             assert not any(request.done() for request in waiting)
         assert {request.result().json()["outer_step"] for request in waiting} == {4}
     service.close()
@@ -592,7 +507,6 @@ def test_an_invalid_request_is_explained_without_its_values(client, path, body, 
 
 AUDITED = {
     "registration": lambda client: register(client),
-    "settings": lambda client: client.patch("/v1/settings", json={"outer_lr": 0.4}),
     "rewind": lambda client: client.post("/v1/rewind", json={"outer_step": 0, "ledger": []}),
 }
 
@@ -617,10 +531,8 @@ def test_who_changes_a_run_is_written_down(client, tmp_path, caplog, what):
 def test_a_refusal_is_written_down_with_its_reason(client, tmp_path):
     register(client)
     register(client, "0", "two")
-    client.patch("/v1/settings", json={"outer_lr": -1.0})
-    _, twin, settings = audit_of(tmp_path)
+    _, twin = audit_of(tmp_path)
     assert (twin["who"], twin["outcome"]) == ("0", "refused") and "'0' is alive" in twin["why"]
-    assert settings["outcome"] == "refused" and settings["changes"] == {"outer_lr": -1.0}
 
 
 def test_wrong_tokens_are_written_down_once_a_minute(client, tmp_path):
@@ -641,7 +553,7 @@ def test_an_audit_that_cannot_be_written_stops_nothing(client, tmp_path, caplog)
 
 @pytest.mark.parametrize("header", [{"Authorization": ""}, {"Authorization": "Bearer wrong"}])
 def test_without_the_token_nothing_is_told(client, header):
-    for method, path in (("GET", "/v1/info"), ("GET", "/v1/status"), ("PATCH", "/v1/settings")):
+    for method, path in (("GET", "/v1/info"), ("GET", "/v1/status"), ("POST", "/v1/rewind")):
         answer = client.request(method, path, headers=header)
         assert answer.status_code == 401
         assert "COMPOSER_REPLICATION_TOKEN" in answer.json()["detail"]
@@ -680,7 +592,7 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
         check()
     database.close()
     labels = {label for label, _ in seen}
-    assert len(labels) == 22
+    assert len(labels) == 20
     assert {kind for _, kind in seen} == {2, 4}
 
 

@@ -3,7 +3,6 @@
 Run: pytest tests/coordinator/test_client.py. Real: HTTP over loopback, the client and its thread.
 """
 
-import dataclasses
 import json
 import math
 import threading
@@ -25,11 +24,11 @@ from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 
-GOOD = b'{"settings_version": 1, "unknown": []}'
+GOOD = b'{"replica_id": "0", "unknown": []}'
 ODD = {
     "a login page": (200, {"Content-Type": "text/html"}, b"<html>Log in</html>"),
     "an empty object": (200, {}, b"{}"),
-    "a field of another type": (200, {}, b'{"settings_version": "x", "unknown": 3}'),
+    "a field of another type": (200, {}, b'{"replica_id": 7, "unknown": 3}'),
     "a list": (200, {}, b"[]"),
     "nothing": (200, {}, b""),
     "no content": (204, {}, b""),
@@ -43,7 +42,6 @@ ODD = {
 
 ALIVE = (409, {}, b'{"detail": "a replica group \'0\' is alive"}')
 HEARTBEAT = "/v1/replicas/0/heartbeat"
-SETTINGS = json.dumps(dataclasses.asdict(DiLoCoSettings())).encode()
 
 
 class Service:
@@ -51,7 +49,7 @@ class Service:
 
     def __init__(self) -> None:
         self.answer = (200, {}, GOOD)
-        self.by_path = {"/v1/settings/1": (200, {}, SETTINGS)}
+        self.by_path = {}
         self.is_closed = threading.Event()
         self.hangs = ""
         """The path that is answered at the end of the test."""
@@ -107,7 +105,6 @@ def service():
 def info_of(service: Service) -> RunInfo:
     return RunInfo(
         settings=DiLoCoSettings(),
-        settings_version=1,
         settings_source="tiny.yaml",
         num_replicas=2,
         min_replicas=1,
@@ -153,7 +150,6 @@ def test_what_is_not_the_coordinators_json_is_no_answer(service, odd):
     service.answer = ODD[odd]
     for ask in (
         client.info,
-        lambda: client.settings(2),
         lambda: client.check_name_is_free("0", 3.0),
         lambda: client.register({}),
         lambda: client.heartbeat("0", {}),
@@ -177,10 +173,9 @@ def test_heartbeats_and_reports_go_on_after_an_odd_answer(service, member_of, od
     wait_until(lambda: len(service.bodies(HEARTBEAT)) >= 3)
     assert not service.bodies("/v1/commits"), "a coordinator that is away is asked once a heartbeat"
     member.report_commit(CommitReport(2, [[1, 4, 4]], [1]))
-    service.by_path["/v1/settings/2"] = (200, {}, SETTINGS)
-    service.answer = (200, {}, b'{"settings_version": 2, "unknown": []}')
+    service.answer = (200, {}, GOOD)
     wait_until(lambda: service.bodies("/v1/commits"))
-    assert member.known_settings() == {1: DiLoCoSettings(), 2: DiLoCoSettings()}
+    member.check()
     wait_for_heartbeats(service, 3)
     (report,) = service.bodies("/v1/commits")
     assert report.pop("age_s") >= 0
@@ -262,18 +257,8 @@ def test_a_group_that_was_forgotten_holds_no_stream(service, member_of):
     service.by_path |= {HEARTBEAT: ALIVE, STREAM: unknown}
     wait_until(lambda: not member.holds_stream())
     wait_for_heartbeats(service, 3)
-    assert not member.holds_stream() and member.known_settings(), "it is no refusal"
-
-
-@pytest.mark.alone
-def test_training_does_not_wait_for_new_settings(service, member_of):
-    member = member_of()
-    service.hangs = "/v1/settings/2"
-    service.answer = (200, {}, b'{"settings_version": 2, "unknown": []}')
-    wait_until(lambda: service.requests[-1][1] == service.hangs)
-    began = time.monotonic()
-    assert member.known_settings().keys() == {1}
-    assert time.monotonic() - began < 0.5
+    assert not member.holds_stream()
+    member.check()  # it is no refusal
 
 
 def test_a_group_waits_until_its_predecessor_looks_dead(service, member_of):
@@ -284,7 +269,7 @@ def test_a_group_waits_until_its_predecessor_looks_dead(service, member_of):
         del service.by_path["/v1/replicas"]
 
     threading.Thread(target=die).start()
-    assert member_of().known_settings().keys() == {1}
+    member_of().check()
 
 
 def test_a_closed_connection_ends_the_wait_of_another_thread(service):
@@ -333,12 +318,3 @@ def test_a_config_that_names_the_same_or_nothing_is_accepted(service):
     info.check_settings({"num_replicas": None, "timeout": 5.0}, service.address)
     open_here = {"outer_lr": "auto", "outer_momentum": "auto", "fragment_update_alpha": None}
     info.check_settings(open_here, service.address)
-
-
-def test_a_config_that_names_what_the_run_began_with_follows_its_changes(service, caplog):
-    changed = replace(info_of(service).settings, outer_lr=0.4)
-    info = replace(info_of(service), settings=changed, settings_version=2)
-    info.check_settings({"outer_lr": 0.7}, service.address)
-    assert "this group follows:  outer_lr: 0.7 here, 0.4 there" in caplog.text
-    with pytest.raises(SettingsMismatch, match="num_fragments: 2 here, 1 there"):
-        info.check_settings({"outer_lr": 0.7, "num_fragments": 2}, service.address)

@@ -12,7 +12,6 @@ def history():
 
 def test_a_new_history_is_empty(history):
     assert (history.losses(), history.syncs(), history.lives("0")) == ({}, [], [])
-    assert history.in_force_since(1) is None
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_newest_point(history):
@@ -35,10 +34,3 @@ def test_syncs_are_by_outer_step_whoever_reports_them(history):
         {"outer_step": 3, "batch": 60, "num_participants": 2, "group_cosine": 0.5}
         | {"sync_seconds": 0.3},
     ]
-
-
-def test_settings_are_in_force_since_the_first_outer_step_that_any_group_names(history):
-    history.add("0", {"settings_version": 2, "settings_since": 7})
-    history.add("1", {"settings_version": 2, "settings_since": 9})  # joined later
-    history.add("1", {"settings_version": 3, "settings_since": 12})
-    assert [history.in_force_since(version) for version in (1, 2, 3)] == [None, 7, 12]

@@ -30,7 +30,7 @@ print("registered", flush=True)
 for step in range(2400):  # four minutes
     time.sleep(0.1)
     try:
-        membership.known_settings()
+        membership.check()
     except RejectedByCoordinatorError as error:
         print("refused:", error)
         break

@@ -184,11 +184,6 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
         assert MISFITS[name][2] in output, (name, output)
         assert len([line for line in output.splitlines() if "Error" in line]) == 1, (name, output)
     run.wait_for_syncs(3)
-    changed = run.ask("PATCH", "/v1/settings", json={"outer_lr": 0.35, "sync_every": 40})
-    assert changed.json() == {"settings_version": 2}
-    while any(run.metrics(i)[-1]["diloco/settings_version"] < 2 for i in range(2)):
-        run.wait_for_syncs(1)
-    run.wait_for_syncs(6)
     assert [group.poll() for group in groups] == [None, None]
     (tmp_path / "run" / "STOP").touch()
     assert [group.wait(240) for group in groups] == [0, 0]
@@ -201,14 +196,7 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
         assert not any(line["diloco/retries"] for line in lines)
         assert {line["diloco/num_participants"] for line in lines[:-2]} == {2}
     for one, other in zip(ones, others, strict=True):
-        for key in ("global_digest", "outer_lr", "settings_version"):
-            assert one[f"diloco/{key}"] == other[f"diloco/{key}"]
-    numbers = [(line["diloco/settings_version"], line["diloco/outer_lr"]) for line in ones]
-    assert sorted(set(numbers)) == [(1, 0.7), (2, 0.35)] and numbers == sorted(numbers)
-    second = [line["inner_steps"] for line in ones if line["diloco/settings_version"] == 2]
-    # The other group may have seen STOP a sync later: this one then has lines without a step.
-    second = second[: second.index(second[-1]) + 1]
-    assert {b - a for a, b in zip(second[:-1], second[1:], strict=True)} == {20}  # 40 / 2
+        assert one["diloco/global_digest"] == other["diloco/global_digest"]
 
 
 def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_back(run):
@@ -217,6 +205,9 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
     for _ in range(2):
         run.coordinator.send_signal(signal.SIGKILL)
         run.coordinator.wait()
+        options = ["--set", "outer_lr=0.3", "--state-dir", run.folder / "state"]
+        said, _ = command("coordinator", run.config, *options, start=ForkedCommand).communicate()
+        assert "outer_lr 0.7 before, 0.3 now" in said and "--new-settings" in said, said
         run.coordinator = run.start_coordinator()
         run.wait_for_syncs(3)
     deadline = time.monotonic() + 90
@@ -251,12 +242,9 @@ def test_auto_and_a_schedule_are_the_same_in_all_groups_whoever_comes_and_goes(s
     run.wait_for_syncs(2, [0, 1, 2])
     groups[0].send_signal(signal.SIGKILL)
     run.wait_for_syncs(8, [1, 2])
-    refused = run.ask("PATCH", "/v1/settings", json={"outer_lr": 0.1})
-    assert refused.status_code == 422 and "has an outer_schedule" in refused.json()["detail"]
     told = run.ask("GET", "/v1/info").json()
     (run.folder / "run" / "STOP").touch()
     assert [group.wait(240) for group in groups] == [-signal.SIGKILL, 0, 0]
-    assert told["settings_version"] == 1
     assert (told["settings"]["outer_lr"], told["settings"]["outer_momentum"]) == chosen
     assert "(num_replicas=3, sync_every=30)" in told["settings_source"]
 

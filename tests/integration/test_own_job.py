@@ -7,16 +7,12 @@ configures no logging.
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 from own_job import OwnJob, blocks, page
-from page_blocks import block
 
 pytestmark = [pytest.mark.integration, pytest.mark.together]
 
@@ -99,19 +95,3 @@ def test_nothing_else_is_written_where_there_is_nothing_to_warn_of(job):
     lines = job.said("group_0").splitlines()
     others = [line for line in lines if not line.startswith("[diloco]") and "[c10d]" not in line]
     assert [line for line in others if "diloco" in line or "replica" in line] == []
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_a_setting_is_changed_by_the_pages_line(job):
-    secret = block("docs/composer-job.md", "export COMPOSER_REPLICATION_TOKEN")
-    token = secret.splitlines()[0].partition("=")[2].split()[0]
-    (job.folder / "auth").write_text(f"Authorization: Bearer {token}\n")  # as the page says
-    line = block("docs/composer-job.md", "curl").replace("HOST:29512", f"localhost:{job.port}")
-    done = subprocess.run(
-        ["bash", "-ec", line], cwd=job.folder, capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == {"settings_version": 2}
-    answer = httpx.get(
-        f"http://localhost:{job.port}/v1/settings/2", headers={"Authorization": f"Bearer {token}"}
-    )
-    assert answer.json()["outer_lr"] == 0.4

@@ -81,7 +81,7 @@ def check_coordinator(member: Member, found: Found) -> Iterator[Result]:
         except (ConnectionError, ValueError) as error:
             yield from_error("coordinator", error)
             return
-        source = f"settings from {info.settings_source}, version {info.settings_version}"
+        source = f"settings from {info.settings_source}"
         yield ok("coordinator", f"{address}, version {info.version}, {source}")
         yield from _compare(info, member)
         yield from _check_name(client, info, member.options.replica_id)
