@@ -17,7 +17,6 @@ from study_modules import study_modules
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
-from composer_replication.diloco import outer_table
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 
 ROOT = Path(__file__).parent.parent
@@ -175,5 +174,5 @@ def sources() -> dict[str, Any]:
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
     names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}
-    names |= {"bytes_per_parameter": Values(BYTES_PER_PARAMETER), "outer_table": outer_table}
+    names |= {"bytes_per_parameter": Values(BYTES_PER_PARAMETER)}
     return names | read_results()

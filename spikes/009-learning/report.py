@@ -1,8 +1,8 @@
-"""Writes the tables and pictures of ``docs/learning.md`` from ``results.jsonl``.
+"""Writes the table and picture of ``docs/learning.md``, and ``tried.md``, from ``results.jsonl``.
 
     python spikes/009-learning/report.py
 
-What stands between the markers in the document is replaced; the rest is prose, and stays.
+What stands between the markers in a document is replaced; the rest is prose, and stays.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paired import Difference, compare
 from study import read
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "learning.md"
+TRIED = Path(__file__).parent / "tried.md"
 BEGIN, END = "<!-- {name}: written by spikes/009-learning/report.py -->", "<!-- end of {name} -->"
 
 
@@ -106,15 +107,14 @@ def _order(cell: Cell) -> tuple[Any, ...]:
     return (*kind, cell.lr, cell.outer_lr)
 
 
-def with_tables(document: str, results: Results) -> str:
-    """Return the document with its tables as the results have them."""
-    for name, table in (("arms", claims(results)), ("tuning", tuning(results))):
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        head, _, rest = document.partition(begin)
-        if end not in rest:
-            raise ValueError(f"{DOCUMENT} has no place for {name}: write {begin} and {end} into it")
-        document = f"{head}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
-    return document
+def with_table(document: Path, results: Results) -> str:
+    """Return the text of one of the two documents with its table as the results have it."""
+    name, table = {DOCUMENT: ("arms", claims), TRIED: ("tuning", tuning)}[document]
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    head, _, rest = document.read_text().partition(begin)
+    if end not in rest:
+        raise ValueError(f"{document} has no place for {name}: write {begin} and {end} into it")
+    return f"{head}{begin}\n\n{table(results)}\n\n{end}{rest.partition(end)[2]}"
 
 
 def draw(results: Results, folder: Path) -> None:
@@ -164,7 +164,8 @@ def _by_groups(results: Results) -> dict[str, list[tuple[int, Difference]]]:
 
 def main() -> None:
     results = Results(read())
-    DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), results))
+    for document in (DOCUMENT, TRIED):
+        document.write_text(with_table(document, results))
     if any(results.bits(arm.cell) for arm in ARMS):
         draw(results, DOCUMENT.parent)
     print(claims(results))
