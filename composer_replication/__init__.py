@@ -37,7 +37,6 @@ EXTRA_OF = {
     "omegaconf": "launch",
     "packaging": "launch",
     "rich": "launch",
-    "torchx": "torchx",
     "typer": "launch",
     "wandb": "wandb",
     "yaml": "launch",

@@ -145,8 +145,6 @@ def test_an_extra_brings_what_its_package_imports(package, extra):
     client_s = {"httpx", "tenacity"}  # the client's modules, which are a group's side
     if package == "coordinator":
         needed -= client_s
-    if package == "launch":
-        needed -= {"torchx"}  # nobody but torchx imports its component
     if package == "callback":
         needed -= {"mlflow-skinny", "wandb"}  # imported beside Composer's loggers of these names
     assert needed <= brought_by(extra) | distributions(PROJECT["dependencies"])

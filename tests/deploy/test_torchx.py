@@ -6,7 +6,6 @@ Real: torchx, and the process that it starts here. Not run: its Slurm script, wh
 import os
 import subprocess
 import sys
-import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,9 +17,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-GROUP = (
-    "composer_replication.group --replica_id 1 --coordinator http://host:29512 --run_dir".split()
-)
+COMPONENT = ROOT / "deploy" / "torchx_component.py"
+GROUP = [f"{COMPONENT}:group", *"--replica_id 1 --coordinator http://host:29512 --run_dir".split()]
 TELL = """
 import os
 place = "REPLICA_GROUP_ID", "COMPOSER_REPLICATION_COORDINATOR", "COMPOSER_REPLICATION_TOKEN"
@@ -30,16 +28,9 @@ print("place", *map(os.environ.get, place), "{run_dir}")
 
 @pytest.fixture
 def torchx(tmp_path):
-    """Runs torchx, which finds the entry points of this checkout, whatever is installed."""
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    lines = [f"{name} = {value}" for name, value in points["torchx.components"].items()]
-    installed = tmp_path / "site" / "composer_replication-0.dist-info"
-    installed.mkdir(parents=True)
-    installed.joinpath("METADATA").write_text("Name: composer-replication\nVersion: 0\n")
-    installed.joinpath("entry_points.txt").write_text("\n".join(["[torchx.components]", *lines]))
-    path = [str(installed.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    """Runs torchx in a folder of its own, as a scheduler's user does."""
     environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "COMPOSER_REPLICATION_TOKEN": "secret-of-the-run",
     }
@@ -57,12 +48,6 @@ def torchx(tmp_path):
         return done.stdout + done.stderr
 
     return run
-
-
-def test_torchx_has_our_component_beside_its_own(torchx):
-    listed = torchx("builtins")
-    assert "composer_replication.group" in listed
-    assert "dist.ddp" in listed  # torchx drops its own where a package brings any
 
 
 def test_a_group_runs_in_the_working_folder(torchx, tmp_path):

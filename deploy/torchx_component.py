@@ -1,4 +1,7 @@
-"""A component of torchx: one app is one replica group. torchx finds it as an entry point."""
+"""A component of torchx: one app is one replica group (docs/torchx.md).
+
+torchx run deploy/torchx_component.py:group --replica_id 0 ... -- COMMAND
+"""
 
 from typing import Dict, Optional  # noqa: UP035  the forms that torchx reads
 
