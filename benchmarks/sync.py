@@ -2,7 +2,7 @@
 
     python benchmarks/sync.py [--quick] [--json OUT] [--params 100e6] [--tensors 147] [--groups 2]
                               [--wire-format int8] [--device cuda] [--dtype bfloat16]
-                              [--backend nccl] [--merge rda]
+                              [--backend nccl]
 
 Replica groups of one process each on this machine, over gloo and loopback; an inner step does
 nothing, so that what is left is the sync. In one run, taking turns, the slowest process of each
@@ -13,8 +13,7 @@ repetition counting:
   pseudo-gradient take; floor = raw + these;
 * ours, and the phases of it: pack, send (until the last byte is there), outer (outer step and the
   way back into the model), and the rest (quorum, vote);
-* torchft: its own DiLoCo under a manager like ours;
-* mean, with ``--merge rda``: ours once more with plain means.
+* torchft: its own DiLoCo under a manager like ours.
 
 ``composer-replication plan`` takes "ours, ns a parameter" as ``--host-s-per-param``, in seconds.
 
@@ -39,9 +38,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
-from composer_replication.diloco.settings import MERGES
 
 from composer_replication.replica.factory import make_manager  # isort: skip
 from torchft.local_sgd import DiLoCo as StockDiLoCo  # isort: skip
@@ -128,7 +125,7 @@ def measure(
     def raw() -> None:
         manager._pg.allreduce([flat], ReduceOp.SUM).wait()
 
-    inner, phases, plain = Still(model.parameters()), Phases(), None
+    inner, phases = Still(model.parameters()), Phases()
     ours = DiLoCo(
         manager,
         model,
@@ -137,7 +134,6 @@ def measure(
         num_replicas=arguments.groups,
         bucket_cap_mb=arguments.bucket_cap_mb,
         wire_format=arguments.wire_format,
-        merge=arguments.merge,
         message_device=message_device,
     )
     stock_inner = Still(stock_model.parameters())
@@ -157,15 +153,6 @@ def measure(
             seconds["send"] += seconds.pop("perform") - seconds["outer"]
             for phase, value in seconds.items():
                 taken.setdefault(phase, []).append(value)
-            if arguments.merge != MERGES[0]:
-                fragment: Any = ours._outer.fragments[0]
-                merged = fragment.mean
-                fragment.mean = plain = plain or make_mean(
-                    fragment.layout, arguments.wire_format, error_feedback=True
-                )
-                move(model, rank)
-                repeat("mean", inner.step)
-                fragment.mean = merged
             move(stock_model, rank)
             repeat("torchft", stock_inner.step)
             if stock_manager.current_step() != repetition + 1:  # it would only have warned
@@ -199,8 +186,6 @@ def ratios(arguments: argparse.Namespace) -> dict[str, list[float]]:
         "torchft / raw": (taken["torchft"], raw),
         "torchft / ours": (taken["torchft"], ours),
     }
-    if "mean" in taken:
-        against["rda / mean"] = ours, taken["mean"]
     rows = {name: [a / b for a, b in zip(*pair, strict=True)] for name, pair in against.items()}
     return rows | {
         "raw, ms": [1000 * seconds for seconds in raw],
@@ -216,7 +201,6 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--wire-format", choices=WIRE_FORMATS, default=WIRE_FORMATS[0])
-    parser.add_argument("--merge", choices=MERGES, default=MERGES[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--dtype", default="float32")
@@ -226,7 +210,7 @@ def main() -> None:
         vars(arguments).update(QUICK)
     title = (
         f"{arguments.groups} groups, {arguments.params:,} parameters in {arguments.tensors} "
-        f"tensors, {arguments.wire_format}, {arguments.merge}, {arguments.device}, "
+        f"tensors, {arguments.wire_format}, {arguments.device}, "
         f"{arguments.backend}"
     )
     report(title, ratios(arguments), arguments)

@@ -108,29 +108,6 @@ def test_every_wire_format_keeps_replicas_equal(wire_format, message_device):
     assert one[0] == other[0] and len(set(one[0])) == 6
 
 
-@pytest.mark.parametrize("wire_format", ["float32", "int8"])
-def test_radial_averaging_is_that_of_the_cpu_but_for_rounding(wire_format):
-    def replica(sim, device):
-        model = TinyMLP().to(DEVICE)
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        draw = torch.Generator().manual_seed(sim.replica_id)
-        settings = {"merge": "rda", "wire_format": wire_format, "message_device": device}
-        with DiLoCo(sim.manager, model, inner, plain_sgd(), 1, digest_every=1, **settings) as own:
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=draw).to(DEVICE)
-            inner.step()
-            theta = torch.cat([t.flatten() for t in own.global_parameters().values()])
-            return own.global_digest(), theta.cpu()
-
-    for groups in (1, 2, 3):
-        here, there = (
-            simulate(lambda sim, d=device: replica(sim, d), num_replicas=groups)
-            for device in ("cpu", DEVICE)
-        )
-        assert len({digest for digest, _ in here}) == len({digest for digest, _ in there}) == 1
-        assert float((here[0][1] - there[0][1]).norm() / here[0][1].norm()) < 1e-5
-
-
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "fp4"])
 def test_the_device_encodes_and_decodes_to_the_bits_of_the_cpu(name):
     wire_format = make_wire_format(name)

@@ -40,8 +40,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     1. every group takes inner steps on phi_i                          (its own optimizer)
     2. delta_i = theta - phi_i, in fp32                                (``pseudo_gradient``)
-    3. delta = sum(c_i delta_i) / sum(c_i) over the quorum             (``WeightedMean``;
-                                                                        ``merge: rda``: ``Radial``)
+    3. delta = sum(c_i delta_i) / sum(c_i) over the quorum             (``WeightedMean``)
     4. on commit, theta = OuterOptimizer(theta, delta)                 (``GlobalParameters``)
     5. phi_i = alpha phi_i + (1 - alpha) theta                         (``write_back``)
 

@@ -14,7 +14,9 @@ Self = TypeVar("Self")
 Result = TypeVar("Result")
 Part = TypeVar("Part")
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "merge": "leave it out, the groups' pseudo-gradients are averaged",
+}
 """Arguments of the previous version that are gone, and what to use in place of each."""
 
 

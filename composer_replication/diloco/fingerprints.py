@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_replication.diloco.settings import MERGES, DiLoCoSettings
+from composer_replication.diloco.arguments import REMOVED
+from composer_replication.diloco.settings import DiLoCoSettings
 
 FIXED = (
     "num_fragments",
@@ -13,7 +14,6 @@ FIXED = (
     "bucket_cap_mb",
     "sync_buffers",
     "wire_format",
-    "merge",
 )
 """Settings that a resume cannot change: they define the fragments and the messages. Other groups
 that resume have them from their checkpoints, and a message of another size would abort these groups
@@ -54,7 +54,6 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
-    saved = {"merge": MERGES[0], **saved}  # there was no choice when older ones were saved
     compare_fingerprints(
         {key: mine.get(key) for key in ("model", *FIXED)},
         {key: saved.get(key) for key in ("model", *FIXED)},
@@ -63,7 +62,7 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     name = "outer_optimizer"
     if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
         compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
-    keys = sorted(mine.keys() | saved.keys())
+    keys = sorted((mine.keys() | saved.keys()) - REMOVED.keys())
     return [
         f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now"
         for key in keys

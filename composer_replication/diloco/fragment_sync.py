@@ -99,7 +99,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self.layout,
             settings.wire_format,
             settings.error_feedback,
-            global_parameters.merged_radially,
         )
         self.mean.has_others_in_flight = settings.turns_in_flight > 0
         self._staging: Tensor | None = None
@@ -167,8 +166,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._is_packed = True
         sources = self.globals.own_parts(), self.globals.share.own(packed.local or self.local())
         contribution = 0.0 if self.is_joining else self.unsynced.contribution()
-        plain = self._averaged_plainly()
-        self.mean.pack(self._pseudo_gradient, sources, contribution, plain=plain)
+        self.mean.pack(self._pseudo_gradient, sources, contribution)
         if not self.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes a new one
 
@@ -239,15 +237,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def local(self) -> list[Tensor]:
         """The local parameters, as this rank holds them; not copies."""
         return [local_tensor(tensor) for tensor in self._local]
-
-    def _averaged_plainly(self) -> list[int]:
-        """Tensors of which this group wants the mean, under whatever ``merge``."""
-        if self.is_joining:
-            return []
-        is_alone = self._manager.num_participants() == 1  # the mean is bitwise its own
-        if is_alone or self.unsynced.packed.is_replacing:
-            return list(range(len(self._local)))
-        return [index for index, is_frozen in enumerate(self.frozen) if is_frozen]
 
     def _landing(self, local: Tensor, into: Tensor) -> Tensor:
         """Return the memory that local parameters on another device are copied to."""

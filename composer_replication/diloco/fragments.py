@@ -87,25 +87,6 @@ def split_all(
     return list(zip(fragments, split_buffers(model, len(fragments)), strict=True))
 
 
-def merged_radially(
-    model: nn.Module | Sequence[nn.Module], fragments: Iterable[Parameters]
-) -> frozenset[str]:
-    """Return the names of the parameters that ``merge: rda`` merges so: all but embeddings.
-
-    The rows of an embedding that no group has seen in a round have not moved, so the direction of
-    all rows says little. It stays an embedding if the head is tied to it.
-    """
-    modules = [model] if isinstance(model, nn.Module) else model
-    embeddings = {
-        id(module.weight)
-        for each in modules
-        for module in each.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    }
-    named = (pair for fragment in fragments for pair in fragment.items())
-    return frozenset(name for name, parameter in named if id(parameter) not in embeddings)
-
-
 def synced_tensors(
     model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
 ) -> list[dict[str, Tensor]]:

@@ -37,7 +37,6 @@ class GlobalParameters:
         buffers: Buffers that are averaged with them; they simply become the mean.
         shards: Of the model, if the ranks of the group hold such.
         share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
-        merged_radially: Parameters of which the mean is ``Radial``'s, by name.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
@@ -53,7 +52,6 @@ class GlobalParameters:
         buffers: Buffers | None = None,
         shards: Shards | None = None,
         share: Callable[[list[int]], RankShare] = RankShare,
-        merged_radially: Collection[str] = (),
     ) -> None:
         self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
         self.shards = shards or Shards()
@@ -79,7 +77,6 @@ class GlobalParameters:
         self._step_norms = StepNorms()
         """Of this rank, in the last outer step; ``momentum`` is in ``_momentum_norm``."""
         self._buffers = frozenset(buffers or {})
-        self.merged_radially = [i for i, name in enumerate(self.local) if name in merged_radially]
         self.freezing = Freezing(parameters)
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -156,7 +153,7 @@ class GlobalParameters:
 
     def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> StepNorms:
         """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
-        descent = ChunkedDescent(self.optimizer, self._momentum)
+        descent, divisor = ChunkedDescent(self.optimizer, self._momentum), mean.divisor
         nothing = torch.zeros(())
         squares, stepped, still = [nothing], [nothing], [nothing]
         for index, (theta, parameter, sums) in enumerate(
@@ -166,7 +163,6 @@ class GlobalParameters:
             # A tensor whose elements do not lie one after the other is written back at once.
             is_cut = local is None or local.is_contiguous()
             chunk = CHUNK if is_cut else max(1, theta.numel())
-            divisor = mean.divisor_of(index, sums)
             if index in plain or index in rules.held:
                 square = torch.dot(sums, sums) / divisor**2
                 still.append(self.shards.own_part(square, index))

@@ -15,7 +15,7 @@ from composer_replication.diloco.averaging.quantized_mean import check_can_quant
 from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
 from composer_replication.diloco.averaging.weighted_mean import elements_of
 from composer_replication.diloco.fragment_sizes import log_sizes
-from composer_replication.diloco.fragments import merged_radially, split_all
+from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
@@ -81,9 +81,6 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
     if hasattr(arguments.manager, "layout"):  # a ReplicaManager, which compares it with its peers'
         arguments.manager.layout.num_shards = num_shards  # pyright: ignore[reportAttributeAccessIssue]
-    radial = frozenset[str]()
-    if settings.merge == "rda":
-        radial = merged_radially(arguments.model_fragments, fragments)
     share = partial(
         RankShare,
         bucket=elements_of(settings.bucket_cap_mb),
@@ -100,7 +97,6 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
             buffers,
             Shards([*parameters.values(), *buffers.values()], sharded_over),
             share,
-            radial & parameters.keys(),
         )
         for parameters, buffers in split
     ]

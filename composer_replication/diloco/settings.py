@@ -18,8 +18,6 @@ from composer_replication.diloco.schedule_checks import (
 
 WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
 
-MERGES = ("mean", "rda")
-
 SYNC_BUFFERS = ("none", "mean")
 
 AUTO = "auto"
@@ -78,12 +76,6 @@ class DiLoCoSettings:
             last synchronised. With ``uniform`` a joiner's first round counts fully, although the
             joiner has trained in only a part of it. With ``steps`` it counts as much as the joiner
             has trained. None: ``steps`` with ``round_seconds``, ``uniform`` without.
-        merge: How the groups' pseudo-gradients become one: their weighted mean (``mean``), or by
-            radial-directional averaging (``rda``, arXiv 2604.21428): for each tensor, the weighted
-            mean of the groups' norms times the direction of the weighted mean of their unit
-            directions. The more groups there are, the shorter is the mean of directions that are
-            nearly orthogonal; with ``rda`` the outer step keeps its size when groups come and go.
-            Embeddings, buffers and frozen layers are averaged plainly in any case.
         sync_buffers: How floating-point buffers are treated, such as BatchNorm's running
             statistics: each group keeps its own (``none``), or they are averaged with the
             parameters and are part of the global state (``mean``). Each group always keeps its own
@@ -117,7 +109,6 @@ class DiLoCoSettings:
     outer_nesterov: bool = True
     outer_schedule: Sequence[Sequence[float]] | None = None
     weight_by: str = cast(str, None)  # one of WEIGHT_BY once __post_init__ has run
-    merge: str = MERGES[0]
     sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
     wire_format: str = WIRE_FORMATS[0]
@@ -142,8 +133,6 @@ class DiLoCoSettings:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
         self._choose_weights()
-        if self.merge not in MERGES:
-            raise ValueError(f"merge={self.merge!r}: use {' or '.join(MERGES)}")
         if self.sync_buffers not in SYNC_BUFFERS:
             raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one

@@ -36,8 +36,7 @@ class SyncReport:
             None before the second outer step, without momentum, and if the outer optimizer is no
             SGD with momentum alone.
         group_cosine: Mean cosine between the pseudo-gradients of two groups, each pair weighted by
-            the product of its contributions and norms. None: fewer than two groups contributed, or
-            ``merge`` is ``rda``.
+            the product of its contributions and norms. None: fewer than two groups contributed.
         mean_norm_ratio: Norm of the mean pseudo-gradient, divided by the mean of the norms: also
             the mean cosine between a group's pseudo-gradient and the mean. 1 if all are equal,
             1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.
@@ -116,7 +115,6 @@ class SyncReport:
         """
         mean, globals_ = fragment.mean, fragment.globals
         moved, norms = fragment.total_contribution > 0, globals_.step_norms()
-        averaged = () if globals_.merged_radially else vitals  # only of a plain mean it is known
         return cls(
             outer_step=state.outer_step,
             fragment=fragment.fragment_id,
@@ -134,7 +132,7 @@ class SyncReport:
             outer_momentum=globals_.optimizer.param_groups[0].get("momentum", 0.0),
             settings_version=state.settings_version,
             global_digest=state.digest() if has_digest else None,
-            **directions(averaged, norms.mean),
+            **directions(vitals, norms.mean),
             **losses(vitals),
             **counted,
         )

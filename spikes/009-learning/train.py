@@ -87,7 +87,6 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         outer_lr=cell.outer_lr,
         outer_momentum=cell.outer_momentum,
         wire_format=cell.wire_format,
-        merge=cell.merge,
         round_seconds="auto" if cell.step_times else None,
     )
     with diloco:

@@ -70,7 +70,6 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "outer_nesterov": False,
         "outer_schedule": [[9, 0.25, 0.125]],
         "weight_by": "steps",
-        "merge": "rda",
         "sync_buffers": "mean",
         "bucket_cap_mb": 1.5,
         "wire_format": "int8",

@@ -148,15 +148,12 @@ def test_alone_it_is_the_reference_too(schedule):
 @pytest.mark.parametrize("more", [
     {"wire_format": "int8"},
     {"wire_format": "fp4"},
-    {"wire_format": "bfloat16", "merge": "rda"},
 ], ids=str)  # fmt: skip
 def test_in_every_wire_format_all_end_equal_and_near_the_mean(schedule, num_groups, more):
-    """Near, since numbers are rounded; a radial merge is another one."""
+    """Near, since numbers are rounded."""
     faults = [Fault("fail_allreduce", 0, 6), Fault("late", num_groups, 11), Fault("kill", 1, 15)]
     whole = simulate(lambda sim: train_in(sim, schedule, 43, **more), num_replicas=num_groups)
     for group, (trace, _, _) in enumerate(whole):
-        if "merge" in more:
-            continue
         reference = Reference(schedule, num_groups)
         for _ in trace:
             reference.step()

@@ -113,7 +113,6 @@ def assert_equal(ones, others):
         pytest.param({"sync_every": 4}, id="vanilla"),
         pytest.param(STREAMING, id="streaming"),
         pytest.param({"sync_every": 4, "wire_format": "int8"}, id="int8"),
-        pytest.param({**STREAMING, "merge": "rda"}, id="streaming, merged radially"),
         pytest.param(
             {**SEVERAL_IN_FLIGHT, "sync_every": 4, "fragment_sync_delay": 2}, id="a step a turn"
         ),
@@ -123,7 +122,6 @@ def assert_equal(ones, others):
         slow({"sync_every": 6, "num_fragments": 3}, id="fragments"),
         slow({**STREAMING, "fragment_sync_delay": 3}, id="nearly always in flight"),
         slow({**STREAMING, "wire_format": "fp4"}, id="streaming in fp4"),
-        slow({"sync_every": 4, "merge": "rda", "wire_format": "int8"}, id="radially, int8"),
     ],
 )
 def test_stopped_after_any_step_and_resumed_is_bitwise_uninterrupted(settings):

@@ -33,7 +33,6 @@ class Exchange:
         contribution: This group's weight. With 0 its values are zeros.
         keeps_error: Whether the buckets keep their rounding errors, for error feedback.
         memory: uint8, as large as the ``memory_bytes`` of all buckets together.
-        before: A Work to wait for before values are averaged, if there is one.
         has_thread: Whether a thread starts the second messages, and not ``advance`` or ``wait``.
     """
 
@@ -44,13 +43,11 @@ class Exchange:
         contribution: float,
         keeps_error: bool,
         memory: Tensor,
-        before: Any = None,
         *,
         has_thread: bool = True,
     ) -> None:
         self.buckets = buckets
         self._manager = manager
-        self._before = before
         self._keeps_error = keeps_error and contribution > 0
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
@@ -83,8 +80,6 @@ class Exchange:
         self._is_advanced = True
         try:
             with torch.no_grad(), get_stream_context(self._stream):
-                if self._before is not None:
-                    self._before.wait()
                 for bucket, work in zip(self.buckets, self._works, strict=True):
                     self._following.append(self._start_second(bucket, work))
         except _PeerFailed:
@@ -95,7 +90,6 @@ class Exchange:
             # A gloo connection stays open while one of its Works exists. If this group has given
             # up, its peers would wait for its messages until their timeout.
             self._works.clear()
-            self._before = None
 
     def _wait_for_second(self) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +22,6 @@ class Frame(NamedTuple):
     elements: slice
     encoded: slice
     size: int
-
-
-Weighting = Callable[[int, int, int], Iterable[tuple[slice, float]]]
-"""What the values of a group are multiplied by before they are averaged: see
-``Radial.weighting``."""
-
-
-def evenly(group: int, first: int, size: int) -> Iterable[tuple[slice, float]]:
-    """The ``Weighting`` of a mean: by nothing but the contributions."""
-    del group, first
-    return ((slice(0, size), 1.0),)
 
 
 class QuantizedBucket(ABC):
@@ -61,8 +49,6 @@ class QuantizedBucket(ABC):
     def __init__(self, values: Tensor, parts: int, wire_format: WireFormat) -> None:
         self.values = values
         self._format = wire_format
-        self._weighting: Weighting = evenly
-        self._first = 0
         self._size = max(1, -(-values.numel() // (parts * PART))) * PART
         self._frames: list[Frame] = []
         self._part_bytes = 0
@@ -106,19 +92,6 @@ class QuantizedBucket(ABC):
         Args:
             error: Where to write this group's rounding error. None: it is not kept.
         """
-
-    def weight_by(self, weighting: Weighting, first: int) -> None:
-        """Weight each group's values beyond its contribution.
-
-        Args:
-            weighting: By what.
-            first: The number of this bucket's first element in what the weighting counts.
-        """
-        self._weighting, self._first = weighting, first
-
-    def _weights(self, group: int, first: int, size: int) -> Iterable[tuple[slice, float]]:
-        """The weighting of elements of this bucket."""
-        return self._weighting(group, self._first + first, size)
 
     def _part(self, values: Tensor, index: int) -> Tensor:
         return values[index * self._size : (index + 1) * self._size]
@@ -181,8 +154,7 @@ class AllGatherBucket(QuantizedBucket):
                     decoded = own
                 else:
                     decoded = self._decode(message[WEIGHT:], frame, scratch)
-                for at, factor in self._weights(group, frame.elements.start, values.numel()):
-                    values[at].add_(decoded[at], alpha=weight / self.total * factor)
+                values.add_(decoded[: values.numel()], alpha=weight / self.total)
 
 
 class ReduceScatterBucket(QuantizedBucket):
@@ -216,7 +188,6 @@ class ReduceScatterBucket(QuantizedBucket):
         mean, decoded = self._scratch(), self._scratch()
         for frame in self._frames:
             exact = self._part(self.values, self._rank)[frame.elements]
-            first = self._rank * self._size + frame.elements.start
             mean.zero_()
             for rank, (weight, message) in enumerate(zip(weights, self._received, strict=True)):
                 if not weight:
@@ -224,15 +195,13 @@ class ReduceScatterBucket(QuantizedBucket):
                 part = exact
                 if rank != self._rank:
                     part = self._decode(message[WEIGHT:], frame, decoded)
-                for at, factor in self._weights(rank, first, exact.numel()):
-                    mean[at].add_(part[at], alpha=weight / self.total * factor)
+                mean[: exact.numel()].add_(part[: exact.numel()], alpha=weight / self.total)
             self._format.encode(mean[: frame.size], self._own[frame.encoded])
             if keeps_error:
                 # The next sync weights this error by this group's share of the mean: undo that.
                 rounded = self._decode(self._own, frame, decoded)[: exact.numel()]
                 torch.sub(mean[: exact.numel()], rounded, out=exact)
-                for at, factor in self._weights(self._rank, first, exact.numel()):
-                    exact[at].mul_(self.total / weights[self._rank] / factor)
+                exact.mul_(self.total / weights[self._rank])
         return manager.all_gather(self._gathered, self._own)
 
     def finish(self, error: Tensor | None) -> None:

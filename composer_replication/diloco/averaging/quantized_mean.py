@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,10 +57,7 @@ class QuantizedMean(WeightedMean):
         layout: The arguments of ``WeightedMean``.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
         error_feedback: Whether there is a residual.
-        merged_radially: See ``WeightedMean``.
     """
-
-    IS_SUMMED = False
 
     def __init__(
         self,
@@ -68,9 +65,8 @@ class QuantizedMean(WeightedMean):
         *,
         wire_format: str,
         error_feedback: bool,
-        merged_radially: Collection[int] = (),
     ) -> None:
-        super().__init__(*layout, merged_radially)
+        super().__init__(*layout)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._messages: FlatMemory | None = None
@@ -90,15 +86,11 @@ class QuantizedMean(WeightedMean):
         groups, rank = manager.num_participants(), manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         bucket_of = AllGatherBucket if groups <= 2 else ReduceScatterBucket
-        norms = None if self._radial is None else self._radial.send(manager, self.contribution)
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
         size = min(self._bucket, several)
         buckets = [
             bucket_of(values, groups, rank, self._format) for values in self._own.split(size)
         ]
-        if self._radial is not None:
-            for index, bucket in enumerate(buckets):
-                bucket.weight_by(self._radial.weighting, index * size)
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
         keeps_error = self.residual is not None
         memory = self._message_memory(sum(bucket.memory_bytes for bucket in buckets))
@@ -108,7 +100,6 @@ class QuantizedMean(WeightedMean):
             self.contribution,
             keeps_error,
             memory,
-            norms,
             has_thread=not self.has_others_in_flight,
         )
         return [self._exchange]
@@ -173,14 +164,12 @@ def make_mean(
     layout: MeanLayout,
     wire_format: str,
     error_feedback: bool,
-    merged_radially: Collection[int] = (),
 ) -> WeightedMean:
     """Return the mean for a wire format. For ``error_feedback`` see ``QuantizedMean``."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(*layout, merged_radially)
+        return WeightedMean(*layout)
     return QuantizedMean(
         layout,
         wire_format=wire_format,
         error_feedback=error_feedback,
-        merged_radially=merged_radially,
     )

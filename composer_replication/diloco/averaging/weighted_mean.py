@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
-from composer_replication.diloco.averaging.radial import Radial
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -61,11 +60,7 @@ class WeightedMean:
         shards: Of the tensors, where each rank of this group holds one: a rank sends all that it
             holds, and whether all values are finite is one answer for the whole group.
         gathers: Whether every rank of the group gets the whole mean, or only that of its share.
-        merged_radially: Tensors of which it is no mean but ``Radial``'s merge, by index.
     """
-
-    IS_SUMMED = True
-    """Whether the network sums what is sent."""
 
     def __init__(
         self,
@@ -74,20 +69,9 @@ class WeightedMean:
         device: torch.device,
         shards: Shards | None = None,
         gathers: bool = True,
-        merged_radially: Collection[int] = (),
     ) -> None:
         self.share, self.device, self._gathers = share, device, gathers
         self._shards = shards or Shards()
-        self._radial: Radial | None = None
-        if merged_radially:
-            self._radial = Radial(
-                merged_radially,
-                share,
-                self._shards,
-                device,
-                is_summed=self.IS_SUMMED,
-                gathers=gathers,
-            )
         self._bucket = elements_of(bucket_cap_mb)
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
         self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
@@ -103,7 +87,7 @@ class WeightedMean:
         self.contribution = 0.0
         self.total = 0.0
         self.divisor = 0.0
-        """What the sums are of: this times the mean. See ``divisor_of``."""
+        """What the sums are of: this times the mean."""
 
     @torch.no_grad()
     def pack(
@@ -113,7 +97,6 @@ class WeightedMean:
         contribution: float,
         *,
         asks_ranks: bool = True,
-        plain: Collection[int] = (),
     ) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
@@ -127,15 +110,12 @@ class WeightedMean:
             contribution: c_i of this group. Becomes 0 if a value is not finite.
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
-            plain: Tensors of which this group wants a plain mean in any case, by index.
         """
         flat, share = self._memory.take(), self.share
         to_send = flat[share.start : share.stop]
         own = to_send[: sum(share.sizes)]
         squares = [torch.zeros((), device=self.device)]
         start = 0
-        if self._radial is not None:
-            self._radial.begin(plain)
         for index, parts in enumerate(zip(own.split(share.sizes), *sources, strict=True)):
             chunks = [chunks_of(part, self._chunk) for part in parts]
             for values, *received in zip(*chunks, strict=True):
@@ -144,10 +124,6 @@ class WeightedMean:
                 squares.append(self._shards.own_part(square, index))
                 self._prepare(start, values, contribution)
                 start += values.numel()
-            if self._radial is not None:
-                self._radial.measure(chunks[0], squares[-len(chunks[0]) :])
-        if self._radial is not None:
-            self._radial.end(own.split(share.sizes))
         square = torch.stack(squares).sum()
         self.norm = math.sqrt(float(share.sum(square) if asks_ranks else square))
         if asks_ranks:
@@ -170,9 +146,7 @@ class WeightedMean:
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
-        radial = [] if self._radial is None else [self._radial.send(manager, self.contribution)]
-        sums = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
-        return radial + sums
+        return [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
 
     def advance(self) -> None:
         """Start those messages that need others to have arrived; here there are none.
@@ -201,8 +175,6 @@ class WeightedMean:
     def _gather(self) -> None:
         if self.total and self._gathers:
             self.share.gather(self.flat)
-        if self.total and self._radial is not None:
-            self._radial.measure_sums(self.sums())
 
     @property
     def flat(self) -> Tensor:
@@ -211,7 +183,7 @@ class WeightedMean:
         return self._sums
 
     def sums(self) -> Sequence[Tensor]:
-        """``divisor_of`` times the mean of each tensor, 1-D fp32: of all of it, or of the share."""
+        """``divisor`` times the mean of each tensor, 1-D fp32: of all of it, or of the share."""
         if self._gathers:
             sizes = self.share.whole_sizes
             return self.flat[: sum(sizes)].split(sizes)
@@ -219,14 +191,7 @@ class WeightedMean:
 
     def unpack(self) -> Iterator[Tensor]:
         """The mean of each tensor, 1-D fp32; once, in place."""
-        sums = enumerate(self.sums())
-        return (each.div_(self.divisor_of(index, each)) for index, each in sums)
-
-    def divisor_of(self, index: int, sums: Tensor) -> float:
-        """By what one of ``sums`` is divided to be the mean, or to be merged radially."""
-        if self._radial is None:
-            return self.divisor
-        return self._radial.divisor(index, sums, self.divisor)
+        return (each.div_(self.divisor) for each in self.sums())
 
     # The residual of the error feedback: none here, since fp32 numbers are not rounded.
 
