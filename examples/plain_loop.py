@@ -43,7 +43,6 @@ with DiLoCo(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()  # every 20th one syncs with the other groups
-            diloco.note_loss(loss.item())
             for sync in diloco.pop_finished_syncs():
                 print(
                     f"outer step {sync.outer_step}: {sync.num_participants} groups, loss {loss:.3f}"

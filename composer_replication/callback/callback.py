@@ -96,10 +96,6 @@ class DiLoCoCallback(Callback):
     ``diloco/momentum_cosine``       cosine of the mean pseudo-gradient and the momentum
     ``diloco/group_cosine``          mean cosine of two groups' pseudo-gradients
     ``diloco/mean_norm_ratio``       norm of the mean pseudo-gradient / mean of norms
-    ``diloco/loss_after``            groups' mean loss in the first steps since the last
-    ``diloco/loss_before``           the same in the last steps before this sync
-    ``diloco/loss_spread_after``     largest minus smallest of the groups' loss_after
-    ``diloco/loss_spread_before``    the same of their loss_before
     ``diloco/sync_every``            inner steps of this group in a round
     ``diloco/steps_lost``            inner steps dropped by a heal, or as not finite
     ``diloco/late_steps``            those sent although the group missed outer steps

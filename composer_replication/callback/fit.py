@@ -29,7 +29,6 @@ from composer_replication.data.group_data import group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.settings_table import settings_table
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 log = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class Fit:
             source = "Settings"
             if self._run is not None:
                 source = f"The coordinator's settings ({self._run.settings_source})"
-            log.info("%s:\n  %s", source, "\n  ".join(settings_table(self._settings)))
+            log.info("%s: %s", source, self._settings)
 
     def _is_in_batch(self) -> bool:
         return self._group.diloco is not None and self._group.diloco.counts_steps

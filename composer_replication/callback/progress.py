@@ -47,7 +47,6 @@ class SyncLog:
         loss = state.total_loss_dict.get("loss/train/total")
         if loss is not None:
             self._losses.append(float(loss))
-            diloco.note_loss(float(loss))
 
     def log_syncs(self, reports: Iterable[SyncReport], state: State, logger: Logger) -> None:
         """Log committed syncs, with the mean loss of the batches since the previous one."""

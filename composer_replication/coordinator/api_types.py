@@ -105,10 +105,6 @@ class Heartbeat(StrictBody):
     momentum_cosine: Number = None
     group_cosine: Number = None
     mean_norm_ratio: Number = None
-    loss_after: Number = None
-    loss_before: Number = None
-    loss_spread_after: Number = None
-    loss_spread_before: Number = None
 
 
 class Member(BaseModel):

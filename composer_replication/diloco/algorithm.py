@@ -203,17 +203,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         if self.settings.weight_by == "tokens":
             self._samples += num_tokens
 
-    def note_loss(self, loss: float) -> None:
-        """Tell the training loss of the inner step that has just ended, for the reports.
-
-        With it the reports say how far the groups' losses are apart, and an unstable outer loop is
-        warned of. Without it they do not. Training is the same.
-
-        Args:
-            loss: The mean over all ranks of the group, the same on each.
-        """
-        self._outer.note_loss(float(loss))
-
     def expect_last_step(self) -> None:
         """Announce that the next inner step is the last one.
 

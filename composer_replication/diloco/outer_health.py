@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 HEALTH = (
     "momentum_cosine",
     "group_cosine",
     "mean_norm_ratio",
-    "loss_after",
-    "loss_before",
-    "loss_spread_after",
-    "loss_spread_before",
 )
 """Fields of ``SyncReport`` that tell how the outer loop does; equal in all groups of a sync."""
 
@@ -25,15 +20,11 @@ class Vitals(NamedTuple):
     Attributes:
         contribution: Its weight in the mean; 0 if it contributes nothing.
         norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
-        loss_after: Its mean training loss in the first inner steps after the previous sync.
-        loss_before: The same in the last inner steps before this sync.
         step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
     """
 
     contribution: float = 0.0
     norm: float = 0.0
-    loss_after: float = math.nan
-    loss_before: float = math.nan
     step_s: float = math.nan
 
 
@@ -100,21 +91,6 @@ def directions(vitals: Sequence[Vitals], mean_norm: float) -> dict[str, float | 
         "group_cosine": _cosine((mean_norm**2 - squares) / (2 * products)),
         "mean_norm_ratio": mean_norm / mean_of_norms,
     }
-
-
-def losses(vitals: Sequence[Vitals]) -> dict[str, float | None]:
-    """The mean and the spread over the groups of ``loss_after`` and ``loss_before``.
-
-    Returns:
-        ``loss_...`` and ``loss_spread_...`` of ``SyncReport``. None: no group has said its loss, or
-        for the spread only one.
-    """
-    values: dict[str, float | None] = {}
-    for when in ("after", "before"):
-        said = [x for group in vitals if math.isfinite(x := getattr(group, f"loss_{when}"))]
-        values[f"loss_{when}"] = fmean(said) if said else None
-        values[f"loss_spread_{when}"] = max(said) - min(said) if len(said) > 1 else None
-    return values
 
 
 def _cosine(value: float) -> float | None:

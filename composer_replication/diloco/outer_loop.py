@@ -15,7 +15,6 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch
 from composer_replication.diloco.inner_optimizer import clear_state
 from composer_replication.diloco.late_steps import LateSteps
-from composer_replication.diloco.loss_watch import LossWatch
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
@@ -98,7 +97,6 @@ class OuterLoop:
             manager, self.fragments, state, self.clock, settings.turns_in_flight, self.late
         )
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
-        self._loss_watch = LossWatch(len(self.fragments))
         self._is_idle = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
@@ -128,11 +126,6 @@ class OuterLoop:
         self.peer_table.is_training = not self.ends_with_next_step
         for fragment in self.fragments:
             fragment.unsynced.count(samples)
-
-    def note_loss(self, loss: float) -> None:
-        """Note the training loss of the last inner step, unless a sync has followed it."""
-        if self.inner_steps > self._synced_at:
-            self.peer_table.losses.note(loss)
 
     def send(self) -> None:
         """Begin a turn: compute the next fragment's pseudo-gradient and send it."""
@@ -172,7 +165,7 @@ class OuterLoop:
         if self.fragments[0].is_joining and self.peer_table.are_all_joining:
             self.turns.take_back(has_healed=self.has_healed)
             self.clock.read()
-            self._forget_losses()
+            self._synced_at = self.inner_steps
         elif (fragment := self.turns.end()) is not None:
             self._account(fragment, retries.count)
 
@@ -193,7 +186,7 @@ class OuterLoop:
             self._recover()
         seconds, vitals = self.clock.read(), self.peer_table.vitals
         self._choose_round_length(seconds)
-        self._forget_losses()
+        self._synced_at = self.inner_steps
         is_idle = self._is_idle or not self.peer_table.is_training
         if not moved and (fragment.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
@@ -214,8 +207,6 @@ class OuterLoop:
         self.reports.append(report)
         self.has_healed = False
         self._steps_lost = 0
-        outer = fragment.globals.optimizer.param_groups[0]
-        self._loss_watch.look(vitals, self.state.outer_step, outer)
         if moved:  # a group that missed this commit gets the settings by a heal
             self._adopt_agreed_settings()
 
@@ -228,10 +219,6 @@ class OuterLoop:
             self.round_length.measure(own)
         self.peer_table.step_s = self.round_length.step_s
         self.round_length.choose(self.settings, self.peer_table.vitals)
-
-    def _forget_losses(self) -> None:
-        self.peer_table.losses.clear()
-        self._synced_at = self.inner_steps
 
     @property
     def settings(self) -> DiLoCoSettings:
@@ -274,7 +261,7 @@ class OuterLoop:
     def _drop_local(self) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
         self._steps_lost += max(fragment.unsynced.inner_steps for fragment in self.fragments)
-        self._forget_losses()
+        self._synced_at = self.inner_steps
         for fragment in self.fragments:
             fragment.take_global()
         self.state.ledger.stop_reading()
@@ -295,7 +282,7 @@ class OuterLoop:
         log.info("Took over the global state after outer step %d", self.state.outer_step)
         self.turns.drop()
         self.late.after_heal()
-        self._forget_losses()
+        self._synced_at = self.inner_steps
         self.has_healed = True
 
     # ---- without inner steps ----------------------------------------------------------------

@@ -25,7 +25,7 @@ class PeerRow:
         min_replica_size: Its ``min_replica_size``.
         is_replacing: Whether its local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
-        vitals: Its contribution, norm, losses and pace: any numbers of fp32, to which the others
+        vitals: Its contribution, norm and pace: any numbers of fp32, to which the others
             add 0.
         samples: How much of its sample stream is in the model once this sync has committed.
         settings: 44 bits of the digest of its settings, as two numbers above 0.

@@ -16,7 +16,6 @@ from torch.distributed import ReduceOp
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.loss_watch import LossNotes
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
@@ -57,7 +56,7 @@ class PeerTable:
     * How much of each group's sample stream is in the model once the sync has committed?
     * Which parameters has each group frozen, and has one of them replaced its local parameters by
       an average that is to be the global ones?
-    * How long is each group's pseudo-gradient, and what is its training loss?
+    * How long is each group's pseudo-gradient?
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -67,7 +66,6 @@ class PeerTable:
 
     Attributes:
         is_training: Whether this group still trains. The outer loop sets it.
-        losses: This group's training losses. The outer loop notes them.
         step_s: Seconds that an inner step of this group takes. The outer loop sets it.
         known_version: The newest version of the settings that this group knows.
         agreed_version: The newest one that all groups of the last sync know.
@@ -75,7 +73,7 @@ class PeerTable:
         are_all_joining: Whether no group of the last sync was in training.
         is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
         synced_samples: How far the groups of the last sync have read their sample streams.
-        vitals: Contribution, norm and losses of the groups of the last sync.
+        vitals: Contribution, norm and pace of the groups of the last sync.
         frozen: What each group in training of the last sync has frozen, by its rank in the quorum:
             1-D, a 1 for each frozen tensor of the fragment.
     """
@@ -92,7 +90,6 @@ class PeerTable:
         self._fragments = fragments
         self._digest_every = digest_every
         self.is_training = True
-        self.losses = LossNotes()
         self.step_s = math.nan
         self.is_over = self.are_all_joining = self.is_replacing = False
         self.known_version = self.agreed_version = 0
@@ -134,7 +131,7 @@ class PeerTable:
     def _own_vitals(self, mean: WeightedMean) -> Vitals:
         # A norm that is not finite belongs to a group that contributes nothing.
         norm = mean.norm if mean.contribution else 0.0
-        return Vitals(mean.contribution, norm, *self.losses.ends(), self.step_s)
+        return Vitals(mean.contribution, norm, self.step_s)
 
     def _digest_is_due(self) -> bool:
         by_count = self._digest_every and self._state.outer_step % self._digest_every == 0

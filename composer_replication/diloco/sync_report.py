@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import Vitals, directions, losses
+from composer_replication.diloco.outer_health import Vitals, directions
 from composer_replication.diloco.sync_clock import SyncSeconds
 
 
@@ -40,12 +40,6 @@ class SyncReport:
         mean_norm_ratio: Norm of the mean pseudo-gradient, divided by the mean of the norms: also
             the mean cosine between a group's pseudo-gradient and the mean. 1 if all are equal,
             1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.
-        loss_after: Mean training loss of the groups in the first quarter of the inner steps since
-            the previous sync. None: ``note_loss`` has not been called.
-        loss_before: The same in the last quarter, before this sync.
-        loss_spread_after: The largest of the groups' losses minus the smallest, in the first
-            quarter. None: fewer than two groups have one.
-        loss_spread_before: The same in the last quarter.
         sync_every: Inner steps of this group in a round, from now on: ``sync_every`` unless
             ``round_seconds`` is set.
         steps_lost: Inner steps that this group has thrown away since the previous sync, because it
@@ -77,10 +71,6 @@ class SyncReport:
     momentum_cosine: float | None
     group_cosine: float | None
     mean_norm_ratio: float | None
-    loss_after: float | None
-    loss_before: float | None
-    loss_spread_after: float | None
-    loss_spread_before: float | None
     sync_every: int
     steps_lost: int
     late_steps: int
@@ -133,6 +123,5 @@ class SyncReport:
             settings_version=state.settings_version,
             global_digest=state.digest() if has_digest else None,
             **directions(vitals, norms.mean),
-            **losses(vitals),
             **counted,
         )

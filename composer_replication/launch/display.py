@@ -15,7 +15,6 @@ from rich.live import Live
 from rich.text import Text
 
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.settings_table import settings_table
 from composer_replication.launch.group_news import GroupNews
 from composer_replication.launch.group_view import GroupView
 from composer_replication.launch.live_table import live_table
@@ -28,10 +27,6 @@ LOOK_EVERY_S = 1.0
 """How often the groups are looked at where there is no table, in seconds."""
 LINE_EVERY_S = 30.0
 """Least time between two lines about the run, in seconds. In between there is an outer step."""
-
-
-FILE_WIDTH = 100
-"""Characters of a line of a table that is written into a file."""
 
 
 class Display:
@@ -135,9 +130,8 @@ def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> N
         settings: The settings.
         source: Where they are from.
     """
-    width = console.width if console.is_terminal else FILE_WIDTH
-    lines = [f"Settings from {source}:", *settings_table(settings, width - 2)]
-    console.print("\n  ".join(lines), markup=False, highlight=False, soft_wrap=True)
+    text = f"Settings from {source}: {settings}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _live_on(console: Console) -> Live:

@@ -39,16 +39,6 @@ READINGS = (
         ("mean_norm_ratio",),
         "1 if the groups move alike, 1 / sqrt(k) if k groups move at right angles.",
     ),
-    Reading(
-        "loss after, before",
-        ("loss_after", "loss_before"),
-        "Syncs should not raise the loss more than the inner steps lower it: else lower outer_lr.",
-    ),
-    Reading(
-        "spread after, before",
-        ("loss_spread_after", "loss_spread_before"),
-        "A group that stays apart after the syncs has other data or a fault.",
-    ),
 )
 
 

@@ -27,7 +27,7 @@ def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
         settings_version=largest - 1,
         min_replica_size=3,
         is_replacing=False,
-        vitals=Vitals(2.0**23, 2.0**-70, 3.25, -1.5, 2.0**-9),
+        vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
         settings=(largest + 1, 1),
         digests=((1, largest + 1), (0, 0)),
