@@ -98,7 +98,6 @@ class DiLoCoCallback(Callback):
     ``diloco/mean_norm_ratio``       norm of the mean pseudo-gradient / mean of norms
     ``diloco/sync_every``            inner steps of this group in a round
     ``diloco/steps_lost``            inner steps dropped by a heal, or as not finite
-    ``diloco/late_steps``            those sent although the group missed outer steps
     ``diloco/retries``               attempts that did not commit
     ``diloco/healed``                1 if the group took over the global state in it
     ``diloco/outer_lr``              learning rate of the outer optimizer

@@ -215,10 +215,6 @@ class CoordinatorClient(CoordinatorHttp):
         body["session"] = session
         return self.ask("POST", "/v1/streams", body, {"stream": int})["stream"]
 
-    def is_stream_open(self, stream: int) -> bool:
-        """Whether a stream's samples are still leased to its owner."""
-        return self.ask("GET", f"/v1/streams/{stream}", fields={"is_open": bool})["is_open"]
-
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
         """The lease of a number in a stream, from ``epoch`` or an earlier one."""
         body = {"number": number, "epoch": epoch}

@@ -55,12 +55,6 @@ class StreamKey(BaseModel):
     stream: int
 
 
-class StreamState(BaseModel):
-    """Whether a stream's samples are still leased to its owner."""
-
-    is_open: bool
-
-
 class LeaseRequest(StrictBody):
     """A request for the lease with a number, of this epoch or an earlier one."""
 
@@ -137,14 +131,6 @@ def data_router(streams: Streams, audit: Audit) -> APIRouter:
     def open_stream(stream: StreamRequest) -> StreamKey:
         """Open a stream. A repeated request with the same name is answered again."""
         return StreamKey(stream=units.open_stream(**stream.model_dump()))
-
-    @router.get("/streams/{stream}")
-    def stream_state(stream: Count) -> StreamState:
-        """Return whether a stream's samples are still leased to its owner.
-
-        A group asks after a silence in which it may have been taken for dead.
-        """
-        return StreamState(is_open=units.is_open(stream))
 
     @router.post("/streams/{stream}/leases", status_code=201)
     def lease(stream: Count, request: LeaseRequest) -> Lease:

@@ -95,11 +95,6 @@ class Membership:
         self._report: CommitReport | None = None
         self._sent: CommitReport | None = None
         self._refusal: ValueError | None = None
-        self._heard_at = -math.inf
-        """When the last heartbeat that was answered had been sent."""
-        self._open_stream = 0
-        """The stream, if the coordinator has said that it is open and this group has not looked
-        dead since."""
         self._left = threading.Event()
         self._is_away = self._has_complained = False
         self._thread: threading.Thread | None = None
@@ -146,20 +141,6 @@ class Membership:
     def _raise_refusal(self) -> None:
         if self._refusal is not None:
             raise self._refusal
-
-    def holds_stream(self) -> bool:
-        """Whether the coordinator cannot have leased the stream's samples to others. Asks nobody.
-
-        The coordinator closes streams of groups from which it has heard nothing for its timeout. So
-        a stream stays open if it was open after a heartbeat, and no heartbeat has been missing
-        since. Another third of the timeout is left for reports of syncs that are on their way.
-
-        Ranks other than 0 send no heartbeats and say yes: a group keeps what all its ranks keep.
-        """
-        if self._thread is None:
-            return True
-        silence_s = time.monotonic() - self._heard_at
-        return 0 < self.stream == self._open_stream and silence_s < self._timeout_s * 2 / 3
 
     def report_progress(self, progress: Mapping[str, Any]) -> None:
         """What the next heartbeat says."""
@@ -239,10 +220,8 @@ class Membership:
         # stands still these two must not delay the next heartbeat past the time limit.
         behind_database = self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3)
         self.send_report(behind_database)
-        self._check_stream(behind_database)
 
     def _heartbeat(self, client: CoordinatorClient) -> None:
-        sent_at = time.monotonic()
         try:
             progress = {"session": self.session, **self._progress}
             client.heartbeat(self.replica_id, progress)
@@ -250,21 +229,7 @@ class Membership:
             # The coordinator has lost its state, or another group has this one's name. In the
             # latter case it rejects the registration too.
             client.register(self._registration)
-            self._open_stream = 0
             log.warning("Registered again: %s", error)
-        if time.monotonic() - self._heard_at >= self._timeout_s:
-            self._open_stream = 0  # this group has looked dead
-        self._heard_at = sent_at
-
-    def _check_stream(self, client: CoordinatorClient) -> None:
-        stream = self.stream
-        if stream not in (0, self._open_stream):
-            try:
-                is_open = client.is_stream_open(stream)
-            except RejectedByCoordinatorError:
-                return  # it runs on another state folder: the next commit report says so
-            if is_open:
-                self._open_stream = stream
 
 
 def client_of(options: ReplicaOptions) -> CoordinatorClient:

@@ -225,7 +225,6 @@ class LeasedData(GroupData):
 
     def _read(self, stream: int, position: StreamPosition) -> None:
         self._membership.stream = stream
-        self._diloco.ledger.is_held = self._membership.holds_stream
         source = functools.partial(self._client.lease, stream)
         self._reader = self._loader.read(source, position, self._has_more)
 

@@ -15,6 +15,8 @@ Result = TypeVar("Result")
 Part = TypeVar("Part")
 
 REMOVED: dict[str, str] = {
+    "max_missed_outer_steps": "leave it out, a group that missed an outer step loses the inner "
+    "steps since its last sync",
     "merge": "leave it out, the groups' pseudo-gradients are averaged",
 }
 """Arguments of the previous version that are gone, and what to use in place of each."""

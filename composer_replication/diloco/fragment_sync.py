@@ -185,8 +185,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
-        if self.mean.contribution > 0 and not self._has_too_few and manager.errored() is None:
-            self.unsynced.is_sent = True
         means = [] if self._has_too_few else self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 

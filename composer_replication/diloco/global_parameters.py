@@ -225,23 +225,6 @@ class GlobalParameters:
         for index, (parameter, theta) in enumerate(pairs):
             _mix(local_tensor(parameter), theta, rules.alpha_of(index))
 
-    @torch.no_grad()
-    def carry_over(self, old: Tensor) -> None:
-        """Move the local parameters by what the global ones have moved; buffers become global.
-
-        A collective of the ranks, if they share.
-
-        Args:
-            old: What ``flat`` was before. It is used up.
-        """
-        moved = self.views(old.neg_().add_(self.flat))
-        for (name, parameter), by in zip(self.local.items(), moved, strict=True):
-            local = local_tensor(parameter)
-            if name in self._buffers:
-                _mix(local, self.whole(name), 0.0)
-            else:
-                local.add_(self.whole(name, by).to(local.device))
-
     def keep_own_state(self) -> None:
         """Copy what the optimizer has loaded, which may be a part of all that a peer sent."""
         self._momentum_norm = None

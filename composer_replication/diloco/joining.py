@@ -69,7 +69,7 @@ def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
             # and a group that resumes later would have to join it.
             barrier.vote_to_start(device)
             if manager.should_commit():
-                loop.late.settle()
+                loop.settle()
                 loop.turns.set_torchft_step()
                 return False
         error = manager.errored()

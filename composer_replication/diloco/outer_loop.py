@@ -14,7 +14,6 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch
 from composer_replication.diloco.inner_optimizer import clear_state
-from composer_replication.diloco.late_steps import LateSteps
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
@@ -47,7 +46,6 @@ class OuterLoop:
     Attributes:
         fragments: The fragments in the order of their turns.
         round_length: The inner steps of this group's turns.
-        late: What is kept of the inner steps when others have taken outer steps without this group.
         turns: What is sent in a quorum, and what its vote ends.
         clock: The clock that the fragments report quorums and votes to.
         peer_table: The table that the fragments send.
@@ -92,12 +90,11 @@ class OuterLoop:
             )
             for index, globals_ in enumerate(global_parameters)
         )
-        self.late = LateSteps(self.fragments, state, settings)
         self.turns = Turns(
-            manager, self.fragments, state, self.clock, settings.turns_in_flight, self.late
+            manager, self.fragments, state, self.clock, settings.turns_in_flight, self.settle
         )
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
-        self._is_idle = False
+        self._is_idle = self._must_settle = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.known_settings: dict[int, DiLoCoSettings] = {}
@@ -178,7 +175,6 @@ class OuterLoop:
             self.state.end_outer_step(self.peer_table.synced_samples)
         else:
             self.turns.set_torchft_step()
-        late_steps = fragment.unsynced.late_steps if fragment.mean.contribution > 0 else 0
         if fragment.mean.is_finite:
             fragment.discard_synced_steps()
             self._sick_in_a_row = 0
@@ -199,8 +195,7 @@ class OuterLoop:
             num_participants=self.manager.num_participants(),
             inner_steps=self.inner_steps,
             sync_every=self.round_length.steps_in_turn(self.settings) * len(self.fragments),
-            steps_lost=self._steps_lost + self.late.pop_steps_lost(),
-            late_steps=late_steps,
+            steps_lost=self._steps_lost,
             retries=retries,
             healed=self.has_healed,
         )
@@ -277,13 +272,30 @@ class OuterLoop:
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
-        self.late.before_heal(state["outer_step"])
         self.state.take_over(state, "the replica groups in training")
         log.info("Took over the global state after outer step %d", self.state.outer_step)
         self.turns.drop()
-        self.late.after_heal()
+        self._steps_lost += max(fragment.unsynced.inner_steps for fragment in self.fragments)
+        for fragment in self.fragments:
+            fragment.forget_local()
         self._synced_at = self.inner_steps
-        self.has_healed = True
+        self.has_healed = self._must_settle = True
+        if not self.fragments[0].globals.has_ranks:
+            self.settle()
+
+    def settle(self) -> None:
+        """Continue from the global parameters of a heal, once all ranks of the group have healed.
+
+        A heal runs on torchft's thread, where no collective may run, and may fail on one rank
+        alone, for which the others would wait. So all ranks call this at each sync.
+        """
+        (have_healed,) = self.fragments[0].globals.mean_over_ranks(self._must_settle)
+        if have_healed < 1:
+            return
+        self._must_settle = False
+        for fragment in self.fragments:
+            fragment.take_global()
+        self.state.ledger.stop_reading()
 
     # ---- without inner steps ----------------------------------------------------------------
 

@@ -7,7 +7,7 @@ a sample can be in one fragment's global parameters and not yet in another's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -56,14 +56,11 @@ class Ledger:
         entries: The ``SyncedSamples`` of all streams that ever were in a commit, by stream.
         stream: The stream that this group reads; 0 for none.
         position: This group's position, at the end of the batch that is being trained on.
-        is_held: Says whether the samples of the stream are this group's for certain. Others may get
-            those of a group that seems dead.
     """
 
     def __init__(self, num_fragments: int) -> None:
         self.entries: dict[int, SyncedSamples] = {}
         self.stream = self.position = 0
-        self.is_held: Callable[[], bool] = lambda: False
         self._synced = [0] * num_fragments
         self._in_flight: dict[int, int] = {}
 

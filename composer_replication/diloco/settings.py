@@ -87,10 +87,6 @@ class DiLoCoSettings:
         error_feedback: Whether a group adds the rounding error of the wire format to its next
             pseudo-gradient.
         max_sync_retries: How often in a row a sync that did not commit is retried.
-        max_missed_outer_steps: How many outer steps a group may have missed and still keep its
-            inner steps: a group that was late, or stopped for a while, sends them with its next
-            sync. After more of them it throws its inner steps away, and continues from the others'
-            global parameters. 0: it always does.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -114,12 +110,11 @@ class DiLoCoSettings:
     wire_format: str = WIRE_FORMATS[0]
     error_feedback: bool = True
     max_sync_retries: int = 8
-    max_missed_outer_steps: int = 32
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "num_fragments"):
             check_integer(name, getattr(self, name), at_least=1)
-        for name in ("fragment_sync_delay", "max_sync_retries", "max_missed_outer_steps"):
+        for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
         self._choose_alpha()
         if self.outer_lr != AUTO:
@@ -260,8 +255,7 @@ class DiLoCoSettings:
         the same number of turns is in flight.
         """
         agreed = asdict(self)
-        own = "max_sync_retries", "max_missed_outer_steps"
-        for name in (*own, "outer_lr", "outer_momentum", "outer_nesterov"):
+        for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
             del agreed[name]
         if self.outer_schedule:
             rows = ([*row, self.outer_nesterov and row[2] > 0] for row in self.outer_schedule)

@@ -44,8 +44,6 @@ class SyncReport:
             ``round_seconds`` is set.
         steps_lost: Inner steps that this group has thrown away since the previous sync, because it
             took the global state from a peer or its pseudo-gradient was not finite. 0 for a joiner.
-        late_steps: Inner steps in this group's pseudo-gradient from before outer steps that it has
-            missed, see ``max_missed_outer_steps``.
         retries: Attempts that did not commit before this one did.
         healed: Whether this group took the global state from a peer in this sync.
         outer_lr: Learning rate of the outer optimizer in this sync.
@@ -73,7 +71,6 @@ class SyncReport:
     mean_norm_ratio: float | None
     sync_every: int
     steps_lost: int
-    late_steps: int
     retries: int
     healed: bool
     outer_lr: float
@@ -101,7 +98,7 @@ class SyncReport:
             seconds: What ``SyncClock.read`` returned.
             has_digest: Whether the report contains the digest.
             **counted: What the outer loop counts: ``num_participants``, ``inner_steps``,
-                ``sync_every``, ``steps_lost``, ``late_steps``, ``retries`` and ``healed``.
+                ``sync_every``, ``steps_lost``, ``retries`` and ``healed``.
         """
         mean, globals_ = fragment.mean, fragment.globals
         moved, norms = fragment.total_contribution > 0, globals_.step_norms()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.late_steps import LateSteps
 from composer_replication.diloco.saved_state import in_flight_state, load_in_flight
 from composer_replication.diloco.sync_clock import SyncClock
 from composer_replication.diloco.torchft_api import DiLoCoManager, connection_of
@@ -35,7 +34,7 @@ class Turns:
         state: The global state.
         clock: Records when a quorum has formed and when a vote is over.
         turns_in_flight: For how many further turns a sync is in flight when its own has ended.
-        late: What this group keeps if the others have taken outer steps without it.
+        settle: Continues from the global parameters after a heal.
 
     Attributes:
         in_flight: The fragments that were sent and have not taken their outer step, oldest first.
@@ -50,9 +49,9 @@ class Turns:
         state: GlobalState,
         clock: SyncClock,
         turns_in_flight: int,
-        late: LateSteps,
+        settle: Callable[[], None],
     ) -> None:
-        self._late = late
+        self._settle = settle
         self._manager, self._fragments, self._state = manager, fragments, state
         self._clock = clock
         self.turns_in_flight = turns_in_flight
@@ -76,7 +75,7 @@ class Turns:
         """Send what belongs into this quorum, and wait for nothing but the group's own ranks."""
         self._clock.quorum_formed()
         try:
-            self._late.settle()
+            self._settle()
         except BaseException as error:  # else peers wait for this group until their timeout
             self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
             raise

@@ -39,9 +39,6 @@ class Unsynced:
     Attributes:
         inner_steps: Inner steps since the last sync.
         samples: The samples or tokens of these.
-        late_steps: Those of ``inner_steps`` from before outer steps that this group has missed.
-        is_behind: Whether the local parameters still belong to global ones from before a heal.
-        is_sent: Whether peers may have steps of this group that it does not know to be committed.
         replaces_global: Whether the local parameters are to be the global ones, from the next sync
             on.
         packed: What the last pseudo-gradient was computed from.
@@ -50,8 +47,8 @@ class Unsynced:
 
     def __init__(self, weight_by: str) -> None:
         self._weight_by = weight_by
-        self.inner_steps = self.samples = self.late_steps = 0
-        self.is_behind = self.is_sent = self.replaces_global = False
+        self.inner_steps = self.samples = 0
+        self.replaces_global = False
         self.packed = Packed()
         self.unsent: Packed | None = None
 
@@ -78,7 +75,7 @@ class Unsynced:
         packed = self.packed
         if packed.is_replacing and not packed.inner_steps:
             return 1.0  # an average, without inner steps since
-        if self.is_behind or not packed.inner_steps:
+        if not packed.inner_steps:
             return 0.0
         if self._weight_by in ("samples", "tokens") and not packed.samples:
             raise ValueError(
@@ -106,12 +103,10 @@ class Unsynced:
         if self.packed.is_replacing or is_joining:
             self.replaces_global = False
         self.unsent = None
-        self.is_sent, self.late_steps = False, 0
 
     def forget(self) -> None:
         """What has been trained here since the last sync is none of this group's to send."""
-        self.inner_steps = self.samples = self.late_steps = 0
-        self.is_sent = self.is_behind = False
+        self.inner_steps = self.samples = 0
         self.packed.is_dropped = True
         self.replaces_global = False
         self.unsent = None

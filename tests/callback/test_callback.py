@@ -75,7 +75,6 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "wire_format": "int8",
         "error_feedback": False,
         "max_sync_retries": 4,
-        "max_missed_outer_steps": 3,
         "replica_id": "berlin",
         "num_replicas": 6,
         "lighthouse_addr": "http://head:29510",

@@ -220,47 +220,6 @@ def test_a_database_that_stands_still_delays_no_heartbeat_past_the_limit(service
     assert max(gaps) < info_of(service).heartbeat_timeout_s
 
 
-STREAM = "/v1/streams/5"
-
-
-def stream_is(is_open: bool) -> tuple[int, dict, bytes]:
-    return 200, {}, json.dumps({"is_open": is_open}).encode()
-
-
-@pytest.mark.parametrize("opens_again", [True, False])
-def test_a_group_that_has_looked_dead_asks_whether_its_stream_is_open(
-    service, member_of, opens_again
-):
-    service.by_path[STREAM] = stream_is(True)
-    member = member_of(heartbeat_timeout_s=0.6)
-    assert not member.holds_stream(), "it reads none"
-    member.stream = 5
-    wait_until(member.holds_stream)
-    wait_for_heartbeats(service, 3)
-    assert len(service.bodies(STREAM)) == 1, "asked once: no heartbeat was missing"
-
-    service.by_path |= {HEARTBEAT: ODD["a proxy's 502"], STREAM: stream_is(opens_again)}
-    wait_until(lambda: not member.holds_stream())
-    time.sleep(0.3)  # until the timeout of 0.6 s is over: it holds nothing after two thirds of it
-    del service.by_path[HEARTBEAT]
-    wait_for_heartbeats(service, 3)
-    assert len(service.bodies(STREAM)) >= 2
-    assert member.holds_stream() == opens_again
-
-
-def test_a_group_that_was_forgotten_holds_no_stream(service, member_of):
-    service.by_path[STREAM] = stream_is(True)
-    member = member_of()
-    member.stream = 5
-    wait_until(member.holds_stream)
-    unknown = 404, {}, b'{"detail": "there is no stream 5"}'
-    service.by_path |= {HEARTBEAT: ALIVE, STREAM: unknown}
-    wait_until(lambda: not member.holds_stream())
-    wait_for_heartbeats(service, 3)
-    assert not member.holds_stream()
-    member.check()  # it is no refusal
-
-
 def test_a_group_waits_until_its_predecessor_looks_dead(service, member_of):
     service.by_path["/v1/replicas"] = ALIVE
 

@@ -27,12 +27,6 @@ def test_samples_that_nobody_counted_are_an_error():
         sent("tokens", samples=(0, 0)).contribution()
 
 
-def test_parameters_of_before_a_heal_count_nothing():
-    unsynced = sent()
-    unsynced.is_behind = True
-    assert unsynced.contribution() == 0.0
-
-
 @pytest.mark.parametrize(("keeps_later", "left"), [(True, (1, 3)), (False, (0, 0))])
 def test_steps_taken_while_a_sync_is_in_flight_wait_for_the_next_one(keeps_later, left):
     unsynced = sent()

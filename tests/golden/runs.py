@@ -243,9 +243,7 @@ RUNS: dict[str, Callable[[], tuple[str, int]]] = {
     **{f"fault: {kind}": simulated(3, fault) for kind, fault in FAULTS.items()},
     "fault: kill_in_heal": simulated(3, LATE, Fault("kill_in_heal", replica_id=1, step=2)),
     "fault: fail_heal": simulated(3, LATE, Fault("fail_heal", replica_id=1, step=2)),
-    "fault: left_behind": simulated(
-        3, Fault("left_behind", replica_id=1, step=2), sync_every=3, max_missed_outer_steps=0
-    ),
+    "fault: left_behind": simulated(3, Fault("left_behind", replica_id=1, step=2), sync_every=3),
     "fault: kill, int8, 3 fragments, delay 1": simulated(
         3, Fault("kill", 2, 4), wire_format="int8", **THREE, **DELAYED
     ),

@@ -247,7 +247,7 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_that_was_stopped_keeps_its_samples_and_its_steps(run_of, ranks):
+def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samples(run_of, ranks):
     """To the coordinator it is dead meanwhile, and the others take outer steps without it."""
     run = run_of(length=7000, step_s=0.1, ranks=ranks)
     for replica_id in range(GROUPS):
@@ -265,15 +265,10 @@ def test_a_group_that_was_stopped_keeps_its_samples_and_its_steps(run_of, ranks)
     run.wait_until(run.restart_the_dead)
     assert run.num_starts == GROUPS
 
-    (twice,) = run.check_that_all_is_in_once()
-    status = run.status()
-    (dataset,) = status["datasets"]
-    assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 7000
-    assert ranks > 1 or not twice.any()
-    assert not any("available again" in event["text"] for event in status["events"])
-    rows = run.metrics(1)
-    assert [row["diloco/late_steps"] for row in rows if row["diloco/late_steps"]] == [12]
-    assert not any(row["diloco/steps_lost"] for row in rows)
+    run.check_that_all_is_in_once()
+    (dataset,) = run.status()["datasets"]
+    assert dataset["epochs"][0]["done"] == 7000
+    assert [row["diloco/steps_lost"] for row in run.metrics(1) if row["diloco/steps_lost"]] == [12]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
