@@ -3,11 +3,13 @@
 import json
 import time
 
+from run_events import write_events
+
 from composer_replication.launch.group_view import GroupView
 
 
 def sync_line(outer_step, *, digest="ab", participants=2, **changes):
-    """A line of ``metrics.jsonl``. ``digest``: two characters, repeated; None for none."""
+    """A sync of ``events.jsonl``. ``digest``: two characters, repeated; None for none."""
     values = {"outer_step": outer_step, "fragment": 0, "num_participants": participants}
     values |= {"sync_seconds": 0.25, "compute_fraction": 0.9, "bytes_sent": 4000}
     values |= {"bytes_float32": 4000} | ({"global_digest": digest * 32} if digest else {})
@@ -23,9 +25,7 @@ def write_group(run_dir, replica_id, *, syncs=(), **status):
     position |= {"outer_step": 2, "round": 2.5, "loss": 3.14159, "seconds_left": 75.0}
     position |= {"trained_at": time.time()}
     (folder / "status.json").write_text(json.dumps(position | status))
-    with (folder / "metrics.jsonl").open("a") as file:
-        for line in syncs:
-            file.write(json.dumps(line) + "\n")
+    write_events(folder, "sync", *syncs)
     return folder
 
 

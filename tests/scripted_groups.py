@@ -2,6 +2,8 @@
 
 import json
 
+from run_events import write_events
+
 from composer_replication.launch.processes import Interrupts
 from composer_replication.launch.supervision import Supervisor
 
@@ -29,7 +31,8 @@ def write(folder, replica_id, phase="training", syncs=1):
     folder = folder / f"replica_{replica_id}"
     folder.mkdir(exist_ok=True)
     (folder / "status.json").write_text(json.dumps({"phase": phase}))
-    (folder / "metrics.jsonl").write_text("{}\n" * syncs)
+    (folder / "events.jsonl").unlink(missing_ok=True)
+    write_events(folder, "sync", *({"time": float(number)} for number in range(1, syncs + 1)))
 
 
 def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):

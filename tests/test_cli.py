@@ -125,7 +125,7 @@ def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
     answer = run(name, Path(__file__).parent.parent / config, *given, seconds=100)
     assert answer.returncode == 0, answer.stderr
     assert "equal in 3 groups after 3 outer steps" in answer.stdout  # the last one mid-round
-    for name in ("config.yaml", "summary.json", "loss.png", "replica_2/metrics.jsonl"):
+    for name in ("config.yaml", "summary.json", "loss.png", "replica_2/events.jsonl"):
         assert (folder / name).exists()
 
 

@@ -27,7 +27,7 @@ from composer_replication.callback.group_state import GroupState
 from composer_replication.callback.loggers import name_runs
 from composer_replication.callback.progress import max_batches
 from composer_replication.callback.resume import Resume
-from composer_replication.callback.run_folder import ReplicaFolder
+from composer_replication.callback.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
 from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.client_http import NameTakenError
@@ -146,7 +146,7 @@ class DiLoCoCallback(Callback):
             # A name that is taken may be free the next time.
             is_first = event in (Event.BEFORE_LOAD, Event.FIT_START)
             if is_first and not isinstance(error, NameTakenError):
-                self._write_rejection()
+                self._write_rejection(error)
             raise
 
     def init(self, state: State, logger: Logger) -> None:
@@ -240,10 +240,14 @@ class DiLoCoCallback(Callback):
     def eval_after_all(self, state: State, logger: Logger) -> None:
         self.eval_standalone_end(state, logger)
         self._metrics = metrics_of(state)
-        if self._fit is not None and self.result and self.diloco is None:
+        if self._fit is None:
+            return
+        batch = state.timestamp.batch.value
+        self._fit.folder.append(EVALUATION, {"batch": batch, "eval": self._metrics})
+        if self.result and self.diloco is None:
             # Composer's last evaluation of a fit comes after fit_end.
             self.result["eval"] = self._metrics
-            self._fit.folder.write_result(self.result)
+            self._fit.folder.write_end(self.result)
 
     def eval_standalone_start(self, state: State, logger: Logger) -> None:
         self.eval_before_all(state, logger)
@@ -278,7 +282,7 @@ class DiLoCoCallback(Callback):
         self._fit.leave()
         self._group.drop()
         # This comes last, since it raises on a full disk: by now this group has left in order.
-        self._fit.folder.write_result(self.result)
+        self._fit.folder.write_end(self.result)
         self._fit.console.ended(self.result)
 
     def close(self, state: State, logger: Logger) -> None:
@@ -286,6 +290,8 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None or error is not None:  # before fit_end, or after it
             end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier
         if self._fit is not None:
+            if error is not None:
+                self._fit.folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
             self._fit.leave()
         self._group.drop()
         if self._group.weights is not None:
@@ -315,9 +321,9 @@ class DiLoCoCallback(Callback):
         check_parallelism(state)
         check_loads(state)
 
-    def _write_rejection(self) -> None:
+    def _write_rejection(self, error: ValueError) -> None:
         if self.options.replica_id is not None and dist.get_global_rank() == 0:
-            ReplicaFolder(self.options.run_dir, self.options.replica_id).write_rejection()
+            ReplicaFolder(self.options.run_dir, self.options.replica_id).write_rejection(str(error))
 
     def _end_failed_fit(self, fit: Fit) -> None:
         """Keep the state of a fit that raised, for the fit that begins now."""

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from composer import Logger, State, TimeUnit
 
-from composer_replication.callback.run_folder import ReplicaFolder
+from composer_replication.callback.run_folder import RESUME, START, SYNC, ReplicaFolder
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.outer_health import HEALTH
@@ -69,15 +69,15 @@ class SyncLog:
             at = self._round(report.inner_steps, report.outer_step)
             logger.log_metrics(metrics | {"diloco/round": at})
             digest = report.global_digest
-            self._folder.append_sync(
+            self._folder.append(
+                SYNC,
                 metrics
                 | ({} if digest is None else {"diloco/global_digest": digest})
                 | {
                     "batch": state.timestamp.batch.value,
                     "inner_steps": report.inner_steps,
                     "loss": loss,
-                    "time": time.time(),
-                }
+                },
             )
             log.info(
                 "outer step %d, fragment %d: %d replica groups, loss %s, blocked %.2f s%s",
@@ -101,14 +101,15 @@ class SyncLog:
 
     def log_start(self, diloco: DiLoCo) -> None:
         """Log that the group has joined, and what its earlier process had trained by its end."""
-        self._folder.append_start(
+        self._folder.append(
+            START,
             {
                 "started": psutil.Process().create_time(),
                 "joined": time.time(),
                 "inner_steps": diloco.inner_steps,
                 "trained_at": self._before.get("trained_at"),
                 "steps_before": self._before.get("inner_steps") or 0,
-            }
+            },
         )
 
     def log_resume(self, state: State, diloco: DiLoCo) -> None:
@@ -118,9 +119,7 @@ class SyncLog:
             "batches_again": max(0, reached.get("batch", 0) - batch),
             "outer_steps_again": max(0, reached.get("outer_step", 0) - diloco.outer_step),
         }
-        self._folder.append_resume(
-            {"batch": batch, "outer_step": diloco.outer_step, **again, "time": time.time()}
-        )
+        self._folder.append(RESUME, {"batch": batch, "outer_step": diloco.outer_step, **again})
         log.info(
             "Resumed at batch %d, outer step %d; %d batches and %d outer steps are repeated",
             batch,

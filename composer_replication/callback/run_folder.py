@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,19 @@ log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 LOCK = "launch.lock"
 SUMMARY = "summary.json"
-METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+"""What has happened to a group: a line an event, with ``time`` and ``event``, its kind."""
 STATUS = "status.json"
-RESULT = "result.json"
-RESUMES = "resumes.jsonl"
-STARTS = "starts.jsonl"
 CHAOS = "chaos.json"
 """What happened to a run under injected faults."""
 STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
+
+START, RESUME, SYNC, EVALUATION = "start", "resume", "sync", "evaluation"
+ERROR, REJECTION, END = "error", "rejection", "end"
+CONTINUED = "continued"
+"""The event at which a run that had stopped is continued: an end before it is not that of the run.
+"""
 
 REJECTED = "rejected"
 """The phase of a group that ended because it, or the coordinator, has rejected its settings."""
@@ -65,18 +70,25 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
     else:
         run_dir = _make_new_folder(Path("runs").absolute(), Path(config_path).stem)
     lock_folder(run_dir, LOCK, "give another run_dir=...")
-    written = (SUMMARY, f"replica_*/{METRICS}", f"replica_*/{RESULT}")
+    events = list(run_dir.glob(f"replica_*/{EVENTS}"))
     resumes = bool(config.get("autoresume"))
-    if not resumes and any(path for pattern in written for path in run_dir.glob(pattern)):
+    has_trained = any(last_event(path, SYNC, END) for path in events)
+    if not resumes and (has_trained or (run_dir / SUMMARY).exists()):
         raise ValueError(
             f"run_dir={str(run_dir)!r} holds a run already: continue it (autoresume=true with a "
             "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
             "remove that one. A command of your own is continued with --resume"
         )
-    # Results of a start that failed, or of the earlier part of a run that is continued, are not
-    # those of this start. Metrics and logs are kept.
-    for pattern in (SUMMARY, STOP, f"replica_*/{RESULT}"):
-        for path in run_dir.glob(pattern):
+    # What is left of a start that failed is not of this run, and an end or a summary of the earlier
+    # part of a run that is continued is not of this start. Its events and logs are kept.
+    for path in (run_dir / SUMMARY, run_dir / STOP):
+        path.unlink(missing_ok=True)
+    for path in events:
+        if resumes:
+            writer = JsonLineWriter(path)
+            writer.append({"time": time.time(), "event": CONTINUED})
+            writer.flush()
+        else:
             path.unlink()
     for path in run_dir.glob(f"replica_*/{STATUS}"):
         if resumes:  # it contains the position that the group had reached
@@ -104,26 +116,31 @@ def log_path(run_dir: Path, replica_id: str | int) -> Path:
     return run_dir / f"replica_{replica_id}" / "log.txt"
 
 
+def last_event(path: Path, *kinds: str) -> dict[str, Any]:
+    """Return the last event of these kinds in a group's ``events.jsonl``; empty without one.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    return read_last_line(path, lambda line: line.get("event") in kinds)
+
+
 def last_outer_step(run_dir: str | Path | None) -> int:
     """Return how many outer steps the groups of a run have made, from its folder; 0 without one.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    paths = [] if run_dir is None else Path(run_dir).glob(f"replica_*/{METRICS}")
-    return max((int(read_last_line(path).get(OUTER_STEP, 0)) for path in paths), default=0)
+    paths = [] if run_dir is None else Path(run_dir).glob(f"replica_*/{EVENTS}")
+    return max((int(last_event(path, SYNC).get(OUTER_STEP, 0)) for path in paths), default=0)
 
 
 class ReplicaFolder:
     """The folder ``<run_dir>/replica_<id>``.
 
-    * ``metrics.jsonl``: one line per committed sync;
-    * ``status.json``: the position in training, replaced about twice a second;
-    * ``resumes.jsonl``: one line for each resume from a checkpoint: at which batch, and how many
-      batches and outer steps are repeated;
-    * ``starts.jsonl``: one line for each time that the group has joined: when its process started,
-      when it joined, and how far the one before it had come;
-    * ``result.json``: the result at the end.
+    * ``events.jsonl``: one line for each event: a start, a resume from a checkpoint, a committed
+      sync, an evaluation, an error, a rejection, the end with its result;
+    * ``status.json``: the position in training, replaced about twice a second.
 
     A full or broken disk does not end training: lines wait in memory until there is space, a status
     is dropped, and a warning is logged once a minute. Only a result that cannot be written is an
@@ -143,12 +160,9 @@ class ReplicaFolder:
         self._phase = ""
         self._status_due = 0.0
         self._warning_due = 0.0
-        self._lines: dict[str, JsonLineWriter] = {}
         if self._folder is None:
             return
-        self._lines = {
-            name: JsonLineWriter(self._folder / name) for name in (METRICS, RESUMES, STARTS)
-        }
+        self._events = JsonLineWriter(self._folder / EVENTS)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except (PermissionError, NotADirectoryError, FileExistsError):
@@ -161,31 +175,30 @@ class ReplicaFolder:
         """Whether the run's folder contains a file ``STOP``."""
         return self._folder is not None and os.path.exists(self._folder.parent / STOP)
 
-    def append_sync(self, line: dict[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``."""
-        self._append(METRICS, line)
+    def append(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Append an event to ``events.jsonl``.
+
+        Args:
+            event: Its kind.
+            fields: What is said about it.
+        """
+        if self._folder is not None:
+            self._events.append({"time": time.time(), "event": event, **fields})
+            self._flush()
 
     def reached(self) -> dict[str, int]:
         """Return the ``batch`` and ``outer_step`` that the group had reached before it stopped."""
         if self._folder is None:
             return {}
-        status, line = self.read_status(), {}
+        status, sync = self.read_status(), {}
         try:
-            line = read_last_line(self._folder / METRICS)
+            sync = last_event(self._folder / EVENTS, SYNC)
         except OSError as error:
             self._warn(error)
         return {
-            "batch": max(int(status.get("batch") or 0), int(line.get("batch") or 0)),
-            "outer_step": int(line.get(OUTER_STEP) or 0),
+            "batch": max(int(status.get("batch") or 0), int(sync.get("batch") or 0)),
+            "outer_step": int(sync.get(OUTER_STEP) or 0),
         }
-
-    def append_resume(self, line: dict[str, Any]) -> None:
-        """Append a line to ``resumes.jsonl``."""
-        self._append(RESUMES, line)
-
-    def append_start(self, line: dict[str, Any]) -> None:
-        """Record in ``starts.jsonl`` that a process of the group has joined the others."""
-        self._append(STARTS, line)
 
     def read_status(self) -> dict[str, Any]:
         """Return what ``status.json`` says; empty without one."""
@@ -203,53 +216,46 @@ class ReplicaFolder:
         except OSError as error:
             self._warn(error)
 
-    def write_rejection(self) -> None:
+    def write_rejection(self, reason: str) -> None:
         """Say that the group ends because of its settings, and would do so again."""
+        self.append(REJECTION, {"error": reason})
         status = self.read_status()
         self.write_status(REJECTED, **{k: v for k, v in status.items() if k != "phase"})
 
-    def write_result(self, result: dict[str, Any]) -> None:
-        """Replace ``result.json``.
+    def write_end(self, result: Mapping[str, Any]) -> None:
+        """Append the end of the group with its result. A later one takes its place.
 
         Raises:
             OSError: It cannot be written.
         """
         if self._folder is None:
             return
-        self._flush()
-        path = self._folder / RESULT
+        self._events.append({"time": time.time(), "event": END, **result})
         try:
-            replace_json(path, result, survives_power_cut=True)
+            self._events.flush(survives_power_cut=True)
         except OSError as error:
             problem = f"{error.strerror}; training is complete and only its result is not written"
+            path = self._events.path
             raise OSError(
                 error.errno, f"{problem}: free some space or repair the disk", path
             ) from error
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        if self._folder is not None:
-            self._lines[name].append(line)
-            self._flush()
-
     def _flush(self) -> None:
-        for lines in self._lines.values():
-            try:
-                lines.flush()
-            except OSError as error:
-                self._warn(error)
+        try:
+            self._events.flush()
+        except OSError as error:
+            self._warn(error)
 
     def _warn(self, error: OSError) -> None:
         now = time.monotonic()
         if now < self._warning_due:
             return
         self._warning_due = now + WARN_EVERY_S
-        waiting = sum(lines.num_waiting for lines in self._lines.values())
-        lost = sum(lines.num_lost for lines in self._lines.values())
         log.warning(
             "Cannot use %s (%s). Training continues; %d lines wait in memory until there is "
             "space, and %d older ones are lost",
             self._folder,
             error,
-            waiting,
-            lost,
+            self._events.num_waiting,
+            self._events.num_lost,
         )

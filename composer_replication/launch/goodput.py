@@ -26,8 +26,8 @@ def measure_goodput(
 
     Args:
         run_dir: The run's folder.
-        starts: The starts of each group's processes, from ``starts.jsonl``.
-        syncs: The committed syncs of each group, from ``metrics.jsonl``.
+        starts: The starts of each group's processes, from ``events.jsonl``.
+        syncs: The committed syncs of each group, from ``events.jsonl``.
         finished: The groups that have trained to the end.
         end: When the last sync of any group was over, in seconds since the epoch.
 

@@ -52,7 +52,7 @@ class _Interval:
     """The time between two syncs of a process, or from its first inner step to its first sync.
 
     Attributes:
-        line: The sync at its end, as in ``metrics.jsonl``.
+        line: The sync at its end, as in ``events.jsonl``.
         began: When it began, in seconds since the epoch.
         steps: Inner steps in it.
         elapsed_s: Its length in seconds.
@@ -89,8 +89,8 @@ def account(
     """Account for the time of a group, from its first inner step to its end.
 
     Args:
-        starts: The lines of ``starts.jsonl``: a process's start and its first inner step.
-        syncs: The lines of ``metrics.jsonl``, in their order.
+        starts: The starts in ``events.jsonl``: a process's start and its first inner step.
+        syncs: The syncs in ``events.jsonl``, in their order.
         faults: When faults held the group up without ending it.
         end: When the run ended, in seconds since the epoch, for a group that has not finished.
             None: the group has finished with its last sync.
@@ -138,7 +138,7 @@ def _pace(
     paces = array("d")
     position, steps = starts[0]["joined"], starts[0]["inner_steps"]
     for event in _events(starts[1:], syncs):
-        if "time" in event:
+        if "joined" not in event:
             interval = _Interval(event, position, event["inner_steps"] - steps)
             if interval.steps > 0 and interval.free_s > 0:
                 paces.append(interval.free_s / interval.steps)

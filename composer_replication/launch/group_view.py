@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_replication.callback.run_folder import METRICS, OUTER_STEP, REJECTED, STATUS
+from composer_replication.callback.run_folder import EVENTS, OUTER_STEP, REJECTED, STATUS, SYNC
 from composer_replication.callback.words import format_duration, format_roughly
 from composer_replication.launch.run_record import implied_sync_every
 from composer_replication.launch.supervision import LEFT_OUT, NOT_BACK, RESTARTING
@@ -26,7 +26,7 @@ Mood = Literal["good", "waiting", "bad"]
 
 
 class GroupView:
-    """What the display shows of one replica group, from its ``status.json`` and ``metrics.jsonl``.
+    """What the display shows of one replica group, from its ``status.json`` and ``events.jsonl``.
 
     Args:
         folder: The group's folder, ``replica_<id>``.
@@ -34,14 +34,14 @@ class GroupView:
     Attributes:
         name: The group's id.
         status: The newest ``status.json``.
-        sync: The newest line of ``metrics.jsonl``; empty before the first sync.
+        sync: The newest sync of ``events.jsonl``; empty before the first sync.
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.name = folder.name.removeprefix("replica_")
-        self._metrics = JsonLineReader(folder / METRICS)
+        self._metrics = JsonLineReader(folder / EVENTS)
         self.status: dict[str, Any] = {}
         self.sync: dict[str, Any] = {}
         self.digests: dict[int, str] = {}
@@ -61,8 +61,8 @@ class GroupView:
         elif exit_status is not None and self.phase not in _ENDED_BADLY:
             self.status["phase"] = "failed"
         for line in self._metrics.read():
-            if OUTER_STEP not in line:
-                continue  # a line of another program, or of a damaged file
+            if line.get("event") != SYNC:
+                continue
             self.sync = line
             if line.get("diloco/global_digest"):
                 self.digests.pop(line[OUTER_STEP], None)  # repeated after a resume

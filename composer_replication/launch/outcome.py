@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.callback.run_folder import METRICS, RESULT, log_path
+from composer_replication.callback.run_folder import EVENTS, log_path
 from composer_replication.callback.words import format_duration, plural
 from composer_replication.launch.errors import FAILED
 from composer_replication.launch.group_ends import describe_end
@@ -69,7 +69,7 @@ def finish(
     run = read_run(run_dir)
     missing = [id for id in finished if str(id) not in run.results]
     if missing:
-        print_error(f"{log_path(run_dir, missing[0]).parent}/{RESULT} is missing")
+        print_error(f"{log_path(run_dir, missing[0]).parent}/{EVENTS} has no end with a result")
         explain_failure(run_dir, missing[0], 0)
         if advice:
             print_error(advice)
@@ -90,7 +90,7 @@ def finish(
     if len(set(run.digests.values())) > 1:
         print_error(
             "The groups ended with different global parameters, so their last syncs differ. "
-            f"Compare diloco/num_participants at the end of replica_<id>/{METRICS}"
+            f"Compare diloco/num_participants at the end of replica_<id>/{EVENTS}"
         )
         return FAILED
     return 0

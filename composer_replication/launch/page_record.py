@@ -13,9 +13,11 @@ from composer_replication import __version__
 from composer_replication.callback.run_folder import (
     CHAOS,
     CONFIG,
-    METRICS,
+    EVENTS,
     STATUS,
     SUMMARY,
+    SYNC,
+    last_event,
     log_path,
 )
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
@@ -26,7 +28,7 @@ from composer_replication.launch.report import PICTURE
 from composer_replication.launch.run_marks import lives_of, marks_of
 from composer_replication.launch.run_record import Run, read_run
 from composer_replication.launch.thin_out import thin_out
-from composer_replication.replica.json_files import read_json, read_last_line
+from composer_replication.replica.json_files import read_json
 from composer_replication.training.config import ConfigError, diloco_section
 from composer_replication.training.settings_file import load_settings
 
@@ -149,7 +151,7 @@ def _ended_group(run: Run, id: str, shown: Mapping[str, Any]) -> dict[str, Any]:
     status = read_json(log_path(run.run_dir, id).with_name(STATUS))
     if id in run.results:
         status["phase"] = "finished"
-    last = read_last_line(log_path(run.run_dir, id).with_name(METRICS))
+    last = last_event(log_path(run.run_dir, id).with_name(EVENTS), SYNC)
     newest = {name: last[key] for name in ("contribution", *OF_A_SYNC)
               if (key := f"diloco/{name}") in last}  # fmt: skip
     return {
@@ -166,5 +168,5 @@ def _ended_group(run: Run, id: str, shown: Mapping[str, Any]) -> dict[str, Any]:
 
 def _files_of(run: Run) -> list[str]:
     names = [SUMMARY, PICTURE, CONFIG, CHAOS]
-    names += [f"replica_{id}/{name}" for id in run.metrics for name in (METRICS, "log.txt")]
+    names += [f"replica_{id}/{name}" for id in run.metrics for name in (EVENTS, "log.txt")]
     return [name for name in names if (run.run_dir / name).exists()]

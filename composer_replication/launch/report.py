@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from composer_replication.callback.run_folder import METRICS
+from composer_replication.callback.run_folder import EVENTS
 from composer_replication.callback.words import plural
 from composer_replication.launch.run_record import Run, read_run
 from composer_replication.launch.thin_out import thin_out
@@ -52,7 +52,7 @@ def write_report(run_dir: str | Path) -> Path:
     run = read_run(run_dir)
     if not any(run.metrics.values()):
         raise ValueError(
-            f"{run.run_dir} has no committed sync in replica_<id>/{METRICS}, so there is nothing "
+            f"{run.run_dir} has no committed sync in replica_<id>/{EVENTS}, so there is nothing "
             "to draw. The first comes after sync_every inner steps; if the run failed before, "
             "replica_<id>/log.txt says why"
         )

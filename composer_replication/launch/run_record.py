@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from composer_replication.callback.run_folder import (
     CONFIG,
-    METRICS,
+    CONTINUED,
+    END,
+    ERROR,
+    EVENTS,
     OUTER_STEP,
-    RESULT,
-    RESUMES,
-    STARTS,
+    REJECTION,
+    RESUME,
+    START,
     STATUS,
     SUMMARY,
+    SYNC,
 )
 from composer_replication.callback.words import format_bytes, plural
 from composer_replication.launch.goodput import describe_goodput, measure_goodput
@@ -35,33 +39,65 @@ _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE
 _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
 
 
-class Syncs(Collection[dict[str, Any]]):
-    """The committed syncs of a replica group, in their order.
+_KEPT = {RESUME: "resumes", ERROR: "errors", REJECTION: "errors"}
 
-    They are read from the file at every iteration, since millions do not fit into memory.
+
+class GroupEvents(Collection[dict[str, Any]]):
+    """What a replica group has recorded: a collection of its committed syncs, and its other events.
+
+    The syncs are read from the file at every iteration, since millions do not fit into memory.
 
     Args:
-        path: The group's metrics file.
+        path: The group's ``events.jsonl``.
 
     Attributes:
+        starts: Each start of a process, or of a further fit.
+        resumes: Each resume from a checkpoint and what it repeated.
+        errors: The errors with which it ended.
+        result: Its final result; empty if it has none.
         num_damaged: Lines that cannot be read. They are left out.
         outer_steps: The highest outer step.
         ended_at: When the last sync was over, in seconds since the epoch; 0 without one.
+        inner_share: The share of time in inner steps, from the group's first start to its last
+            sync, without the time in which the run was stopped; None if it has made none.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        reader = JsonLineReader(path)
         self._length = self.outer_steps = 0
         self.ended_at = 0.0
+        self.starts: list[dict[str, Any]] = []
+        self.resumes: list[dict[str, Any]] = []
+        self.errors: list[dict[str, Any]] = []
+        self.result: dict[str, Any] = {}
+        reader = JsonLineReader(path)
+        position, inner_s, all_s = 0.0, 0.0, 0.0
         for line in reader.read():
-            self._length += 1
-            self.outer_steps = max(self.outer_steps, int(line[OUTER_STEP]))
-            self.ended_at = max(self.ended_at, line.get("time", 0.0))
+            kind, at = line.get("event"), line.get("time", 0.0)
+            since = max(0.0, at - position) if position else 0.0  # a clock may be set back
+            if kind == SYNC:
+                self._length += 1
+                self.outer_steps = max(self.outer_steps, int(line[OUTER_STEP]))
+                self.ended_at = max(self.ended_at, at)
+                inner_s += max(0.0, since - line.get("diloco/sync_seconds", 0.0))
+            elif kind == START:
+                self.starts.append(line)
+                self.result = {}
+            elif kind == CONTINUED:
+                self.result = {}
+            elif kind in _KEPT:
+                getattr(self, _KEPT[kind]).append(line)
+            elif kind == END:
+                self.result = {k: v for k, v in line.items() if k not in ("time", "event")}
+            if kind in (SYNC, START):
+                all_s, position = all_s + since, at
+            elif kind == CONTINUED:
+                position = 0.0
+        self.inner_share = inner_s / all_s if all_s else None
         self.num_damaged = reader.num_damaged
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return JsonLineReader(self._path).read()
+        return (line for line in JsonLineReader(self._path).read() if line.get("event") == SYNC)
 
     def __len__(self) -> int:
         return self._length
@@ -77,22 +113,29 @@ class Run:
     Attributes:
         run_dir: The folder.
         sync_every: Inner steps in a round; None if the folder does not say, or a round is a time.
-        metrics: Committed syncs by replica group, in their order.
-        results: Final result by replica group, of the groups that have one.
-        resumes: By replica group, each resume from a checkpoint and what it repeated.
-        num_damaged: Unreadable lines of the metrics, by replica group. They are left out.
+        metrics: By replica group, its committed syncs in their order, and its other events.
         outer_steps: Outer steps of the group that made most.
-        starts: By replica group, each process's start.
     """
 
     run_dir: Path
     sync_every: int | None
-    metrics: Mapping[str, Syncs]
-    results: dict[str, dict[str, Any]]
-    resumes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    num_damaged: dict[str, int] = field(default_factory=dict)
-    outer_steps: int = 0
-    starts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    metrics: Mapping[str, GroupEvents]
+    outer_steps: int
+
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Final result by replica group, of the groups that have one."""
+        return {id: group.result for id, group in self.metrics.items() if group.result}
+
+    @property
+    def starts(self) -> dict[str, list[dict[str, Any]]]:
+        """By replica group, each process's start."""
+        return {id: group.starts for id, group in self.metrics.items()}
+
+    @property
+    def resumes(self) -> dict[str, list[dict[str, Any]]]:
+        """By replica group, each resume from a checkpoint and what it repeated."""
+        return {id: group.resumes for id, group in self.metrics.items()}
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -135,16 +178,12 @@ def read_run(run_dir: str | Path) -> Run:
             "or start one with `composer-replication launch CONFIG --replicas 2`"
         )
     ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
-    metrics = {id: Syncs(folders[id] / METRICS) for id in ids}
+    groups = {id: GroupEvents(folders[id] / EVENTS) for id in ids}
     return Run(
         run_dir=run_dir,
         sync_every=_sync_every(run_dir),
-        metrics=metrics,
-        resumes={id: list(JsonLineReader(folders[id] / RESUMES).read()) for id in ids},
-        results={id: result for id in ids if (result := read_json(folders[id] / RESULT))},
-        num_damaged={id: syncs.num_damaged for id, syncs in metrics.items()},
-        outer_steps=max(syncs.outer_steps for syncs in metrics.values()),
-        starts={id: list(JsonLineReader(folders[id] / STARTS).read()) for id in ids},
+        metrics=groups,
+        outer_steps=max(group.outer_steps for group in groups.values()),
     )
 
 
@@ -225,9 +264,14 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows.append(("global parameters", describe_digests(run)))
     rows += [("resumed", text) for text in _describe_resumes(run)]
     rows += [
-        ("damaged", f"{plural(number, 'line')} of replica_{id}/{METRICS} left out")
-        for id, number in run.num_damaged.items()
-        if number
+        ("error", f"group {id}: {error['error']}")
+        for id, group in run.metrics.items()
+        for error in group.errors
+    ]
+    rows += [
+        ("damaged", f"{plural(group.num_damaged, 'line')} of replica_{id}/{EVENTS} left out")
+        for id, group in run.metrics.items()
+        if group.num_damaged
     ]
     rows += _describe_traffic(run)
     rows += describe_goodput(run.goodput)

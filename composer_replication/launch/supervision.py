@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback.run_folder import METRICS, REJECTED, STATUS, log_path
+from composer_replication.callback.run_folder import (
+    EVENTS,
+    REJECTED,
+    STATUS,
+    SYNC,
+    last_event,
+    log_path,
+)
 from composer_replication.launch.errors import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.replica.json_files import read_json, replace_json
@@ -38,7 +45,7 @@ class GroupRecord:
     Attributes:
         restarts: How often it was started again.
         in_a_row: Restarts since its last committed sync.
-        committed: Size of its metrics file at its last start, in bytes.
+        committed: When its newest sync before its last start was over.
         due: When it is started again, by ``time.monotonic``; None while it runs or has ended for
             good.
         status: The exit status with which it ended for good; None before.
@@ -50,7 +57,7 @@ class GroupRecord:
 
     restarts: int = 0
     in_a_row: int = 0
-    committed: int = 0
+    committed: float = 0.0
     due: float | None = None
     status: int | None = None
     is_given_up: bool = False
@@ -154,7 +161,7 @@ class Supervisor:
         if self._phase(replica_id) == REJECTED:
             status = BAD_INPUT  # a script of the user's own ends with any status
         self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
-        if self._metrics_size(replica_id) > record.committed:
+        if self._last_commit(replica_id) > record.committed:
             record.in_a_row = 0
         if self._has_nobody_to_join(replica_id):
             self._give_up(replica_id, record)
@@ -193,7 +200,7 @@ class Supervisor:
         record.due = None
         record.restarts += 1
         record.in_a_row += 1
-        record.committed = self._metrics_size(replica_id)
+        record.committed = self._last_commit(replica_id)
         self.start(replica_id)
 
     def _has_nobody_to_join(self, replica_id: ReplicaId) -> bool:
@@ -214,12 +221,12 @@ class Supervisor:
         record.is_given_up, record.due, record.status = True, None, 1
         self._write_phase(replica_id, NOT_BACK)
 
-    def _metrics_size(self, replica_id: ReplicaId) -> int:
-        path = log_path(self.run_dir, replica_id).with_name(METRICS)
+    def _last_commit(self, replica_id: ReplicaId) -> float:
+        path = log_path(self.run_dir, replica_id).with_name(EVENTS)
         try:
-            return path.stat().st_size
-        except OSError:  # there is no sync yet, or the disk is broken
-            return 0
+            return last_event(path, SYNC).get("time", 0.0)
+        except OSError:  # the disk is broken
+            return 0.0
 
     def _phase(self, replica_id: ReplicaId) -> str:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)

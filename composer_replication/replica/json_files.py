@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,11 @@ class JsonLineWriter:
             self._waiting.popleft()
             self.num_lost += 1
 
-    def flush(self) -> None:
+    def flush(self, *, survives_power_cut: bool = False) -> None:
         """Write the lines that are in memory, in order.
+
+        Args:
+            survives_power_cut: Wait for the disk.
 
         Raises:
             OSError: The file cannot be written now. The next call writes the remaining lines.
@@ -144,6 +147,8 @@ class JsonLineWriter:
             while self._waiting:
                 _append_whole(file, self._waiting[0])
                 self._waiting.popleft()
+            if survives_power_cut:
+                os.fsync(file.fileno())
 
 
 def _append_whole(file: FileIO, data: bytes) -> None:
@@ -193,8 +198,14 @@ class JsonLineReader:
                     yield content
 
 
-def read_last_line(path: Path) -> dict[str, Any]:
-    """Read the last line of a file of JSON lines that is a JSON object; empty if there is none.
+def read_last_line(
+    path: Path, is_wanted: Callable[[dict[str, Any]], bool] = bool
+) -> dict[str, Any]:
+    """Read the last wanted line of a file of JSON lines; empty if there is none.
+
+    Args:
+        path: The file.
+        is_wanted: Tells whether a JSON object is wanted.
 
     Raises:
         OSError: The file exists and cannot be read.
@@ -211,7 +222,7 @@ def read_last_line(path: Path) -> dict[str, Any]:
             # What follows the last newline is unfinished; what precedes the first is cut off.
             for line in reversed(lines[0 if length == size else 1 : -1]):
                 content = _parse(line)
-                if content is not None:
+                if content is not None and is_wanted(content):
                     return content
     return {}
 

@@ -69,7 +69,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         config: From ``load_config``.
 
     Returns:
-        The contents of ``result.json``: inner and outer steps, digest, final loss, evaluation.
+        The group's result: inner and outer steps, digest, final loss, evaluation.
 
     Raises:
         ConfigError: The config cannot be used.
@@ -254,7 +254,7 @@ def _fit(
         trainer.close()
     if dist.get_global_rank() == 0:
         folder = ReplicaFolder(run_dir, callback.result["replica_id"])
-        folder.write_result(result)
+        folder.write_end(result)
         folder.write_status("finished", **_last_status(run_dir, callback.result["replica_id"]))
     return result
 

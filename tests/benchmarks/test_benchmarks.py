@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from number_sources import read_results
+from run_events import write_events
 
 from composer_replication.launch.run_record import read_run
 
@@ -143,20 +144,22 @@ def chaos_run(folder):
             "began_at": 10.0,
             "injected": [{"kind": "kill", "at": 3.0, "seconds": 0.0, "victims": [1]}],
         },
-        # Group 0 has trained its third round at 13.4 s, and a quorum at 15.0 s.
-        "replica_0/metrics.jsonl": [sync(11.2, 1, 10), sync(12.4, 2, 20)]
-        + [sync(15.15, 3, 30, 1.75, 1.6), sync(16.35, 4, 40), sync(17.55, 5, 50)],
-        "replica_1/metrics.jsonl": [sync(11.2, 1, 10), sync(12.4, 2, 20), sync(17.55, 5, 0, 0, 0)],
-        "replica_0/starts.jsonl": [start],
-        "replica_1/starts.jsonl": [start, again | {"steps_before": 26}],
-        "replica_0/result.json": {"global_digest": "ab"},
-        "replica_1/result.json": {"global_digest": "ab"},
     }
     for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        lines = content if isinstance(content, list) else [content]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / name).write_text(json.dumps(content))
+    # Group 0 has trained its third round at 13.4 s, and a quorum at 15.0 s.
+    events = {
+        "replica_0/sync": [sync(11.2, 1, 10), sync(12.4, 2, 20)]
+        + [sync(15.15, 3, 30, 1.75, 1.6), sync(16.35, 4, 40), sync(17.55, 5, 50)],
+        "replica_1/sync": [sync(11.2, 1, 10), sync(12.4, 2, 20), sync(17.55, 5, 0, 0, 0)],
+        "replica_0/start": [start],
+        "replica_1/start": [start, again | {"steps_before": 26}],
+        "replica_0/end": [{"global_digest": "ab"}],
+        "replica_1/end": [{"global_digest": "ab"}],
+    }
+    for name, lines in events.items():
+        group, kind = name.split("/")
+        write_events(folder / group, kind, *lines)
     return read_run(folder), files["chaos.json"]
 
 

@@ -4,7 +4,6 @@ Run: pytest tests/callback/test_alone.py. Real: everything. Several ranks, and t
 group to two, are in tests/integration/test_alone.py.
 """
 
-import json
 import re
 import threading
 
@@ -15,6 +14,7 @@ from common import TinyMLP
 from composer import Callback
 from composer.loggers import InMemoryLogger
 from composer_jobs import STREAMING, Each, data, trainer_of
+from run_events import result_of, syncs_of
 from text_config import write_config
 from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -223,13 +223,13 @@ def test_the_run_folder_the_metrics_and_stop_are_as_with_others(tmp_path):
     diloco = {"run_dir": str(tmp_path), "digest_every": 1}
     callback, trainer = fit(Each(stop), diloco=diloco, max_duration="20ba", loggers=[logged])
     folder = tmp_path / "replica_0"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = syncs_of(folder)
     assert [line["batch"] for line in lines] == [2, 4]
     assert {line["diloco/num_participants"] for line in lines} == {1}
     assert lines[-1]["diloco/global_digest"] == callback.result["global_digest"]
     assert trainer.state.timestamp.batch == 4
     assert [value for _, value in logged.data["diloco/outer_step"]] == [1, 2]
-    assert json.loads((folder / "result.json").read_text())["outer_steps"] == 2
+    assert result_of(folder)["outer_steps"] == 2
 
 
 def test_after_an_exception_the_next_fit_goes_on():

@@ -29,6 +29,8 @@ from composer_jobs import (
     fit_alone,
     trainer_of,
 )
+from failing_disk import no_file_above
+from run_events import result_of, syncs_of
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.diloco.outer_health import HEALTH
@@ -290,7 +292,7 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
     began = time.time()
     callback, trainer = fit_alone("5ba", diloco={"run_dir": str(tmp_path), "digest_every": 2})
     folder = tmp_path / "replica_0"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = syncs_of(folder)
     assert [line["batch"] for line in lines] == [2, 4, 5]  # the last one is the final sync
     assert [line["inner_steps"] for line in lines] == [2, 4, 5]
     assert [line["diloco/outer_step"] for line in lines] == [1, 2, 3]
@@ -299,13 +301,13 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
         # A group alone has no other to compare with.
         left_out = {f"diloco/{n}" for n in HEALTH}
         left_out |= {"diloco/round"}  # the inner steps say it
-        expected = documented_keys() - left_out | {"batch", "inner_steps", "loss", "time"}
+        expected = documented_keys() - left_out | {"batch", "inner_steps", "loss", "time", "event"}
         if line["diloco/outer_step"] > 1:
             expected |= {"diloco/momentum_cosine"}
         assert line.keys() == expected - (set() if has_digest else {"diloco/global_digest"})
         assert line["loss"] > 0
         assert began <= line["time"] <= time.time()
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder)
     assert result == callback.result
     assert result["final_loss"] == lines[-1]["loss"]
     status = json.loads((folder / "status.json").read_text())
@@ -324,18 +326,16 @@ def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
         fit_alone("16ba", diloco={"run_dir": str(tmp_path)}, others=[Each(fill_and_free)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    lines = (tmp_path / "replica_0" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["diloco/outer_step"] for line in lines] == list(range(1, 9))
-    assert json.loads((tmp_path / "replica_0" / "result.json").read_text())["outer_steps"] == 8
+    folder = tmp_path / "replica_0"
+    assert [sync["diloco/outer_step"] for sync in syncs_of(folder)] == list(range(1, 9))
+    assert result_of(folder)["outer_steps"] == 8
 
 
 def test_a_result_that_cannot_be_written_is_an_error_after_the_group_has_left(tmp_path):
-    (tmp_path / "replica_0" / "result.json" / "in the way").mkdir(parents=True)
-
     def replica(sim):
         callback = callback_of(sim, run_dir=str(tmp_path))
         trainer = trainer_of(callback, max_duration="4ba")
-        with pytest.raises(OSError, match="only its result is not written"):
+        with no_file_above(0), pytest.raises(OSError, match="only its result is not written"):
             trainer.fit()
         has_left = callback.diloco is None
         trainer.close()

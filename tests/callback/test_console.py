@@ -7,7 +7,6 @@ groups are threads over the simulation's shared buffer.
 import collections
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ import threading
 
 import pytest
 from composer_jobs import callback_of, fit, trainer_of
+from run_events import syncs_of
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.callback.console import changes, members_of, short_bar_format
@@ -158,9 +158,7 @@ def test_a_round_that_is_a_time_is_named_and_its_steps_are_in_the_metrics(printe
     lines = printed(train, 2, run_dir=str(tmp_path), **settings)
     round_is = "600 s, at most 4 inner steps, and a sync of each of 2 fragments"
     assert lines.count(f"[diloco] A round is {round_is}") == 2
-    syncs = [
-        json.loads(line) for line in (tmp_path / "replica_0/metrics.jsonl").read_text().splitlines()
-    ]
+    syncs = syncs_of(tmp_path / "replica_0")
     # The fewest at first: a step a turn. From then on as many as are allowed, in 600 s.
     assert [sync["inner_steps"] for sync in syncs] == [1, 3, 5, 7, 8, 8]
     assert [sync["diloco/sync_every"] for sync in syncs] == [4] * 6

@@ -29,6 +29,7 @@ from composer_jobs import (
     train_and_save,
     trainer_of,
 )
+from run_events import events_of, result_of, syncs_of
 from safetensors.torch import load_file
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torchmetrics import MeanSquaredError
@@ -216,7 +217,7 @@ def test_the_result_of_any_job_has_its_last_evaluation(tmp_path, interval):
         return callback.result["eval"], seen
 
     ((reported, seen),) = simulate(replica, num_replicas=1)
-    written = json.loads((tmp_path / "replica_0" / "result.json").read_text())["eval"]
+    written = result_of(tmp_path / "replica_0")["eval"]
     assert reported == written == {"MeanSquaredError": seen}
 
 
@@ -324,8 +325,8 @@ def test_a_resumed_group_ends_the_turn_that_it_was_saved_in_if_a_round_is_a_time
     train_and_save(tmp_path, diloco=diloco, num_replicas=1, max_duration="3ba")
     own, path = diloco | {"run_dir": str(tmp_path / "run")}, str(tmp_path / "0" / "ba3.pt")
     simulate(lambda sim: fit(sim, diloco=own, load_path=path, max_duration="12ba"), num_replicas=1)
-    lines = (tmp_path / "run" / "replica_0" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["inner_steps"] for line in lines] == [6, 11, 12]
+    syncs = syncs_of(tmp_path / "run" / "replica_0")
+    assert [sync["inner_steps"] for sync in syncs] == [6, 11, 12]
 
 
 def ours_in(path):
@@ -486,12 +487,10 @@ def test_resuming_is_told_in_the_run_s_folder(tmp_path):
         return fit(sim, diloco=diloco, load_path=str(tmp_path / "0/ba3.pt"), max_duration="9ba")
 
     simulate(replica, num_replicas=1)
-    lines = (tmp_path / "run/replica_0/resumes.jsonl").read_text().splitlines()
-    assert len(lines) == 1
-    assert re.match(
-        r'\{"batch": 3, "outer_step": 0, "batches_again": 6, "outer_steps_again": 3, "time": ',
-        lines[0],
-    )
+    (resume,) = events_of(tmp_path / "run/replica_0", "resume")
+    told = {name: value for name, value in resume.items() if name not in ("time", "event")}
+    again = {"batches_again": 6, "outer_steps_again": 3}
+    assert told == {"batch": 3, "outer_step": 0} | again
 
 
 def test_a_start_says_when_it_was_and_how_far_the_process_before_had_come(tmp_path):
@@ -505,8 +504,7 @@ def test_a_start_says_when_it_was_and_how_far_the_process_before_had_come(tmp_pa
         return fit(sim, diloco=diloco, load_path=str(tmp_path / "0/ba3.pt"), max_duration="9ba")
 
     simulate(replica, num_replicas=1)
-    text = (tmp_path / "run/replica_0/starts.jsonl").read_text()
-    first, second = [json.loads(line) for line in text.splitlines()]
+    first, second = events_of(tmp_path / "run/replica_0", "start")
     assert first["started"] <= began <= first["joined"] <= ended <= second["joined"]
     assert (first["inner_steps"], first["trained_at"], first["steps_before"]) == (0, None, 0)
     assert first["joined"] <= second["trained_at"] <= ended

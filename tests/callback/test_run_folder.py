@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from failing_disk import no_file_above
+from run_events import events_of, syncs_of
 
 from composer_replication.callback import run_folder
 from composer_replication.callback.run_folder import (
@@ -30,6 +31,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def time(self) -> float:
+        return self.now
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -44,12 +48,12 @@ def status(tmp_path):
 
 def test_every_sync_is_one_more_line_also_after_a_restart(tmp_path):
     folder = ReplicaFolder(tmp_path, 0)
-    folder.append_sync({"outer_step": 1, "loss": None})
-    folder.append_sync({"outer_step": 2, "loss": 0.5})
-    ReplicaFolder(tmp_path, 0).append_sync({"outer_step": 3})
-    lines = (tmp_path / "replica_0" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["outer_step"] for line in lines] == [1, 2, 3]
-    assert json.loads(lines[0])["loss"] is None
+    folder.append("sync", {"outer_step": 1, "loss": None})
+    folder.append("sync", {"outer_step": 2, "loss": 0.5})
+    ReplicaFolder(tmp_path, 0).append("sync", {"outer_step": 3})
+    syncs = syncs_of(tmp_path / "replica_0")
+    assert [sync["outer_step"] for sync in syncs] == [1, 2, 3]
+    assert syncs[0]["loss"] is None and syncs[0]["time"] <= syncs[1]["time"]
 
 
 def test_status_is_replaced_at_most_every_half_second_within_a_phase(tmp_path, clock):
@@ -70,27 +74,18 @@ def test_a_new_phase_is_written_at_once(tmp_path, clock):
         assert status(tmp_path) == {"phase": phase, "batch": 4, "loss": None}
 
 
-def test_the_result_is_replaced_whole_and_no_draft_stays(tmp_path):
-    folder = ReplicaFolder(tmp_path, "a")
-    folder.write_result({"eval": {}, "inner_steps": 4})
-    folder.write_result({"inner_steps": 5})
-    path = tmp_path / "replica_a" / "result.json"
-    assert json.loads(path.read_text()) == {"inner_steps": 5}
-    assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
-
-
 def test_two_groups_keep_apart(tmp_path):
-    ReplicaFolder(tmp_path, 0).write_result({"replica": 0})
-    ReplicaFolder(tmp_path, "berlin").write_result({"replica": "berlin"})
+    ReplicaFolder(tmp_path, 0).write_end({"replica": 0})
+    ReplicaFolder(tmp_path, "berlin").write_end({"replica": "berlin"})
     assert {entry.name for entry in tmp_path.iterdir()} == {"replica_0", "replica_berlin"}
 
 
 def test_without_a_run_dir_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = ReplicaFolder(None, 0)
-    folder.append_sync({"outer_step": 1})
+    folder.append("sync", {"outer_step": 1})
     folder.write_status("training")
-    folder.write_result({})
+    folder.write_end({})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,10 +151,12 @@ def test_a_process_may_run_twice_in_its_folder(tmp_path):
         assert make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml") == tmp_path
 
 
-@pytest.mark.parametrize("name", ["summary.json", "replica_0/metrics.jsonl"])
-def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
-    (tmp_path / "replica_0").mkdir()
-    (tmp_path / name).touch()
+@pytest.mark.parametrize("kind", ["summary", "sync", "end"])
+def test_a_folder_that_holds_a_run_is_refused(tmp_path, kind):
+    if kind == "summary":
+        (tmp_path / "summary.json").touch()
+    else:
+        ReplicaFolder(tmp_path, 0).append(kind, {})
     with pytest.raises(
         ValueError,
         match=r"holds a run already: continue it \(autoresume=true with a save_folder\), give ",
@@ -167,11 +164,12 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
         make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
 
 
-def test_the_folder_of_a_start_that_failed_is_used_again_without_its_status(tmp_path):
-    (tmp_path / "replica_0").mkdir()
-    (tmp_path / "replica_0" / "status.json").write_text("{}")
+def test_the_folder_of_a_start_that_failed_is_used_again_without_its_record(tmp_path):
+    folder = ReplicaFolder(tmp_path, 0)
+    folder.append("start", {})
+    folder.write_rejection("sync_every=3")
     make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
-    assert not (tmp_path / "replica_0" / "status.json").exists()
+    assert list((tmp_path / "replica_0").iterdir()) == []
 
 
 def test_the_time_until_a_run_is_continued_is_no_time_of_the_run(tmp_path):
@@ -180,34 +178,40 @@ def test_the_time_until_a_run_is_continued_is_no_time_of_the_run(tmp_path):
     assert status(tmp_path) == {"phase": "starting", "batch": 3}
 
 
+def test_a_run_that_is_continued_keeps_its_events_and_says_so(tmp_path):
+    ReplicaFolder(tmp_path, "a").append("sync", {"diloco/outer_step": 1})
+    make_run_folder({"run_dir": str(tmp_path), "autoresume": True}, "x.yaml")
+    kinds = [event["event"] for event in events_of(tmp_path / "replica_a", "sync", "continued")]
+    assert kinds == ["sync", "continued"]
+
+
 def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file: name a new folder"):
         make_run_folder({"run_dir": str(tmp_path / "file")}, "tiny.yaml")
 
 
-def lines_of(tmp_path, name="metrics.jsonl"):
-    text = (tmp_path / "replica_a" / name).read_text()
-    return [json.loads(line)["diloco/outer_step"] for line in text.splitlines()]
+def lines_of(tmp_path, kind="sync"):
+    return [event["diloco/outer_step"] for event in events_of(tmp_path / "replica_a", kind)]
 
 
 def test_a_full_disk_ends_nothing_and_no_line_is_lost(tmp_path, clock, caplog):
     folder = ReplicaFolder(tmp_path, "a")
-    folder.append_sync({"diloco/outer_step": 1})
+    folder.append("sync", {"diloco/outer_step": 1})
     folder.write_status("training", batch=1)
-    with no_file_above(40):
+    with no_file_above(80):
         for step in range(2, 6):
             clock.now += STATUS_EVERY_S
-            folder.append_sync({"diloco/outer_step": step})
-            folder.append_resume({"diloco/outer_step": step})
-            folder.write_status("training", batch=step, text="x" * 40)
+            folder.append("sync", {"diloco/outer_step": step})
+            folder.append("resume", {"diloco/outer_step": step})
+            folder.write_status("training", batch=step, text="x" * 80)
         assert status(tmp_path) == {"phase": "training", "batch": 1}
         assert lines_of(tmp_path) == [1]
     clock.now += STATUS_EVERY_S
     folder.write_status("training", batch=6)
     assert status(tmp_path)["batch"] == 6
     assert lines_of(tmp_path) == [1, 2, 3, 4, 5]
-    assert lines_of(tmp_path, "resumes.jsonl") == [2, 3, 4, 5]
+    assert lines_of(tmp_path, "resume") == [2, 3, 4, 5]
     assert caplog.text.count("Training continues; 1 lines wait in memory until there is space") == 1
 
 
@@ -216,7 +220,7 @@ def test_a_disk_that_stays_full_is_a_warning_once_a_minute(tmp_path, clock, capl
     with no_file_above(0):
         for _ in range(300):
             clock.now += 1.0
-            folder.append_sync({"diloco/outer_step": 1})
+            folder.append("sync", {"diloco/outer_step": 1})
     assert len(caplog.records) == 5 and "File too large" in caplog.text
 
 
@@ -224,23 +228,23 @@ def test_a_result_that_cannot_be_written_is_an_error_with_the_file(tmp_path):
     folder = ReplicaFolder(tmp_path, "a")
     with (
         no_file_above(10),
-        pytest.raises(OSError, match=r"only its result is not written: free.*result\.json"),
+        pytest.raises(OSError, match=r"only its result is not written: free.*events\.jsonl"),
     ):
-        folder.write_result({"inner_steps": 4})
+        folder.write_end({"inner_steps": 4})
 
 
 def test_lines_that_wait_are_written_with_the_result(tmp_path):
     folder = ReplicaFolder(tmp_path, "a")
     with no_file_above(0):
-        folder.append_sync({"diloco/outer_step": 1})
-    folder.write_result({})
+        folder.append("sync", {"diloco/outer_step": 1})
+    folder.write_end({})
     assert lines_of(tmp_path) == [1]
 
 
 def test_a_folder_that_is_removed_in_mid_run_is_made_again(tmp_path, clock):
     folder = ReplicaFolder(tmp_path, "a")
     (tmp_path / "replica_a").rmdir()
-    folder.append_sync({"diloco/outer_step": 1})
+    folder.append("sync", {"diloco/outer_step": 1})
     folder.write_status("training", batch=1)
     assert lines_of(tmp_path) == [1] and status(tmp_path)["batch"] == 1
 
@@ -257,10 +261,9 @@ def test_a_file_in_place_of_the_run_folder_is_an_error_before_training(tmp_path)
 def test_what_a_power_cut_leaves_does_not_keep_a_group_from_starting(tmp_path, damage):
     folder = tmp_path / "replica_a"
     folder.mkdir()
-    line = b'{"diloco/outer_step": 7.0, "batch": 3}\n'
-    (folder / "metrics.jsonl").write_bytes(line + damage)
+    line = b'{"event": "sync", "diloco/outer_step": 7.0, "batch": 3}\n'
+    (folder / "events.jsonl").write_bytes(line + damage)
     (folder / "status.json").write_bytes(damage)
-    (folder / "result.json").write_bytes(damage)
     assert last_outer_step(tmp_path) == 7
     assert ReplicaFolder(tmp_path, "a").reached() == {"batch": 3, "outer_step": 7}
     make_run_folder({"run_dir": str(tmp_path), "autoresume": True}, "x.yaml")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback.run_folder import METRICS, log_path
+from composer_replication.callback.run_folder import EVENTS, SYNC, log_path
 from composer_replication.coordinator.server import STATE
 from composer_replication.launch.supervision import Supervisor
 from composer_replication.replica.json_files import JsonLineReader, replace_json
@@ -89,7 +89,7 @@ class History:
         self.began: float | None = None
         self._began_at: float | None = None
         self._metrics = {
-            replica_id: JsonLineReader(log_path(run_dir, replica_id).with_name(METRICS))
+            replica_id: JsonLineReader(log_path(run_dir, replica_id).with_name(EVENTS))
             for replica_id in self.commits
         }
         self._last_step = dict.fromkeys(self.commits, 0)
@@ -128,7 +128,8 @@ class History:
         """Read what the groups have added to their metrics, and check every line."""
         for replica_id, record in supervisor.records.items():
             for line in self._metrics[replica_id].read():
-                self._record_commit(replica_id, line)
+                if line.get("event") == SYNC:
+                    self._record_commit(replica_id, line)
             for status in record.deaths[self._deaths[replica_id] :]:
                 self._record_death(replica_id, status)
         self._check_samples()

@@ -217,8 +217,9 @@ digest = {"global_digest": "ab" * 32}
 line = {"outer_step": 1, "fragment": 0, "num_participants": 2, "steps_lost": 0, "bytes_sent": 0}
 line |= {"bytes_float32": 0, "sync_seconds": 0.1, "compute_fraction": 1.0} | digest
 line = {f"diloco/{key}": value for key, value in line.items()} | {"inner_steps": 3, "loss": 1.0}
-(folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
-(folder / "result.json").write_text(json.dumps({"inner_steps": 3, "outer_steps": 1} | digest))
+end = {"event": "end", "inner_steps": 3, "outer_steps": 1} | digest
+events = [line | {"event": "sync"}, end]
+(folder / "events.jsonl").write_text("".join(json.dumps(event) + "\\n" for event in events))
 """
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from chaos.history import History, InjectedFault, samples_trained_twice
+from run_events import write_events
 
 from composer_replication.launch.supervision import GroupRecord
 
@@ -36,8 +37,7 @@ class Run:
         for i in groups or self.records:
             line = {"diloco/outer_step": step, "diloco/steps_lost": lost}
             line["diloco/global_digest"] = f"{digest}{step}"
-            with (self.folder / f"replica_{i}" / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            write_events(self.folder / f"replica_{i}", "sync", line)
         self.look()
 
     def die(self, at, replica_id, status=-9):

@@ -3,7 +3,6 @@
 Real: Ray, its lighthouse, two workers, and a worker that is killed.
 """
 
-import json
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pace import paced
+from run_events import result_of, syncs_of
 
 
 def this_host_resolves():
@@ -38,8 +38,7 @@ EXAMPLE = Path(__file__).parents[2] / "deploy" / "ray" / "train.py"
 
 
 def rows(folder, group):
-    path = folder / f"replica_{group}" / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return syncs_of(folder / f"replica_{group}")
 
 
 def test_a_killed_worker_comes_back_and_the_groups_end_equal(tmp_path):
@@ -90,7 +89,7 @@ def test_a_killed_worker_comes_back_and_the_groups_end_equal(tmp_path):
         for each in [*below(process), process]:
             each.kill()
         process.wait()
-    results = [json.loads((run / f"replica_{i}/result.json").read_text()) for i in (0, 1)]
+    results = [result_of(run / f"replica_{i}") for i in (0, 1)]
     assert results[0]["global_digest"] == results[1]["global_digest"]
     assert results[0]["outer_steps"] == results[1]["outer_steps"] > 2
 

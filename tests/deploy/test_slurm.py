@@ -5,7 +5,6 @@ Stood in for: two machines, by two daemons of nodes on this one; GPUs.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import psutil
 import pytest
 from integration.groups import free_port
 from pace import paced
+from run_events import result_of, syncs_of
 from slurm_cluster import NODES, MissingSlurm, SlurmCluster, fetch_slurm, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "slurm"
@@ -80,9 +80,7 @@ class Run:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def rows(self, group):
-        path = self.folder / f"replica_{group}" / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return syncs_of(self.folder / f"replica_{group}")
 
     def wait(self, is_so, seconds=180):
         return wait_for(is_so, seconds, self.slurm.logs)
@@ -219,6 +217,6 @@ def the_others_have_lost_nothing_and_end_equal(run):
     assert [row["diloco/outer_step"] for row in rows] == list(range(1, len(rows) + 1))
     assert [row["inner_steps"] for row in rows] == [10 * n for n in range(1, len(rows) + 1)]
     assert {row["diloco/steps_lost"] for row in rows} == {0}
-    results = [json.loads((run.folder / f"replica_{i}/result.json").read_text()) for i in (0, 2)]
+    results = [result_of(run.folder / f"replica_{i}") for i in (0, 2)]
     assert results[0]["outer_steps"] == results[1]["outer_steps"] == len(rows)
     assert results[0]["global_digest"] == results[1]["global_digest"]

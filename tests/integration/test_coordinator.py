@@ -3,7 +3,6 @@
 Real: the commands `coordinator` and `train` in processes of their own, lighthouse and gloo.
 """
 
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import pytest
 from forked_commands import ForkedCommand
 from integration.groups import free_port
 from pace import paced
+from run_events import syncs_of
 
 from composer_replication.diloco.outer_table import nearest_row
 
@@ -106,9 +106,7 @@ class Run:
         return process
 
     def metrics(self, replica_id: int) -> list[dict]:
-        path = self.folder / "run" / f"replica_{replica_id}" / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return syncs_of(self.folder / "run" / f"replica_{replica_id}")
 
     def wait_for_syncs(self, count: int, groups: Iterable[int] = range(2)) -> None:
         before = {i: len(self.metrics(i)) for i in groups}

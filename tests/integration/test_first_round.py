@@ -13,6 +13,7 @@ import pytest
 from forked_commands import ForkedCommand
 from integration.groups import leader_of
 from pace import paced
+from run_events import syncs_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -56,9 +57,9 @@ def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
     else:
         wait_until(lambda: phase_of(run_dir, 2) == "joining", launcher)
     leader_of(launcher.pid, 2).send_signal(signal.SIGKILL)
-    assert not any((run_dir / f"replica_{i}" / "metrics.jsonl").exists() for i in range(3))
+    assert not any(syncs_of(run_dir / f"replica_{i}") for i in range(3))
 
-    wait_until((run_dir / "replica_2" / "metrics.jsonl").exists, launcher)  # it is back
+    wait_until(lambda: syncs_of(run_dir / "replica_2"), launcher)  # it is back
     (run_dir / "STOP").touch()
     output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, output
@@ -66,5 +67,5 @@ def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
     assert [replica["restarts"] for replica in replicas] == [0, 0, 1]
     assert len({replica["global_digest"] for replica in replicas}) == 1
     for replica_id in range(2):
-        lines = (run_dir / f"replica_{replica_id}" / "metrics.jsonl").read_text().splitlines()
-        assert sum(json.loads(line)["diloco/steps_lost"] for line in lines) == 0
+        syncs = syncs_of(run_dir / f"replica_{replica_id}")
+        assert sum(sync["diloco/steps_lost"] for sync in syncs) == 0

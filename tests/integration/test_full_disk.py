@@ -5,7 +5,6 @@ Run: pytest tests/integration/test_full_disk.py
 Real: everything. For a while no file of the launcher and the groups may grow (``RLIMIT_FSIZE``).
 """
 
-import json
 import resource
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from forked_commands import ForkedCommand
 from pace import paced
+from run_events import syncs_of
 
 ARGUMENTS = [
     "max_duration=1000000ba",
@@ -35,10 +35,10 @@ def allow_files_of(launcher, num_bytes):
 @pytest.mark.integration
 def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_path):
     run_dir = tmp_path / "run"
-    metrics = [run_dir / f"replica_{i}" / "metrics.jsonl" for i in range(2)]
+    folders = [run_dir / f"replica_{i}" for i in range(2)]
 
     def num_syncs():
-        return min(path.read_bytes().count(b"\n") if path.exists() else 0 for path in metrics)
+        return min(len(syncs_of(folder)) for folder in folders)
 
     command = [sys.executable, "-m", "composer_replication", "launch", "configs/quickstart.yaml"]
     with (tmp_path / "said").open("w") as said:
@@ -67,8 +67,8 @@ def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_pat
     finally:
         launched.terminate()
         launched.wait(30)
-    for path in metrics:
-        steps = [json.loads(line)["diloco/outer_step"] for line in path.read_text().splitlines()]
+    for folder in folders:
+        steps = [sync["diloco/outer_step"] for sync in syncs_of(folder)]
         assert steps == list(range(1, len(steps) + 1))
     said = (tmp_path / "said").read_text()
     assert f"equal in 2 groups after {len(steps)} outer steps" in said

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from composer_jobs import fit_alone
 from failing_disk import Disk, each_failure
 from rich.console import Console
+from run_events import events_of, result_of, syncs_of
 from scripted_groups import supervise, write
 
 from composer_replication.callback import run_folder
@@ -58,47 +59,46 @@ def test_training_survives_each_failure_and_loses_no_line(disk, folders, monkeyp
 
     def judge(run_dir, failed, error):
         folder = run_dir / "replica_0"
-        if error is not None and not (folder / "metrics.jsonl").exists():
+        syncs = syncs_of(folder)
+        if error is not None and not syncs:
             # Before the group knows of others, and they of it.
             assert isinstance(error, OSError) and names_the_file(error, failed)
             return
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["diloco/outer_step"] for line in lines] == [1, 2]
+        assert [sync["diloco/outer_step"] for sync in syncs] == [1, 2]
         if error is None:
-            assert json.loads((folder / "result.json").read_text())["outer_steps"] == 2
+            assert result_of(folder)["outer_steps"] == 2
         else:  # the last thing that a group does
-            assert isinstance(error, OSError) and "result.json" in str(error)
+            assert isinstance(error, OSError) and "events.jsonl" in str(error)
             assert "only its result is not written" in str(error)
 
     operations = each_failure(disk, folders, train, judge)
-    assert {"mkdir replica_0", "write metrics.jsonl", "replace .status.json"} < set(operations)
-    assert {"fsync .result.json", "replace .result.json", "stat STOP"} < set(operations)
+    assert {"mkdir replica_0", "write events.jsonl", "replace .status.json"} < set(operations)
+    assert {"fsync events.jsonl", "stat STOP"} < set(operations)
 
 
 def test_a_group_goes_on_where_it_was_at_each_failure(disk, folders):
     def prepare():
         run_dir = folders()
         folder = ReplicaFolder(run_dir, 0)
-        folder.append_sync({"diloco/outer_step": 3, "batch": 7})
+        folder.append("sync", {"diloco/outer_step": 3, "batch": 7})
         folder.write_status("training", batch=8)
         return run_dir
 
     def start(run_dir):
         folder = ReplicaFolder(run_dir, 0)
         folder.reached()
-        folder.append_resume({"batch": 6})
-        folder.append_sync({"diloco/outer_step": 4})
+        folder.append("resume", {"batch": 6})
+        folder.append("sync", {"diloco/outer_step": 4})
         folder.write_status("joining")
         folder.write_status("training")
 
     def judge(run_dir, failed, error):
         assert error is None
         folder = run_dir / "replica_0"
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [line["diloco/outer_step"] for line in lines] == [3, 4]
-        assert json.loads((folder / "resumes.jsonl").read_text()) == {"batch": 6}
+        assert [sync["diloco/outer_step"] for sync in syncs_of(folder)] == [3, 4]
+        assert [resume["batch"] for resume in events_of(folder, "resume")] == [6]
 
-    assert "read metrics.jsonl" in each_failure(disk, prepare, start, judge)
+    assert "read events.jsonl" in each_failure(disk, prepare, start, judge)
 
 
 CONFIG_TEXT = """
@@ -121,9 +121,9 @@ def prepared_run(folders):
         folder = ReplicaFolder(run_dir, replica_id)
         line = {"diloco/outer_step": 1, "diloco/num_participants": 2, "diloco/bytes_sent": 8}
         line |= {"diloco/fragment": 0, "diloco/bytes_float32": 8, "inner_steps": 2, "batch": 2}
-        folder.append_sync(line)
+        folder.append("sync", line)
         folder.write_status("training", batch=2)
-        folder.write_result({"outer_steps": 1, "global_digest": "ab", "eval": {}})
+        folder.write_end({"outer_steps": 1, "global_digest": "ab", "eval": {}})
     return run_dir
 
 
@@ -155,7 +155,7 @@ def test_the_launcher_survives_each_failure_while_groups_train(disk, folders, mo
         line = {"diloco/outer_step": 1, "diloco/num_participants": 2}
         for replica_id in range(2):
             write(run_dir, replica_id, syncs=0)
-            ReplicaFolder(run_dir, replica_id).append_sync(line)
+            ReplicaFolder(run_dir, replica_id).append("sync", line)
         return run_dir
 
     def watch(run_dir):

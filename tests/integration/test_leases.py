@@ -21,6 +21,7 @@ from forked import context
 from integration.groups import free_port
 from integration.leased_group import train, what_is_in
 from integration.test_coordinator import TOKEN, Run
+from run_events import events_of, syncs_of
 
 from composer_replication.callback.run_folder import STATUS
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
@@ -92,8 +93,7 @@ class LeaseRun(Run):
             os.kill(process.pid, number)
 
     def metrics(self, replica_id):
-        path = Path(self.plan["run_dir"]) / f"replica_{replica_id}" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return syncs_of(Path(self.plan["run_dir"], f"replica_{replica_id}"))
 
     def wait_for_outer_steps(self, count):
         self.wait_until(lambda: self.status()["outer_step"] >= count)
@@ -299,8 +299,8 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     (dataset,) = status["datasets"]
     assert dataset["epochs"][0]["done"] == 4800
     run.check_those_in_part(twice)
-    resumes = Path(run.plan["run_dir"], "replica_0", "resumes.jsonl").read_text().splitlines()
-    resumed = [json.loads(line)["outer_step"] for line in resumes]
+    resumes = events_of(Path(run.plan["run_dir"], "replica_0"), "resume")
+    resumed = [resume["outer_step"] for resume in resumes]
     expected = {
         f"the run continues from outer step {step}, not {last}"
         for step, last in zip(resumed, reported, strict=True)

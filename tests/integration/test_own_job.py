@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from own_job import OwnJob, blocks, page
+from run_events import result_of, syncs_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.together]
 
@@ -59,15 +60,11 @@ def job(tmp_path_factory):
 
 def test_both_groups_train_with_the_coordinators_settings_and_end_equal(job):
     folders = [job.folder / "runs" / "mine" / f"replica_{group}" for group in range(2)]
-    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    results = [result_of(folder) for folder in folders]
     assert results[0]["global_digest"] == results[1]["global_digest"]
     # sync_every, num_fragments: the script has given none.
     assert {result["inner_steps"] for result in results} == {300}
-    fragments = {
-        json.loads(line)["diloco/fragment"]
-        for line in (folders[0] / "metrics.jsonl").read_text().splitlines()
-    }
-    assert fragments == {0, 1}
+    assert {sync["diloco/fragment"] for sync in syncs_of(folders[0])} == {0, 1}
     assert "settings: sync_every=100, num_fragments=2" in job.said("coordinator")
 
 

@@ -4,7 +4,6 @@ Real: Chromium, axe-core, and in one test a launched run of two groups. The othe
 report of a run's folder. Without a browser they are skipped with the reason.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from forked_commands import ForkedCommand
 from integration.test_coordinator import CONFIG, TOKEN
 from launch import recorded_run
 from pace import paced
+from run_events import syncs_of
 
 from composer_replication.launch.page_record import write_page
 
@@ -152,8 +152,7 @@ def address_of(process):
 
 
 def metrics(run_dir, group):
-    text = (run_dir / f"replica_{group}" / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return syncs_of(run_dir / f"replica_{group}")
 
 
 def first_step_with(run_dir, group, outer_lr):

@@ -16,6 +16,7 @@ import pytest
 from forked import Script
 from forked_commands import ForkedCommand
 from integration.groups import leader_of
+from run_events import events_of, syncs_of
 
 import composer_replication
 from composer_replication.callback.checkpoint_files import LATEST, what_is_wrong
@@ -96,12 +97,11 @@ def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_p
     assert again["outer_steps"] == whole["outer_steps"]
     for i in range(2):
         folder = tmp_path / "killed" / f"replica_{i}"
-        resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
+        resumes = events_of(folder, "resume")
         assert [line["batch"] for line in resumes] == [67, 134]
         # Since the checkpoint at most what the kill was late by.
         assert all(0 <= line["batches_again"] < 67 for line in resumes)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        last_made = {line["diloco/outer_step"] for line in lines}
+        last_made = {sync["diloco/outer_step"] for sync in syncs_of(folder)}
         assert last_made == set(range(1, whole["outer_steps"] + 1))
     # The output names what was made again.
     assert "resumed" in (tmp_path / "killed.out").read_text()

@@ -7,7 +7,6 @@ which samples it has been trained on, see leased_group.py.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -22,8 +21,8 @@ import torch
 from forked import context
 from integration.leased_group import train, what_is_in
 from network_hosts import Hosts, why_not
+from run_events import syncs_of
 
-from composer_replication.callback.run_folder import METRICS
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -114,9 +113,7 @@ class Run:
             self._opened.callback(process.kill)
 
     def metrics(self, group: int) -> list[dict]:
-        path = self.folder / "run" / f"replica_{group}" / METRICS
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return syncs_of(self.folder / "run" / f"replica_{group}")
 
     def said(self, group: int) -> str:
         return (self.folder / "run" / f"group_{group}.txt").read_text()

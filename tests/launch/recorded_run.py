@@ -5,6 +5,8 @@ The numbers are those of a run of ``chaos``, rounded, and fewer of them.
 
 import json
 
+from run_events import write_events
+
 BEGAN = 1_795_443_800.0
 GROUPS = 3
 SYNCS = 40
@@ -24,7 +26,7 @@ def sync_time(step):
 
 
 def sync(group, step):
-    """A line of ``metrics.jsonl``."""
+    """A sync of ``events.jsonl``."""
     healed = group == 1 and step == BACK_AT
     own = {
         "outer_step": step,
@@ -78,17 +80,13 @@ def write_run(run_dir):
         status |= {"loss": 3.2, "trained_at": sync_time(SYNCS)}
         result = {"replica_id": str(group), "inner_steps": STEPS * SYNCS, "outer_steps": SYNCS}
         result |= {"global_digest": "ab" * 32, "final_loss": 3.2, "eval": {}}
-        write_lines(folder / "metrics.jsonl", [sync(group, step) for step in steps])
-        write_lines(folder / "starts.jsonl", starts)
+        write_events(folder, "start", *starts)
+        write_events(folder, "sync", *(sync(group, step) for step in steps))
+        write_events(folder, "end", result)
         (folder / "status.json").write_text(json.dumps(status))
-        (folder / "result.json").write_text(json.dumps(result))
     change = {"version": 2, "source": "tiny.yaml; outer_lr 0.7 -> 0.35", "outer_step": None}
     page = {"version": "0.1.0", "settings": {"outer_lr": 0.35}, "settings_version": 2}
     page |= {"settings_source": change["source"], "settings_changes": [change]}
     page |= {"events": [{"time": BEGAN, "text": "replica group 0 registered from here"}]}
     (run_dir / "page.json").write_text(json.dumps(page))
     return run_dir
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,8 +1,7 @@
 """``auto`` in the config of a run on this machine. Run: pytest tests/launch/test_auto_numbers.py"""
 
-import json
-
 import pytest
+from run_events import write_events
 
 from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.training.config import load_config, save_config
@@ -31,9 +30,7 @@ def numbers(config):
 
 
 def train_a_step(run_dir):
-    (run_dir / "replica_0").mkdir(parents=True)
-    line = json.dumps({"diloco/outer_step": 1})
-    (run_dir / "replica_0" / "metrics.jsonl").write_text(f"{line}\n")
+    write_events(run_dir / "replica_0", "sync", {"diloco/outer_step": 1})
 
 
 def test_the_saved_config_has_the_numbers_and_leaves_the_rest_as_it_was(load, tmp_path):

@@ -7,6 +7,7 @@ those of a run; no group has written them.
 import json
 
 import pytest
+from run_events import write_events
 
 from composer_replication.launch.goodput import describe_goodput, fault_windows
 from composer_replication.launch.run_record import describe, read_run, write_summary
@@ -32,13 +33,12 @@ def start(joined, started=0.0, trained_at=None, before=0):
 def write_group(run_dir, replica_id, starts, syncs, status=None, *, is_finished=True):
     folder = run_dir / f"replica_{replica_id}"
     folder.mkdir()
-    for name, lines in (("starts", starts), ("metrics", syncs)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
+    write_events(folder, "start", *starts)
+    write_events(folder, "sync", *syncs)
     (folder / "status.json").write_text(json.dumps(status or {}))
     if is_finished:
         result = {"inner_steps": 40, "outer_steps": 4, "global_digest": "ab" * 32}
-        (folder / "result.json").write_text(json.dumps(result | {"final_loss": 1.0}))
+        write_events(folder, "end", result | {"final_loss": 1.0})
 
 
 def one_of_two_is_killed(run_dir):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from recorded_groups import sync_line, view_of, write_group
+from run_events import write_events
 
 from composer_replication.launch.group_view import GroupView
 
@@ -88,6 +89,8 @@ def test_a_group_keeps_its_last_digests_only(tmp_path):
 
 
 def test_lines_that_are_no_syncs_are_passed_over(tmp_path):
-    view = GroupView(write_group(tmp_path, 0, syncs=[{}, sync_line(7), {"loss": 1.0}]))
+    folder = write_group(tmp_path, 0, syncs=[sync_line(7)])
+    write_events(folder, "evaluation", {"eval": {"loss": 1.0}})
+    view = GroupView(folder)
     view.update(None)
     assert view.outer_step == 7

@@ -26,22 +26,24 @@ run_dir = pathlib.Path(os.environ["COMPOSER_REPLICATION_RUN_DIR"])
 folder = run_dir / f"replica_{replica_id}"
 (folder / "environ.json").write_text(json.dumps(dict(os.environ)))
 (run_dir / f"{os.getpid()}.pid").touch()
+def record(event, fields):
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "event": event} | fields) + "\\n")
 """
 
 TRAINS = """
 digest = (sys.argv[1] if replica_id == "1" else "ab") * 32
 status = {"phase": "training", "batch": 20, "max_batches": 20, "inner_steps": 20, "outer_step": 2}
 (folder / "status.json").write_text(json.dumps(status | {"round": 2.0, "loss": 3.0}))
-with (folder / "metrics.jsonl").open("w") as file:
-    for step in (1, 2):
-        sync = {"outer_step": step, "fragment": 0, "num_participants": 2, "bytes_sent": 4000}
-        sync["bytes_float32"] = 4000
-        sync |= {"sync_seconds": 0.1, "compute_fraction": 0.9, "global_digest": digest}
-        line = {f"diloco/{key}": value for key, value in sync.items()}
-        file.write(json.dumps(line | {"inner_steps": 10 * step, "loss": 4.0 - step}) + "\\n")
+for step in (1, 2):
+    sync = {"outer_step": step, "fragment": 0, "num_participants": 2, "bytes_sent": 4000}
+    sync["bytes_float32"] = 4000
+    sync |= {"sync_seconds": 0.1, "compute_fraction": 0.9, "global_digest": digest}
+    line = {f"diloco/{key}": value for key, value in sync.items()}
+    record("sync", line | {"inner_steps": 10 * step, "loss": 4.0 - step})
 bits = {"bits_per_byte": 3.2, "unigram_bits_per_byte": 4.7, "uniform_bits_per_byte": 8.0}
 result = {"replica_id": replica_id, "inner_steps": 20, "outer_steps": 2, "final_loss": 2.0}
-(folder / "result.json").write_text(json.dumps(result | {"global_digest": digest, "eval": bits}))
+record("end", result | {"global_digest": digest, "eval": bits})
 """
 
 CRASHES = """
@@ -55,11 +57,12 @@ COMES_BACK = """
 with (folder / "lives").open("a") as file:
     file.write("x")
 if replica_id == "1" and (folder / "lives").read_text() == "x":
-    (folder / "metrics.jsonl").write_text("{}\\n")
+    record("sync", {"diloco/outer_step": 1})
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     os.kill(os.getpid(), signal.SIGKILL)
-(folder / "metrics.jsonl").unlink(missing_ok=True)
-while replica_id == "0" and not (run_dir / "replica_1" / "result.json").exists():
+(folder / "events.jsonl").unlink(missing_ok=True)
+other = run_dir / "replica_1" / "events.jsonl"
+while replica_id == "0" and not (other.exists() and '"end"' in other.read_text()):
     time.sleep(0.05)
 """
 
@@ -215,7 +218,7 @@ def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_pat
 def test_a_group_that_ends_without_a_result_is_a_failed_run(tmp_path, capsys):
     assert launch_script(tmp_path, "print('goodbye')") == 1
     said = capsys.readouterr().err
-    assert "replica_0/result.json is missing" in said and "goodbye" in said
+    assert "replica_0/events.jsonl has no end with a result" in said and "goodbye" in said
 
 
 @pytest.mark.integration

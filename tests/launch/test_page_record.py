@@ -8,6 +8,7 @@ import re
 import pytest
 from launch import recorded_run
 from launch.recorded_run import BACK_AT, BEGAN, JOINED_S, KILLED_AFTER, SYNCS, sync_time
+from run_events import events_of, write_events
 
 from composer_replication.coordinator.page import page_html, report_html
 from composer_replication.launch.page_record import RunRecord, read_record, write_page
@@ -53,22 +54,25 @@ def test_a_group_that_was_killed_has_two_lives(run_dir):
     assert (second["began"], second["joined"]) == (died + 1.0, sync_time(BACK_AT))
 
 
+def keep(folder, *kinds):
+    events = events_of(folder, *kinds)
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
 def test_a_group_without_a_result_may_be_alive(run_dir):
-    (run_dir / "replica_2" / "result.json").unlink()
+    keep(run_dir / "replica_2", "start", "sync")
     [life] = read_record(run_dir)["lives"]["2"]
     assert (life["ended"], life["end"]) == (None, None)
 
 
 def test_a_group_that_never_joined_has_no_life(run_dir):
-    (run_dir / "replica_0" / "starts.jsonl").unlink()
+    keep(run_dir / "replica_0", "sync", "end")
     assert read_record(run_dir)["lives"]["0"] == []
 
 
 def test_a_further_fit_of_a_process_is_the_same_life(run_dir):
-    path = run_dir / "replica_0" / "starts.jsonl"
-    [line] = path.read_text().splitlines()
-    later = json.loads(line) | {"joined": sync_time(5)}
-    path.write_text(f"{line}\n{json.dumps(later)}\n")
+    [start] = events_of(run_dir / "replica_0", "start")
+    write_events(run_dir / "replica_0", "start", start | {"joined": sync_time(5)})
     assert len(read_record(run_dir)["lives"]["0"]) == 1
 
 
@@ -91,7 +95,7 @@ def test_before_the_first_sync_there_is_no_record(tmp_path):
 def test_the_folder_is_not_read_at_every_question(run_dir):
     record = RunRecord(run_dir)
     first = record()
-    (run_dir / "replica_0" / "metrics.jsonl").unlink()
+    (run_dir / "replica_0" / "events.jsonl").unlink()
     assert record() is first
     assert RunRecord(run_dir)()["losses"]["0"] == []
 

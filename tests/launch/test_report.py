@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
+from run_events import write_events
 
 from composer_replication.callback.words import format_duration
 from composer_replication.launch.outer_readings import READINGS
@@ -41,10 +42,10 @@ def write_run(run_dir, syncs=None, evaluation=None, digests=("ab", "ab")):
     for replica_id, digest in enumerate(digests):
         folder = run_dir / f"replica_{replica_id}"
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in syncs))
+        write_events(folder, "sync", *syncs)
         result = {"replica_id": str(replica_id), "inner_steps": 40, "outer_steps": 8}
         result |= {"global_digest": digest * 32, "final_loss": 4.2, "eval": evaluation or {}}
-        (folder / "result.json").write_text(json.dumps(result))
+        write_events(folder, "end", result)
     return run_dir
 
 
@@ -153,6 +154,26 @@ def test_the_summary_has_every_group(tmp_path):
     assert summary["replicas"][1]["global_digest"] == "ab" * 32
 
 
+def test_an_end_of_before_is_not_that_of_a_run_that_is_continued(tmp_path):
+    write_run(tmp_path, evaluation=BITS)
+    write_events(tmp_path / "replica_0", "continued", {"time": 60.0})
+    write_events(tmp_path / "replica_1", "start", {"time": 70.0})
+    run = read_run(tmp_path)
+    assert run.results == {} and len(run.metrics["0"]) == 8
+    for steps, bits in ((9, {}), (9, {"bits_per_byte": 3.0})):  # evaluated after its end
+        end = {"outer_steps": steps, "global_digest": "ef" * 32, "eval": bits}
+        write_events(tmp_path / "replica_0", "end", end | {"time": 80.0})
+    assert read_run(tmp_path).results == {"0": end}
+
+
+def test_errors_and_rejections_are_told(tmp_path):
+    write_run(tmp_path)
+    write_events(tmp_path / "replica_0", "rejection", {"error": "sync_every=3"})
+    write_events(tmp_path / "replica_1", "error", {"error": "ValueError: no"})
+    texts = [text for name, text in describe(read_run(tmp_path)) if name == "error"]
+    assert texts == ["group 0: sync_every=3", "group 1: ValueError: no"]
+
+
 def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder: give the run folder"):
         read_run(tmp_path / "nowhere")
@@ -169,7 +190,7 @@ def test_a_run_without_a_sync_has_nothing_to_draw(tmp_path):
 
 
 def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "events.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
     reader = JsonLineReader(path)
     assert list(reader.read()) == [{"a": 1}, {"a": 2}]
@@ -181,12 +202,11 @@ def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
 
 def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
     write_run(tmp_path)
-    with (tmp_path / "replica_1" / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"diloco/outer' + b"\n" + bytes(64) + b"\n" + b"\n")
-    (tmp_path / "replica_1" / "result.json").write_bytes(b"")
+    with (tmp_path / "replica_1" / "events.jsonl").open("ab") as file:
+        file.write(b'{"diloco/outer' + b"\n" + bytes(64) + b"\n" + b"\n" + b'{"event": "sync", "ti')
     run = read_run(tmp_path)
-    assert list(run.results) == ["0"] and len(run.metrics["1"]) == 8
-    assert dict(describe(run))["damaged"] == "3 lines of replica_1/metrics.jsonl left out"
+    assert list(run.results) == ["0", "1"] and len(run.metrics["1"]) == 8
+    assert dict(describe(run))["damaged"] == "3 lines of replica_1/events.jsonl left out"
     assert write_report(tmp_path).exists()
 
 

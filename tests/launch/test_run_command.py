@@ -32,7 +32,7 @@ def place(monkeypatch, tmp_path):
 
 # Each life ends with the next status of the list.
 LIVES = """
-import json, os, pathlib, signal, sys
+import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["COMPOSER_REPLICATION_RUN_DIR"]) / "replica_site-a"
 lives = folder / "lives"
 lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
@@ -40,8 +40,8 @@ lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
 print("life", len(lives.read_text()), *sys.argv[2:], flush=True)
 status = json.loads(sys.argv[1])[len(lives.read_text()) - 1]
 if status == "syncs":
-    with (folder / "metrics.jsonl").open("a") as metrics:
-        metrics.write("{}\\n")
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"time": time.time(), "event": "sync"}) + "\\n")
     status = 1
 os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 """

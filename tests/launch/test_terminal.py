@@ -27,12 +27,13 @@ WIDTHS = (80, 160)
 GROUP = """
 import json, os, pathlib, signal, sys, time
 from recorded_groups import sync_line, write_group
+from run_events import write_events
 run_dir, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 folder = run_dir / f"replica_{name}"
 with (folder / "lives").open("a") as lives:
     lives.write("x")
 if name == "3" and (folder / "lives").read_text() == "x":
-    while not (run_dir / "replica_2" / "metrics.jsonl").exists():
+    while not (run_dir / "replica_2" / "events.jsonl").exists():
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 syncs = [sync_line(step, participants=4) for step in (1, 2)]
@@ -43,7 +44,7 @@ while not (run_dir / "go").exists():
     time.sleep(0.1)
 write_group(run_dir, name, batch=200, inner_steps=200, round=20.0, seconds_left=0.0)
 result = {"replica_id": name, "inner_steps": 200, "outer_steps": 2, "final_loss": 2.0}
-(folder / "result.json").write_text(json.dumps(result | {"global_digest": "ab" * 32}))
+write_events(folder, "end", result | {"global_digest": "ab" * 32})
 """
 
 

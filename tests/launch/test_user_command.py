@@ -117,5 +117,5 @@ def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, monke
     said = capsys.readouterr()
     assert "Replica group 0, 1 has not joined after 0 seconds" in said.out
     assert "callbacks=[DiLoCoCallback()]" in said.out
-    assert "replica_0/result.json is missing" in said.err and "epoch 1" in said.err
+    assert "replica_0/events.jsonl has no end with a result" in said.err and "epoch 1" in said.err
     assert "callbacks=[DiLoCoCallback()]" in said.err

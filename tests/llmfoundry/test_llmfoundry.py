@@ -4,7 +4,6 @@ Real: llm-foundry's own command in two processes on the CPU, MosaicML streaming,
 lighthouse, Gloo. The tokenizer and the text are made here, so that nothing is downloaded.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import torch
 import yaml
 from foundry_jobs import NUM_GROUPS, foundry_command, offline_environ, write_data
 from own_job import OwnJob
+from run_events import result_of, syncs_of
 
 pytestmark = [
     pytest.mark.llmfoundry,
@@ -161,8 +161,8 @@ def read_group(run_dir, group):
         run_dir / "checkpoints" / f"group_{group}" / "latest-rank0.pt", weights_only=False
     )
     return GroupTrace(
-        syncs=[json.loads(line) for line in (replica / "metrics.jsonl").read_text().splitlines()],
-        result=json.loads((replica / "result.json").read_text()),
+        syncs=syncs_of(replica),
+        result=result_of(replica),
         saved_callbacks=checkpoint["state"]["callbacks"],
     )
 

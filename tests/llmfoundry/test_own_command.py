@@ -14,6 +14,7 @@ import foundry_jobs
 import pytest
 from foundry_jobs import foundry_command, offline_environ, write_data
 from page_blocks import block
+from run_events import syncs_of
 
 pytestmark = [
     pytest.mark.llmfoundry,
@@ -55,10 +56,10 @@ def test_lora_trains_and_sends_the_adapters_alone(tmp_path):
     pytest.importorskip("peft")
     script = [sys.executable, EXAMPLES / "train_lora.py", "20ba"]
     assert launch(tmp_path, "--set", "sync_every=10", "--", *script)["outer_steps"] == 2
-    metrics = (tmp_path / "run" / "replica_0" / "metrics.jsonl").read_text().splitlines()
+    syncs = syncs_of(tmp_path / "run" / "replica_0")
     # Two layers, each with A of 8 x 64 and B of 192 x 8, and the group's weight in the mean.
     numbers = 2 * 8 * (64 + 192) + 1
-    assert {json.loads(line)["diloco/bytes_sent"] for line in metrics} == {4 * numbers}
+    assert {sync["diloco/bytes_sent"] for sync in syncs} == {4 * numbers}
 
 
 def test_llmfoundrys_own_command_with_its_own_yaml(tmp_path):

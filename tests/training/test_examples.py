@@ -4,7 +4,6 @@ Each is launched once and simulated once, small.
 """
 
 import importlib.util
-import json
 import math
 import sqlite3
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import torch
 from forked_commands import ForkedCommand
 from page_blocks import block
+from run_events import result_of
 
 from composer_replication.launch.job import config_job
 from composer_replication.launch.launcher import launch_groups
@@ -46,8 +46,7 @@ def train(request, tmp_path, monkeypatch):
         )
         if request.param == "launch":
             assert launch_groups(config_job(config, name), replicas=GROUPS) == 0
-            files = [folder / f"replica_{i}" / "result.json" for i in range(GROUPS)]
-            results = [json.loads(file.read_text()) for file in files]
+            results = [result_of(folder / f"replica_{i}") for i in range(GROUPS)]
         else:
             results = simulate_replicas(config, GROUPS)
         assert len({result["global_digest"] for result in results}) == 1
