@@ -4,7 +4,6 @@ Real: everything. The commands are the page's, in a shell; the job is a plain Co
 configures no logging.
 """
 
-import json
 import os
 import re
 import sys
