@@ -25,9 +25,8 @@ class Streams:
     A dead group's stream is closed once a sync has committed without the group. Closing it earlier
     would lease samples to others that the group's last sync may still put into the model.
 
-    A silent group may only have been stopped. When it comes back, its next sync sends what it has
-    trained, if its stream is open (docs/adrs/ADR-044). So it is closed when an epoch has no samples
-    left but leased ones. A group that is not silent knows that its stream is open.
+    A silent group may only have been stopped, and gives its stream back itself when it has taken
+    over the others' state. So it is closed when an epoch has no samples left but leased ones.
 
     Args:
         database: Holds all of this.
