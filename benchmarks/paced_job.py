@@ -16,7 +16,7 @@ from composer import Callback, Trainer
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
 from composer_replication.training.byte_gpt import ByteGPT
-from composer_replication.training.text_data import TextBytes
+from composer_replication.training.loaders import TextBytes
 
 PAUSE_S = 0.1
 

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from composer_replication.training.text_data import TextBytes
+from composer_replication.training.loaders import TextBytes
 
 
 class Tokens(Dataset[dict[str, Tensor]]):

@@ -7,8 +7,7 @@ from torch import nn
 
 from composer_replication import DiLoCo
 from composer_replication.simulation.simulation import SimulatedReplica
-from composer_replication.training.muon import Muon
-from composer_replication.training.muon_groups import is_matrix
+from composer_replication.training.muon import Muon, is_matrix
 
 
 class Constant(nn.Module):

@@ -1,29 +1,25 @@
-"""Calls what a config names, with the config's arguments and the objects that YAML cannot hold."""
+"""Builds what a config names by hydra's ``instantiate``, with objects that YAML cannot hold."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import logging
+import os
+import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from composer import Algorithm, Callback, ComposerModel
 from composer.loggers import LoggerDestination
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from torch.optim import Optimizer
 
-from composer_replication.training.components import (
-    TARGET,
-    Component,
-    component_of,
-    components_of,
-    nested_in,
-)
-from composer_replication.training.import_paths import import_target
-from composer_replication.training.key_checks import ConfigError
-
-log = logging.getLogger(__name__)
+from composer_replication.training.components import ConfigError, check_keys, components_of
 
 MAKES: dict[str, tuple[type, str]] = {
     "model": (ComposerModel, "wrap it, as composer.models.HuggingFaceModel does"),
@@ -34,20 +30,75 @@ MAKES: dict[str, tuple[type, str]] = {
 }
 """What a section's callables have to make, and what to do if they make something else."""
 
+OF_THE_CONFIG = (TypeError, ValueError, LookupError, AttributeError, ImportError)
+"""What a callable raises for a bad argument, and would raise again. A network's faults may pass."""
 
-def build_all(section: str, contents: Mapping[str, Any] | None, **offered: Any) -> list[Any]:
-    """Build all components of a section.
+
+@dataclass(frozen=True)
+class Found:
+    """A callable that a config names, with the arguments that the config has for it.
+
+    Attributes:
+        section: The section that names it, a key of ``SHORT_NAMES``.
+        where: Its place in the config, for messages.
+        partial: The callable with its arguments, whose own ``_target_`` have been called.
+    """
+
+    section: str
+    where: str
+    partial: functools.partial[Any]
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """What the callable takes, by name."""
+        try:
+            return inspect.signature(self.partial.func).parameters
+        except ValueError:  # some of C's tell nothing
+            return {}
+
+    def build(self, **offered: Any) -> Any:
+        """Call it.
+
+        Args:
+            **offered: Objects that it gets if it names them as arguments.
+
+        Raises:
+            ConfigError: It rejects a value, or makes something of another kind.
+        """
+        parameters, given = self.parameters, self.partial.keywords
+        for key in given:
+            if key in offered:
+                raise ConfigError(f"{self.where}.{key}: leave it out, it follows from the rest")
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            check_keys(given, parameters.keys() - offered.keys(), self.where)
+        try:
+            built = self.partial(**{key: offered[key] for key in parameters if key in offered})
+        except OF_THE_CONFIG as error:
+            raise ConfigError(" ".join(f"{self.where}: {error}".split())) from error
+        kind, fix = MAKES.get(self.section, (object, ""))
+        if not isinstance(built, kind):
+            made = type(built).__name__
+            raise ConfigError(f"{self.where} makes a {made} and no {kind.__name__}: {fix}")
+        return built
+
+
+def find_all(section: str, contents: Mapping[str, Any] | None) -> list[Found]:
+    """Import the callables that a section names.
 
     Args:
         section: The section, a key of ``SHORT_NAMES``.
         contents: The section's values.
-        **offered: Objects that each callable gets if it names them as arguments.
 
     Raises:
-        ConfigError: A callable rejects a value, or makes something of another kind.
+        ConfigError: There is no such callable, or one in its arguments rejects a value.
     """
     components = components_of(section, contents or {})
-    return [_build(section, component, offered) for component in components]
+    return [Found(section, where, _partial(where, each)) for where, each in components.items()]
+
+
+def build_all(section: str, contents: Mapping[str, Any] | None, **offered: Any) -> list[Any]:
+    """Build all components of a section. See ``find_all`` and ``Found.build``."""
+    return [found.build(**offered) for found in find_all(section, contents)]
 
 
 def build_one(section: str, contents: Mapping[str, Any] | None, **offered: Any) -> Any:
@@ -55,60 +106,25 @@ def build_one(section: str, contents: Mapping[str, Any] | None, **offered: Any) 
     return next(iter(build_all(section, contents, **offered)), None)
 
 
-def build(section: str, name: str, contents: Mapping[str, Any] | None, **offered: Any) -> Any:
-    """Build one component by its name. See ``build_all``."""
-    return _build(section, component_of(section, name, contents or {}), offered)
-
-
-def takes(component: Component) -> frozenset[str]:
-    """The names of the arguments that a component's callable has."""
-    try:
-        return frozenset(inspect.signature(import_target(component.path)).parameters)
-    except ValueError:  # some of C's tell nothing
-        return frozenset()
-
-
-def _build(section: str, component: Component, offered: Mapping[str, Any]) -> Any:
-    try:
-        names = takes(component)
-        objects = {name: each for name, each in offered.items() if name in names}
-        if component.has_targets:
-            built = _instantiate(component, objects)
-        else:
-            built = import_target(component.path)(**component.arguments, **objects)
-    except (TypeError, ValueError) as error:
-        if component.has_targets:
-            raised = error.__cause__ or error
-            log.error("%s: %s raised this", component.where, component.path, exc_info=raised)
-        where = f"{section}: {component.name}" if component.is_short else component.where
-        raise ConfigError(f"{where}: {error}") from error
-    kind, fix = MAKES.get(section, (object, ""))
-    if not isinstance(built, kind):
-        raise ConfigError(
-            f"{component.where}: {component.path} makes a {type(built).__name__} and no "
-            f"{kind.__name__}: {fix}"
-        )
-    return built
-
-
-def _instantiate(component: Component, objects: Mapping[str, Any]) -> Any:
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
-    for nested in nested_in(component.arguments, component.where):
-        import_target(nested.path)  # hydra's own error would not say why it fails
-    contents = {"_convert_": "all", TARGET: component.path, **component.arguments}
+def _partial(where: str, component: Mapping[str, Any]) -> functools.partial[Any]:
+    # As for `python -m`: the command's own folder would be that of the script composer-replication.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         # Hydra would copy objects, and make containers of its own of lists: it gets none.
-        return instantiate(contents, _partial_=True)(**objects)
+        return instantiate({"_convert_": "all", **component}, _partial_=True)
     except InstantiationException as error:
-        inner, cause = error, error.__cause__
-        while isinstance(cause, InstantiationException):
-            inner, cause = cause, cause.__cause__
-        if cause is None or isinstance(cause, TypeError | ValueError):
-            # In hydra's words, which have the name and the place of what is wrong.
-            raise ConfigError(" ".join(str(inner).split())) from cause
-        raise cause from None
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        if not isinstance(root, (*OF_THE_CONFIG, InstantiationException)):
+            raise root from None
+        # Hydra's text has several lines: what, "full_key: ..." and advice of its own.
+        what = re.split(r", set env var|:\n|\n", str(error))[0]
+        key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
+        place = f"{where}.{key[1]}" if key else where
+        said = f"{place}: {what}" if root is error else f"{place}: {what}: {root}"
+        raise ConfigError(" ".join(said.split())) from error
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
-from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.arguments import REMOVED, pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.json_files import naming
 from composer_replication.replica.options import ReplicaOptions
-from composer_replication.training.components import SHORT_NAMES, TARGET
-from composer_replication.training.key_checks import ConfigError as ConfigError
-from composer_replication.training.key_checks import check_keys
-from composer_replication.training.target_checks import check_section
+from composer_replication.training.components import SHORT_NAMES, TARGET, check_keys, components_of
+from composer_replication.training.components import ConfigError as ConfigError
 from composer_replication.training.text_files import check_text_folder
 
 REQUIRED = ("model", "train_loader", "optimizer", "max_duration", "global_train_batch_size")
@@ -222,7 +221,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
             "the run's folder), and how often to save with save_interval=..."
         )
     for section in SHORT_NAMES:
-        check_section(section, config.get(section) or {})
+        components_of(section, config.get(section) or {})
     if "diloco" not in (config.get("callbacks") or {}):
         raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
     check_diloco(diloco_section(config))
@@ -241,8 +240,10 @@ def check_diloco(section: Mapping[str, Any]) -> None:
     """Check the ``callbacks.diloco`` section without building the callback.
 
     Raises:
-        ConfigError: A setting or an option has an impossible value.
+        ConfigError: A key is unknown or has been removed, or a value is impossible.
     """
+    known = [field.name for kind in (DiLoCoSettings, ReplicaOptions) for field in fields(kind)]
+    check_keys(section, known, "callbacks.diloco", REMOVED)
     try:
         pick(DiLoCoSettings, section)
         pick(ReplicaOptions, section)

@@ -1,4 +1,4 @@
-"""Loads a dataset for one rank of a replica group, from that group's shard of it.
+"""Loads text, or any dataset, for one rank of a replica group, from that group's shard of it.
 
 Composer's own sampler gives every replica group the same samples, since each group is a job of its
 own. The sampler here knows the group as well as the rank inside it.
@@ -6,6 +6,10 @@ own. The sampler here knows the group as well as the rank inside it.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +19,104 @@ from torchft.data import DistributedSampler
 
 from composer_replication.data.loader import MapStyle, ReplicaDataLoader
 from composer_replication.diloco.arguments import takes
-from composer_replication.training.loader_arguments import DatasetArguments, ShardArguments
+from composer_replication.training.text_files import Split, check_text_folder
+
+SHARDS = ("fixed", "leased")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardArguments:
+    """What the loaders have in common.
+
+    Args:
+        batch_size: Samples per batch and device.
+        split: "train" or "eval".
+        shuffle: Whether the order changes every epoch. None: for "train" only.
+        seed: Seed of the order. It has to be equal in all groups, else their shards overlap.
+        drop_last: Whether to leave out what does not fill a batch on every rank, so that no sample
+            comes twice. None: for "train" only, since Composer removes doubled samples from
+            metrics.
+        num_workers: Processes that read ahead. A dataset in memory is fast with 0.
+        shards: "fixed" or "leased". Unused by "eval".
+        unit_size: Samples that are leased together.
+        replica_rank: The group's number, from 0. Unused by "eval".
+        num_replica_groups: The largest number of groups there will be. Unused by "eval".
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    batch_size: int
+    split: Split = "train"
+    shuffle: bool | None = None
+    seed: int = 0
+    drop_last: bool | None = None
+    num_workers: int = 0
+    shards: str = "fixed"
+    unit_size: int = 512
+    replica_rank: int = 0
+    num_replica_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1.")
+        if not 0 <= self.replica_rank < self.num_replica_groups:
+            raise ValueError(
+                f"replica_rank={self.replica_rank} is not one of num_replica_groups="
+                f"{self.num_replica_groups}. Number the groups from 0 to "
+                f"{self.num_replica_groups - 1}."
+            )
+        if self.shards not in SHARDS:
+            raise ValueError(f"shards={self.shards!r}: use {' or '.join(SHARDS)}")
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the samples are leased from the coordinator."""
+        return self.split == "train" and self.shards == "leased"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArguments(ShardArguments):
+    """All arguments of ``build_text_loader``.
+
+    Args:
+        path: The folder. None: the running Python's standard library.
+        max_seq_len: Bytes in one sample.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    path: str | None = None
+    max_seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetArguments(ShardArguments):
+    """All arguments of ``build_dataset_loader``.
+
+    Args:
+        dataset: Map-style, or a ``StreamingDataset``.
+        dataset_id: Its name with ``shards: leased``, the same in all groups.
+        collate_fn: See ``torch.utils.data.DataLoader``, as for the next.
+        pin_memory: Whether batches are put into pinned memory.
+
+    Raises:
+        ValueError: A value is out of range, or samples are leased and ``dataset_id`` is missing.
+    """
+
+    dataset: Any
+    dataset_id: str | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_leased and not self.dataset_id:
+            raise ValueError(
+                "shards: leased needs a dataset_id: a name of the dataset, the same in all groups, "
+                "and another one if the data change"
+            )
 
 
 @takes(DatasetArguments)
@@ -113,3 +214,63 @@ def shard(
 def _in_random_order(dataset: Any, seed: int) -> Subset:
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     return Subset(dataset, order.tolist())
+
+
+class TextBytes(Dataset[dict[str, torch.Tensor]]):
+    """The bytes of a folder's text files, cut into windows that do not overlap.
+
+    A sample is ``{"input_ids", "labels"}``, both int64 of shape (max_seq_len,). A label is the byte
+    that follows its input, so it is already shifted. Neighbouring windows therefore share one byte:
+    the last label of the first is the first input of the second. Bytes after the last full window
+    are unused.
+
+    Args:
+        path: The folder. None: the running Python's standard library.
+            :func:`~composer_replication.training.text_files.check_text_folder` says which files
+            count as text.
+        max_seq_len: Bytes in one sample.
+        split: "train", or "eval" for the held-out files.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: The folder holds no text, too little, or too much.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, max_seq_len: int, split: Split = "train"
+    ) -> None:
+        folder = check_text_folder(path, max_seq_len=max_seq_len)
+        # bytearray: torch warns about a read-only buffer.
+        self._bytes = torch.frombuffer(bytearray(folder.read_bytes(split)), dtype=torch.uint8)
+        self.max_seq_len = max_seq_len
+
+    @property
+    def name(self) -> str:
+        """A name that is equal wherever the samples are equal, on any machine and in any folder."""
+        digest = hashlib.sha256(self._bytes.numpy().data).hexdigest()[:16]
+        return f"text {digest} by {self.max_seq_len}"
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // self.max_seq_len
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.max_seq_len
+        window = self._bytes[start : start + self.max_seq_len + 1].long()
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+@takes(TextArguments)
+def build_text_loader(**arguments: Any) -> DataLoader:
+    """Build a loader over :class:`TextBytes` for this rank of this replica group.
+
+    :func:`shard` says how groups share the windows.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: An argument is impossible, or the text does not fill one batch.
+    """
+    options = TextArguments(**arguments)
+    text = TextBytes(options.path, max_seq_len=options.max_seq_len, split=options.split)
+    return shard(text, options, dataset_id=text.name if options.is_leased else "")

@@ -11,10 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from composer_replication.diloco.arguments import REMOVED
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
+from composer_replication.training.components import check_keys
 from composer_replication.training.config import REQUIRED, ConfigError, check_diloco
-from composer_replication.training.key_checks import check_keys
 
 SECTION = "callbacks.diloco"
 EXAMPLE = "callbacks: {diloco: {sync_every: 100}}"
@@ -129,7 +130,7 @@ def _values(section: DictConfig, where: str, left_out: Iterable[str] = ()) -> di
     """The values that a coordinator reads in a section, but for those left out."""
     written = OmegaConf.to_container(section, resolve=False)
     assert isinstance(written, dict), "the section is no list"
-    check_keys(map(str, written), {*OF_THE_RUN, *_OF_A_GROUP}, where)
+    check_keys(map(str, written), {*OF_THE_RUN, *_OF_A_GROUP}, where, REMOVED)
     values = {}
     for name in [name for name in OF_THE_RUN if name in written.keys() - {*left_out}]:
         try:

@@ -17,6 +17,7 @@ from composer_replication.callback import DiLoCoCallback
 from composer_replication.callback.checkpoint_files import usable_checkpoint
 from composer_replication.callback.run_folder import STATUS, ReplicaFolder
 from composer_replication.coordinator.membership import ask_for_run
+from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.replica.json_files import read_json
 from composer_replication.replica.options import ReplicaOptions
 from composer_replication.simulation.simulation import (
@@ -25,17 +26,15 @@ from composer_replication.simulation.simulation import (
     simulate,
 )
 from composer_replication.training.building import (
-    build,
     build_all,
     build_one,
     composers_errors_in_the_config,
-    takes,
+    find_all,
 )
-from composer_replication.training.components import components_of
-from composer_replication.training.config import ConfigError, diloco_section
-from composer_replication.training.evaluation import evaluation_of
-from composer_replication.training.import_paths import import_target
-from composer_replication.training.saving import run_dir_of, save_folder_of
+from composer_replication.training.components import TARGET
+from composer_replication.training.config import ConfigError, diloco_section, is_text
+from composer_replication.training.preflight import run_dir_of, save_folder_of
+from composer_replication.training.text_files import check_text_folder, unigram_bits_per_byte
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     """
     run_dir = run_dir_of(config)
     section = {"run_dir": run_dir} | diloco_section(config)
-    callback = build("callbacks", "diloco", section)
+    callback = build_one("callbacks", {"diloco": section})
     replica_id = callback.options.replica_id
     folder = save_folder_of(config, run_dir, replica_id or 0)
     config = usable_checkpoint(config, folder, callback.options.on_bad_state)
@@ -121,7 +120,7 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
         own = {"run_dir": run_dir, "replica_id": sim.replica_id, "num_replicas": sim.num_replicas}
         section = diloco_section(config) | own
         with building:
-            callback = build("callbacks", "diloco", section, manager=sim.manager)
+            callback = build_one("callbacks", {"diloco": section}, manager=sim.manager)
             trainer = build_trainer(
                 config,
                 callback,
@@ -188,34 +187,38 @@ def build_trainer(
 
 
 def _build_optimizer(section: Mapping[str, Any], model: ComposerModel) -> Optimizer:
+    (found,) = find_all("optimizer", section)
     # Not the names for all: torch would save them in every checkpoint.
-    (component,) = components_of("optimizer", section)
-    needs_names = getattr(import_target(component.path), "needs_names", False)
+    needs_names = getattr(found.partial.func, "needs_names", False)
     params = model.named_parameters() if needs_names else model.parameters()
-    named = model.named_parameters()
-    return build_one("optimizer", section, params=params, named_parameters=named, model=model)
+    return found.build(params=params, named_parameters=model.named_parameters(), model=model)
 
 
 def _build_loader(
     config: Mapping[str, Any], section: str, replica_id: str | int, num_replicas: int
 ) -> Any:
-    key = "device_eval_batch_size" if section == "eval_loader" else "global_train_batch_size"
-    batch_size = config.get(key) or config["global_train_batch_size"]
-    if key == "global_train_batch_size":
+    contents, is_train = config[section], section == "train_loader"
+    batch_size = None if is_train else config.get("device_eval_batch_size")
+    if not batch_size:
+        batch_size = config["global_train_batch_size"]
         if batch_size % dist.get_world_size():
             raise ConfigError(
                 f"global_train_batch_size={batch_size} (of one replica group) is not divisible by "
                 f"its {dist.get_world_size()} ranks: use a multiple of {dist.get_world_size()}"
             )
         batch_size //= dist.get_world_size()
-    (component,) = components_of(section, config[section])
-    is_train = section == "train_loader"
-    is_leased = component.is_short and config[section].get("shards") == "leased"
-    is_sharded = is_train and not is_leased and "replica_rank" in takes(component)
-    split = {} if "split" in config[section] else {"split": "train" if is_train else "eval"}
-    return build_one(
-        section,
-        config[section],
+    (found,) = find_all(section, contents)
+    knows_group = found.parameters.keys() >= {"replica_rank", "num_replica_groups"}
+    if is_train and not knows_group and found.partial.func is not ReplicaDataLoader:
+        raise ConfigError(
+            "train_loader would give every group the same samples, since it does not take "
+            "replica_rank and num_replica_groups. Let our loader divide the dataset (name: "
+            f"dataset, dataset: {{{TARGET}: ...}}), or name a function that takes them"
+        )
+    is_leased = TARGET not in contents and contents.get("shards") == "leased"
+    is_sharded = is_train and knows_group and not is_leased
+    split = {} if "split" in contents else {"split": "train" if is_train else "eval"}
+    return found.build(
         batch_size=batch_size,
         replica_rank=replica_rank(replica_id, num_replicas) if is_sharded else 0,
         num_replica_groups=num_replicas if is_sharded else 1,
@@ -248,7 +251,7 @@ def _fit(
     try:
         with composers_errors_in_the_config(lambda: trainer.state.timestamp.batch == began_at):
             trainer.fit()
-        evaluation = evaluation_of(callback.result["eval"], trainer, config, num_replicas)
+        evaluation = _evaluation(callback.result["eval"], trainer, config, num_replicas)
         result = callback.result | {"eval": evaluation}
     finally:
         trainer.close()
@@ -257,6 +260,32 @@ def _fit(
         folder.write_end(result)
         folder.write_status("finished", **_last_status(run_dir, callback.result["replica_id"]))
     return result
+
+
+def _evaluation(
+    metrics: Mapping[str, float], trainer: Trainer, config: Mapping[str, Any], num_replicas: int
+) -> dict[str, float]:
+    """What a group's result says about its last evaluation.
+
+    For a model of bytes on our text: its bits per byte, and beside them those of a model that knows
+    byte frequencies alone, of one that knows nothing, and of data parallel, if ``reference`` has it
+    for this text and for as many tokens as here.
+    """
+    if "BitsPerByte" not in metrics or not is_text(config["train_loader"]):
+        return dict(metrics)
+    reference, key = config.get("reference") or {}, "data_parallel_bits_per_byte"
+    text = getattr(getattr(trainer.state.train_dataloader, "dataset", None), "name", None)
+    here = {"text": text, "tokens": trainer.state.timestamp.token.value * num_replicas}
+    different = [f"{name} {here[name]}" for name in here if reference.get(name) != here[name]]
+    if different and key in reference:
+        log.info("No data parallel result is shown: none is known for %s", " and ".join(different))
+    folder = check_text_folder(config["train_loader"].get("path"))
+    return {
+        "bits_per_byte": metrics["BitsPerByte"],
+        **({key: float(reference[key])} if key in reference and not different else {}),
+        "unigram_bits_per_byte": unigram_bits_per_byte(folder),
+        "uniform_bits_per_byte": 8.0,
+    }
 
 
 def _last_status(run_dir: str | None, replica_id: str) -> dict[str, Any]:

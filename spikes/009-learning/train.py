@@ -22,7 +22,7 @@ from composer_replication.diloco.inner_optimizer import load_state, save_state
 from composer_replication.simulation import Fault
 from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
-from composer_replication.training.text_data import TextBytes
+from composer_replication.training.loaders import TextBytes
 
 MODEL = {"d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
 WARMUP = 50

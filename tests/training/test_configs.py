@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from composer_replication import DiLoCoCallback, simulate
+from composer_replication.training.building import build_one
 from composer_replication.training.config import load_config
-from composer_replication.training.trainer import build, build_trainer
+from composer_replication.training.trainer import build_trainer
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 SMALL = [
@@ -29,7 +30,7 @@ def test_a_config_builds_its_trainer_and_splits_its_model(path):
 
     def replica(sim):
         section = config["callbacks"]["diloco"] | {"replica_id": 0, "run_dir": None}
-        callback = build("callbacks", "diloco", section, manager=sim.manager)
+        callback = build_one("callbacks", {"diloco": section}, manager=sim.manager)
         assert isinstance(callback, DiLoCoCallback)
         trainer = build_trainer(config, callback, replica_id=0, num_replicas=2, run_dir=None)
         trainer.fit(duration="1ba")

@@ -477,7 +477,7 @@ def test_a_config_hands_over_the_names_and_an_error_names_the_section(config):
     assert len(names) == 4 and all(name.startswith("blocks.") for name in names)
     assert "param_names" not in optimizer.param_groups[0]
     assert [*optimizer.param_groups[0]["betas"]] == [0.8, 0.9]
-    with pytest.raises(ConfigError, match=r"optimizer: muon: momentum=2 is out of range"):
+    with pytest.raises(ConfigError, match=r"optimizer: momentum=2 is out of range"):
         build("optimizer.momentum=2")
     with pytest.raises(ConfigError, match="optimizer has no 'ns_steps'"):
         build("optimizer.ns_steps=3")

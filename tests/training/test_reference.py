@@ -6,7 +6,7 @@ Real: simulated groups on a small text, with Composer.
 import pytest
 
 from composer_replication.training.config import ConfigError, load_config
-from composer_replication.training.text_data import TextBytes
+from composer_replication.training.loaders import TextBytes
 from composer_replication.training.trainer import simulate_replicas
 
 CONFIG = """

@@ -11,8 +11,7 @@ from text_config import write_config
 
 from composer_replication.training.building import composers_errors_in_the_config
 from composer_replication.training.config import ConfigError, load_config
-from composer_replication.training.preflight import check_group
-from composer_replication.training.saving import run_dir_of, save_folder_of
+from composer_replication.training.preflight import check_group, run_dir_of, save_folder_of
 from composer_replication.training.trainer import train
 
 CONFIG = """

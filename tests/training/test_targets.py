@@ -10,7 +10,7 @@ from own_parts import Model, seen
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.training.building import build_one
 from composer_replication.training.config import ConfigError, load_config, save_config
-from composer_replication.training.trainer import simulate_replicas
+from composer_replication.training.trainer import build_trainer, simulate_replicas
 
 OWN = {
     "max_duration": "4ba",
@@ -126,87 +126,101 @@ def test_leases_are_of_a_dataset_with_a_name(loaded):
     loader = build_one("train_loader", config["train_loader"], batch_size=4)
     assert isinstance(loader, ReplicaDataLoader)
     assert (loader.spec.dataset_id, loader.spec.length, loader.spec.unit_size) == ("mine", 40, 4)
-    with pytest.raises(
-        ConfigError, match="train_loader: dataset: shards: leased needs a dataset_id"
-    ):
+    with pytest.raises(ConfigError, match="train_loader: shards: leased needs a dataset_id"):
         build_one("train_loader", loaded(train_loader=section)["train_loader"], batch_size=4)
+
+
+def built(config):
+    """Build what a group builds of a config."""
+    callback = build_one("callbacks", {"diloco": config["callbacks"]["diloco"]})
+    build_trainer(config, callback, replica_id=0, num_replicas=2, run_dir=None).close()
 
 
 def test_our_leasing_loader_can_be_named_by_its_path(loaded):
     section = {"_target_": "composer_replication.ReplicaDataLoader", "dataset": DATASET}
-    loaded(train_loader=section | {"dataset_id": "mine"})
-    with pytest.raises(ConfigError, match="train_loader lacks dataset_id"):
-        loaded(train_loader=section)
+    built(loaded(train_loader=section | {"dataset_id": "mine"}))
+    with pytest.raises(ConfigError, match="train_loader: .*missing.*'dataset_id'"):
+        built(loaded(train_loader=section))
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("model._target_=own_parts.Modle", "model: own_parts has no 'Modle': did you mean own_parts.M"),
-    ("model.mlp._target_=own_prts.mlp", "model.mlp: there is no module 'own_prts'"),
-    ("model.mlp.widht=3", "model.mlp has no 'widht': did you mean 'width'?"),
     ("model._target_=Model", "model._target_='Model': write package.module.callable"),
     ("model._target_=null", "model._target_=None: write package.module.callable"),
-    ("optimizer._target_=torch.optim.Adam_W", "did you mean torch.optim.AdamW?"),
-    ("optimizer.learning_rate=3", "optimizer has no 'learning_rate'"),
-    ("optimizer.params=3", "optimizer.params: leave it out, it is of the model"),
-    ("scheduler.gama=3", "scheduler has no 'gama': did you mean 'gamma'?"),
-    ("train_loader.batch_size=3", "train_loader.batch_size: leave it out, it follows from global_"),
-    ("train_loader.replica_rank=3", "train_loader.replica_rank: leave it out"),
-    ("callbacks.mine.evry=3", "callbacks.mine has no 'evry': did you mean 'every'?"),
-    ("callbacks.other=null", "callbacks has no 'other': use one of diloco"),
-    ("callbacks.mine=3", "callbacks.mine=3: write key: value pairs"),
+    ("callbacks.other=null", "callbacks has no 'other': use one of diloco, lr_monitor"),
+    ("callbacks.mine=3", "callbacks.mine=3 is not a section: write key: value pairs"),
     ("callbacks.diloco._target_=own_parts.Counts", "callbacks.diloco has no '_target_'"),
-    ("algorithms.clip._target_=composer.algorithms.EMMA", "did you mean composer.algorithms.EMA?"),
 ])  # fmt: skip
-def test_a_mistake_is_named_with_its_fix(loaded, override, message):
+def test_a_mistake_in_a_name_is_named_before_anything_is_built(loaded, override, message):
     with pytest.raises(ConfigError) as caught:
         loaded(override)
     assert message in str(caught.value)
 
 
+CALL = "Error in call to target"
+LOCATE = "Error locating target"
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("model._target_=own_parts.Modle", f"model: {LOCATE} 'own_parts.Modle': No module named"),
+    ("model.mlp._target_=own_prts.mlp", f"model.mlp: {LOCATE} 'own_prts.mlp': No module named"),
+    ("model.mlp.widht=3", f"model.mlp: {CALL} 'own_parts.mlp': mlp() got an unexpected keyword"),
+    ("model.mlp._target_=own_parts.fails", "unexpected keyword argument 'width'"),
+    ("optimizer.learning_rate=3", "optimizer has no 'learning_rate': use one of amsgrad"),
+    ("optimizer.params=3", "optimizer.params: leave it out, it follows from the rest"),
+    ("scheduler.gama=3", "scheduler has no 'gama': did you mean 'gamma'?"),
+    ("train_loader.batch_size=3", "train_loader.batch_size: leave it out, it follows from the"),
+    ("train_loader.replica_rank=3", "train_loader.replica_rank: leave it out"),
+    ("callbacks.mine.evry=3", "callbacks.mine has no 'evry': did you mean 'every'?"),
+    ("callbacks.lr_monitor.every=3", "callbacks.lr_monitor has no 'every': leave it out"),
+    ("algorithms.clip._target_=composer.algorithms.EMMA", f"algorithms.clip: {LOCATE} 'composer"),
+])  # fmt: skip
+def test_a_mistake_is_one_line_with_the_section_and_the_key(loaded, override, message):
+    with pytest.raises(ConfigError) as caught:
+        built(loaded(override))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 WITHOUT_WIDTH = {"_target_": "own_parts.Model", "mlp": {"_target_": "own_parts.mlp"}}
+BROKEN = {"_target_": "own_parts.Model", "mlp": {"_target_": "own_parts.fails"}}
 NO_OPTIMIZER = {"_target_": "own_parts.of_nothing", "lr": 1}
 OF_TORCH = {"_target_": "torch.utils.data.DataLoader", "dataset": DATASET}
+MLP = {"_target_": "own_parts.mlp", "width": 4}
 
 
 @pytest.mark.parametrize(("section", "contents", "message"), [
-    ("model", {"d_model": 3}, "model lacks name: use one of byte_gpt; or write _target_"),
-    ("model", {"_target_": "own_parts.Model"}, "model lacks mlp: own_parts.Model needs it"),
-    ("model", WITHOUT_WIDTH, "model.mlp lacks width: own_parts.mlp needs it"),
-    ("optimizer", NO_OPTIMIZER, "takes none of params, named_parameters, model"),
+    ("model", {"_target_": "own_parts.Model"}, "model: Model.__init__() missing 1 required"),
+    ("model", WITHOUT_WIDTH, f"model.mlp: {CALL} 'own_parts.mlp': mlp() missing 1 required"),
+    ("model", BROKEN, f"model.mlp: {CALL} 'own_parts.fails': invalid literal for int()"),
+    ("model", MLP, "model makes a TinyMLP and no ComposerModel: wrap it"),
+    ("algorithms", {"x": MLP}, "algorithms.x makes a TinyMLP and no Algorithm: derive it from C"),
+    ("optimizer", NO_OPTIMIZER, "optimizer makes a int and no Optimizer: use one of torch's"),
     ("train_loader", {"_target_": "own_parts.whole_loader"}, "would give every group the same"),
     ("train_loader", OF_TORCH, "(name: dataset, dataset: {_target_: ...})"),
 ])  # fmt: skip
 def test_a_section_that_cannot_work_is_named_with_its_fix(loaded, section, contents, message):
     with pytest.raises(ConfigError) as caught:
-        loaded(**{section: contents})
-    assert message in str(caught.value)
+        built(loaded(**{section: contents}))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("section", "target", "message"), [
-    ("model", "own_parts.mlp", "own_parts.mlp makes a TinyMLP and no ComposerModel: wrap it"),
-    ("callbacks", "own_parts.mlp", "callbacks.x: own_parts.mlp makes a TinyMLP and no Callback"),
-])  # fmt: skip
-def test_what_is_made_has_to_be_of_composer_s_kind(section, target, message):
-    contents = {"_target_": target, "width": 4}
-    with pytest.raises(ConfigError, match=message):
-        build_one(section, contents if section == "model" else {"x": contents})
-
-
-def test_an_error_of_a_callable_is_one_of_the_config_and_its_traceback_is_logged(loaded, caplog):
-    broken = {"_target_": "own_parts.Model", "mlp": {"_target_": "own_parts.fails"}}
-    with pytest.raises(ConfigError) as caught:
-        simulate_replicas(loaded(model=broken), 2)  # not as an error of a group
-    text = str(caught.value)
-    assert "own_parts.fails" in text and "invalid literal" in text and "\n" not in text
-    assert 'return int("no number")' in caplog.text
+def test_an_error_of_a_callable_is_one_of_the_config_and_not_of_a_group(loaded):
+    with pytest.raises(ConfigError, match="own_parts.fails"):
+        simulate_replicas(loaded(model=BROKEN), 2)
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_the_reason(loaded, tmp_path, monkeypatch):
     (tmp_path / "half.py").write_text("import a_module_that_is_missing\ndef mlp(width): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    config = loaded("model.mlp._target_=half.mlp")  # its source has that name
-    with pytest.raises(ConfigError, match=r"half.mlp cannot be imported: .*a_module_that_is_mis"):
-        build_one("model", config["model"])
+    with pytest.raises(ConfigError, match=r"model.mlp: .*'half.mlp': .*a_module_that_is_missing"):
+        built(loaded("model.mlp._target_=half.mlp"))
+
+
+def test_a_fault_that_may_pass_is_none_of_the_config(loaded, tmp_path, monkeypatch):
+    text = "def mlp(width): raise ConnectionError('the hub does not answer')\n"
+    (tmp_path / "remote.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConnectionError, match="the hub does not answer"):
+        built(loaded("model.mlp._target_=remote.mlp"))
 
 
 def test_a_callable_of_others_may_stand_under_a_short_name(loaded):
@@ -216,34 +230,71 @@ def test_a_callable_of_others_may_stand_under_a_short_name(loaded):
     assert "mine" in seen
 
 
+OUR_CONSTRUCTORS = [
+    ({"model": {"name": "byte_gpt", "d_modle": 8}}, "model has no 'd_modle': did you mean 'd_mod"),
+    ({"model": {"d_model": 3}}, "model lacks name: use one of byte_gpt; or write _target_"),
+    ({"optimizer": {"name": "muon", "adamw_name": ""}}, "has no 'adamw_name': did you mean 'adamw"),
+    ({"optimizer": {"name": "adamw", "lrr": 3}}, "optimizer has no 'lrr': did you mean 'lr'?"),
+    ({"train_loader": {"name": "text", "sede": 3}}, "train_loader has no 'sede': did you mean 'se"),
+    ({"train_loader": {"name": "dataset", "datset": 3}}, "did you mean 'dataset'?"),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), OUR_CONSTRUCTORS)
+def test_the_closest_name_is_offered_for_an_argument_of_ours(loaded, sections, message):
+    with pytest.raises(ConfigError) as caught:
+        built(loaded(**sections))
+    assert message in str(caught.value)
+
+
 PROGRAM = """
-import sys
-from composer_replication.__main__ import main
-sys.argv[1:] = ["launch", "own.yaml", "--replicas", "2", "run_dir=run", *sys.argv[1:]]
+import os, sys
+from composer_replication import __main__
+from composer_replication.diloco.arguments import REMOVED
+REMOVED["gone"] = "use sync_every"
 sys.path = [each for each in sys.path if each != ""]  # as the script composer-replication has it
-import os, atexit
 leave = os._exit
 os._exit = lambda status: (print([m for m in ("torch", "composer") if m in sys.modules]),
                            sys.stdout.flush(), leave(status))
-main()
+__main__.main()
 """
 
 
-@pytest.mark.parametrize(("override", "message"), [
-    ("model._target_=here.Modle", "Error: model: here has no 'Modle': did you mean here.Model?\n"),
-    ("optimizer.lrr=1", "Error: optimizer has no 'lrr': did you mean 'lr'? Allowed: "),
+def commanded(folder, *words):
+    """Run a command in a folder with a config and a module; its status, stdout and stderr."""
+    (folder / "here.py").write_text("import torch\nclass Model(torch.nn.Module): ...\n")
+    text = {"name": "text", "max_seq_len": 8}
+    config = OWN | {"model": {"_target_": "here.Model"}, "train_loader": text, "eval_loader": text}
+    config |= {"callbacks": {"diloco": {}}}
+    (folder / "own.yaml").write_text(yaml.safe_dump(config))
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], cwd=folder, capture_output=True, text=True
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+GONE = "callbacks.diloco has no 'gone' any more: use sync_every"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("launch own.yaml --replicas 2 run_dir=run callbacks.diloco.gone=1", GONE),
+    ("train own.yaml callbacks.diloco.gone=1", GONE),
+    ("coordinator own.yaml --set gone=1", "--set has no 'gone' any more: use sync_every"),
 ])  # fmt: skip
 @pytest.mark.slow
-def test_the_command_answers_before_it_starts_or_imports_anything(tmp_path, override, message):
-    """In the folder that it is started in, whose modules it finds."""
-    (tmp_path / "here.py").write_text("import torch\nclass Model(torch.nn.Module): ...\n")
-    config = OWN | {"model": {"_target_": "here.Model"}}
-    config |= {"train_loader": {"name": "text", "max_seq_len": 8}, "callbacks": {"diloco": {}}}
-    config |= {"eval_loader": {"name": "text", "max_seq_len": 8}}
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(config))
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, override], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
-    assert (result.returncode, result.stdout) == (2, "[]\n")
+def test_a_setting_that_is_gone_is_named_before_anything_is_started(tmp_path, words, message):
+    assert commanded(tmp_path, *words.split()) == (2, "[]\n", f"Error: {message}\n")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("model._target_=here.Modle", "model: Error locating target 'here.Modle': No module named"),
+    ("optimizer.lrr=1", "model makes a Model and no ComposerModel: wrap it"),
+])  # fmt: skip
+@pytest.mark.slow
+def test_the_command_says_in_one_line_what_cannot_be_built(tmp_path, override, message):
+    """In the folder that it is started in, whose modules it finds."""
+    words = ["train", "own.yaml", "callbacks.diloco.num_replicas=1", override]
+    status, _, stderr = commanded(tmp_path, *words)
+    assert status == 2
+    assert f"Error: {message}" in stderr and "Traceback" not in stderr

@@ -9,7 +9,7 @@ import torch
 from composer import Trainer
 
 from composer_replication.training.byte_gpt import ByteGPT
-from composer_replication.training.text_data import TextBytes, build_text_loader
+from composer_replication.training.loaders import TextBytes, build_text_loader
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ from composer_replication.replica.addresses import interface_of, is_loopback
 from composer_replication.replica.lighthouse import read_status
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import ConfigError, check_config
-from composer_replication.training.saving import save_folder_of
+from composer_replication.training.preflight import save_folder_of
 
 CHECKPOINT_BYTES = 20
 """Of a checkpoint for each parameter: the model, two moments of Adam, and DiLoCo's two, in fp32."""
