@@ -30,7 +30,6 @@ EXTRA_OF = {
     "pydantic": "coordinator",
     "starlette": "coordinator",
     "uvicorn": "coordinator",
-    "cryptography": "launch",
     "hydra": "launch",
     "matplotlib": "launch",
     "mlflow": "mlflow",

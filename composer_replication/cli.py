@@ -218,39 +218,6 @@ class PlanCommand(PlanOptions):
             self.json_out.write_text(json.dumps(numbers, indent=2) + "\n")
 
 
-@app.command()
-def certificates(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder to write, which becomes a tls_dir.")
-    ],
-    host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name or address for which browsers accept the certificate; can be repeated."
-        ),
-    ] = None,
-    authority: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the run's authority, created if missing. Default: DIR-authority."
-        ),
-    ] = None,
-    days: Annotated[int, typer.Option(help="Validity of the certificate in days.", min=1)] = 365,
-) -> None:
-    """Create a certificate for TLS within a run, and the run's authority if there is none."""
-    from composer_replication.replica.certificates import CA_KEY, make_certificates
-
-    folder = folder.absolute()
-    authority = authority or folder.with_name(f"{folder.name}-authority")
-    until, is_new = make_certificates(folder, host or [], authority, days)
-    print(f"{folder}: certificate valid until {until:%Y-%m-%d}")
-    print(f"Set COMPOSER_REPLICATION_TLS_DIR={folder} for a group, launch and the coordinator.")
-    print(
-        f"{authority / CA_KEY} {'is new' if is_new else 'has signed it'}: everybody who has this "
-        "key can join the run, so keep it on one machine."
-    )
-
-
 @app.command("doctor")
 @dataclass(kw_only=True)
 class DoctorCommand(DoctorOptions):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -100,6 +101,18 @@ class Hosts:
         for family, address in (("-4", f"10.91.{host}.2/32"), ("-6", f"fd91:{host}::2/128")):
             _ip(family, "-n", self._router, "rule", "add", "from", address, "blackhole")
             _ip(family, "-n", self._router, "route", "add", "blackhole", address)
+
+    def pass_no_tcp(self) -> None:
+        """From now on hosts reach each other by other protocols alone."""
+        _ip("-n", self._router, "rule", "add", "ipproto", "tcp", "blackhole")
+
+    def end_processes(self) -> None:
+        """End all processes that run on the hosts."""
+        for space in self._spaces:
+            pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
+            for pid in pids.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """The command line that runs a command on a host."""

@@ -55,13 +55,14 @@ def test_the_version_is_printed():
         ("train", "callbacks.diloco.sync_every=0", "sync_every=0: use an integer of at least 1"),
         ("train", "train_loader.path=/no/such/folder", "/no/such/folder' does not exist"),
         ("launch", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
-        ("train", "callbacks.diloco.tls_dir=/nope", "/nope/ca.pem is missing or cannot be read"),
-        ("launch", "callbacks.diloco.tls_dir=/nope", "/nope/ca.pem is missing or cannot be read"),
+        ("train", "callbacks.diloco.tls_dir=/nope", "tls_dir has been removed: run the groups in"),
+        ("launch", "callbacks.diloco.tls_dir=/nope", "tls_dir has been removed: run the groups in"),
         ("simulate", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
         ("train", "autoresume=true", "autoresume=True without save_folder: "),
         ("launch", "autoresume=true", "autoresume=True without save_folder: "),
         ("train", "save_interval=17ba", "save_interval='17ba' without save_folder and without"),
         ("coordinator", "--set=sync_evry=5", "did you mean 'sync_every'"),
+        ("coordinator", "--set=tls_dir=/nope", "tls_dir has been removed: run the groups in"),
         ("coordinator", "--set=digest_every=5", "digest_every is no setting of the run"),
     ],
 )
@@ -133,16 +134,3 @@ def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
 def test_a_report_of_no_run_says_what_to_give(tmp_path):
     answer = run("report", tmp_path / "nowhere")
     assert answer.returncode == 2 and "give the run folder" in answer.stderr
-
-
-@at_once
-def test_certificates_are_made_and_what_to_do_with_them_is_said(tmp_path):
-    said = run("certificates", tmp_path / "tls", "--host", "here.example")
-    assert said.returncode == 0
-    assert f"COMPOSER_REPLICATION_TLS_DIR={tmp_path / 'tls'}" in said.stdout
-    assert "tls-authority/ca-key.pem is new" in said.stdout
-    again = run("certificates", tmp_path / "other", "--authority", tmp_path / "tls-authority")
-    assert "tls-authority/ca-key.pem has signed it" in again.stdout
-    refused = run("certificates", tmp_path / "tls", "--authority", tmp_path / "elsewhere")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "with --authority FOLDER" in refused.stderr

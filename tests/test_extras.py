@@ -234,7 +234,6 @@ def test_without_its_extra_the_command_says_which():
     [
         ("simulate configs/simulation.yaml run_dir={tmp}/run", "composer", "composer"),
         ("coordinator configs/quickstart.yaml --state-dir {tmp}/state", "fastapi", "coordinator"),
-        ("certificates {tmp}/tls", "cryptography", "launch"),
         ("simulate examples/image_classifier.yaml run_dir={tmp}/run", "hydra", "launch"),
     ],
 )

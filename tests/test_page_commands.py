@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import ssl
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -125,22 +124,3 @@ def test_a_coordinator_takes_the_token_of_the_file(folder):
             for each in ("another", token)
         ]
     assert [answer.status_code for answer in answers] == [401, 200]
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_a_coordinator_answers_with_the_certificate_of_the_run(folder):
-    *commands, last = block(
-        "docs/security.md", "composer-replication certificates run-tls"
-    ).splitlines()
-    name = "coordinator.example"
-    assert last == f"export COMPOSER_REPLICATION_COORDINATOR=https://{name}:29512"
-    with shell("\n".join(commands) + " --bind 127.0.0.1:0") as address:
-        authority = ssl.create_default_context(cafile=folder / "run-tls" / "ca.pem")
-        with httpx.Client(verify=authority) as client:
-            assert address.startswith(f"https://{name}:")
-            page = client.get(address.replace(name, "127.0.0.1"), extensions={"sni_hostname": name})
-    assert page.status_code == 200
-    invoke(block("docs/security.md", "composer-replication certificates group-1-tls"))
-    check = "openssl verify -CAfile run-tls/ca.pem group-1-tls/cert.pem"
-    assert subprocess.run(check.split(), cwd=folder, env=ENVIRON).returncode == 0

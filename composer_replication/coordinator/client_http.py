@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import ssl
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,8 +11,6 @@ from typing import Any, Self, TypeVar
 
 import httpx
 import tenacity
-
-from composer_replication.replica.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -41,41 +37,30 @@ class CoordinatorHttp:
     """A connection to the coordinator. Several threads may use it.
 
     Args:
-        address: ``http://host:port`` or ``https://host:port``.
+        address: ``http://host:port`` or ``https://host:port``. The certificate of an ``https``
+            server is checked against the authorities that httpx knows, or those in the file
+            ``SSL_CERT_FILE``.
         token: The run's secret, if it has one.
         retry_s: How long a request that nobody answers is repeated, in seconds. 0: it is sent
             once. ``math.inf``: until ``close``.
-        tls_dir: The folder of certificates with which the two prove to each other that they belong
-            to the run. None: an ``https`` server, for example a proxy, needs a certificate of an
-            authority that this machine trusts, or of those in ``SSL_CERT_FILE``.
-
-    Raises:
-        ValueError: The certificates cannot be used, or there are some and the address is ``http``.
     """
 
     TIMEOUT_S = 5.0
     LOG_AT = (4, 20)
     """The attempts at which a wait is logged; after these every hundredth."""
 
-    def __init__(
-        self, address: str, token: str | None, retry_s: float = 5.0, tls_dir: str | None = None
-    ) -> None:
-        if tls_dir is not None and not address.startswith("https://"):
-            raise ValueError(
-                f"coordinator_addr={address!r} is no https:// address, and tls_dir={tls_dir!r} is "
-                "set: the token would travel unencrypted. Start the coordinator with --tls-dir "
-                "and give its https:// address, or leave tls_dir out everywhere"
-            )
+    def __init__(self, address: str, token: str | None, retry_s: float = 5.0) -> None:
         self.address = address
         self._retry_s, self._timeout_s = retry_s, self.TIMEOUT_S
         self._closed = threading.Event()
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # trust_env would also read proxies from the environment: groups connect directly.
+        # The transport reads SSL_CERT_FILE. The client's trust_env would also read proxies from the
+        # environment: groups connect directly.
         self._client = httpx.Client(
             base_url=address,
             headers=headers,
             trust_env=False,
-            verify=_trusted() if tls_dir is None else client_context(tls_dir),
+            transport=httpx.HTTPTransport(),
         )
 
     def with_limits(self, retry_s: float, timeout_s: float = TIMEOUT_S) -> Self:
@@ -173,12 +158,6 @@ class CoordinatorHttp:
         """Close the connection, and end every wait for the coordinator in other threads."""
         self._closed.set()
         self._client.close()
-
-
-def _trusted() -> ssl.SSLContext | bool:
-    """The authorities that may have signed the certificate of an https address."""
-    # OpenSSL reads this variable; httpx alone would only use certifi's list.
-    return ssl.create_default_context() if "SSL_CERT_FILE" in os.environ else True
 
 
 def _has_fields(answer: Mapping[str, Any], fields: Fields) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
-import ssl
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,76 +17,6 @@ from composer_replication.coordinator.connections import (
     BoundedProtocol,
     raise_file_limit,
 )
-from composer_replication.replica.tls import CA, CERT, HANDSHAKE_TIMEOUT_S, KEY, check_tls_dir
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that limits how long a client may take for the TLS handshake.
-
-    uvicorn has no setting for that. asyncio's own limit is 60 s, and ``BoundedProtocol`` sees a
-    connection only after the handshake.
-    """
-
-    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
-        if kwargs.get("ssl") is not None:
-            kwargs["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
-        return await super().create_server(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """The certificate of the service, as PEM files.
-
-    Args:
-        certfile: The certificate, with the intermediate ones up to its CA.
-        keyfile: Its private key.
-        ca_certs: The CA of the clients' certificates. None: clients need no certificate, and the
-            token alone identifies them.
-        needs_client_certificate: Whether a client without a certificate is rejected.
-    """
-
-    certfile: Path
-    keyfile: Path
-    ca_certs: Path | None = None
-    needs_client_certificate: bool = True
-
-    @classmethod
-    def of_folder(cls, tls_dir: str | None) -> TlsFiles | None:
-        """Use the files in the folder of a member of the run; None without a folder.
-
-        A client without a certificate is accepted, because a browser that shows the page has none.
-        It needs the token like everybody else. A client that does present a certificate needs one
-        of the run's authority.
-
-        Raises:
-            ValueError: The files cannot be used.
-        """
-        if tls_dir is None:
-            return None
-        check_tls_dir(tls_dir)
-        folder = Path(tls_dir)
-        return cls(folder / CERT, folder / KEY, folder / CA, needs_client_certificate=False)
-
-    @classmethod
-    def of(
-        cls, certfile: Path | None, keyfile: Path | None, ca_certs: Path | None
-    ) -> TlsFiles | None:
-        """Use the files that the command's options name; None if there are none.
-
-        Args:
-            certfile: ``--ssl-certfile``.
-            keyfile: ``--ssl-keyfile``.
-            ca_certs: ``--ssl-ca-certs``.
-
-        Raises:
-            ValueError: The certificate or its key is missing.
-        """
-        if certfile is None and keyfile is None and ca_certs is None:
-            return None
-        if certfile is None or keyfile is None:
-            missing = "--ssl-keyfile" if certfile is not None else "--ssl-certfile"
-            raise ValueError(f"{missing} is missing: HTTPS needs a certificate and its key")
-        return cls(certfile, keyfile, ca_certs)
 
 
 class HttpService:
@@ -97,18 +24,24 @@ class HttpService:
 
     Args:
         bind: Address to listen at, ``address:port``. Port 0 is a free one.
-        tls: The certificate. None: plain HTTP.
+        ssl_certfile: The certificate for HTTPS (PEM), with the intermediate ones. None: plain HTTP.
+        ssl_keyfile: Its private key.
 
     Attributes:
         port: The port.
 
     Raises:
-        ValueError: ``bind`` is not an address.
+        ValueError: ``bind`` is not an address, or the certificate or its key is missing.
         OSError: The address cannot be listened at.
     """
 
-    def __init__(self, bind: str, tls: TlsFiles | None = None) -> None:
-        self._tls = tls
+    def __init__(
+        self, bind: str, ssl_certfile: Path | None = None, ssl_keyfile: Path | None = None
+    ) -> None:
+        if (ssl_certfile is None) != (ssl_keyfile is None):
+            missing = "--ssl-certfile" if ssl_certfile is None else "--ssl-keyfile"
+            raise ValueError(f"{missing} is missing: HTTPS needs a certificate and its key")
+        self._files = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
         raise_file_limit()
         self._socket = _listen(bind)
         self.port: int = self._socket.getsockname()[1]
@@ -131,24 +64,22 @@ class HttpService:
             # A line for every request, or for every malformed one, would hide our own log lines.
             log_level="error",
             access_log=False,
-            **_tls_settings(self._tls),
+            **self._files,  # pyright: ignore[reportArgumentType]
         )
         try:
             config.load()
         except OSError as error:  # ssl.SSLError is an OSError
-            raise ValueError(f"the certificate cannot be used ({error}): {self._tls}") from error
+            named = ", ".join(map(str, self._files.values()))
+            raise ValueError(f"the certificate cannot be used ({error}): {named}") from error
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="coordinator", daemon=True
+        )
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
         if not self._server.started:
             raise OSError("the coordinator's HTTP service has not started: see the log")
-
-    def _run(self) -> None:
-        assert self._server is not None
-        with asyncio.Runner(loop_factory=_Loop) as runner:
-            runner.run(self._server.serve([self._socket]))
 
     @property
     def is_serving(self) -> bool:
@@ -161,21 +92,6 @@ class HttpService:
             self._server.should_exit = True
             self._thread.join(5.0)
         self._socket.close()
-
-
-def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
-    """The arguments of ``uvicorn.Config`` for a certificate."""
-    if tls is None:
-        return {}
-    requirement = ssl.CERT_NONE
-    if tls.ca_certs is not None:
-        requirement = ssl.CERT_REQUIRED if tls.needs_client_certificate else ssl.CERT_OPTIONAL
-    return {
-        "ssl_certfile": tls.certfile,
-        "ssl_keyfile": tls.keyfile,
-        "ssl_ca_certs": None if tls.ca_certs is None else str(tls.ca_certs),
-        "ssl_cert_reqs": requirement,
-    }
 
 
 def _listen(bind: str) -> socket.socket:

@@ -236,4 +236,4 @@ def client_of(options: ReplicaOptions) -> CoordinatorClient:
     """A connection to this group's coordinator."""
     assert options.coordinator_addr is not None, "asked only where there is one"
     token = ReplicaEnv.from_env(os.environ).token
-    return CoordinatorClient(options.coordinator_addr, token, tls_dir=options.tls_dir)
+    return CoordinatorClient(options.coordinator_addr, token)

@@ -17,7 +17,7 @@ from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import create_app
 from composer_replication.coordinator.audit import AUDIT, Audit
 from composer_replication.coordinator.database import Database, StorageError
-from composer_replication.coordinator.http_service import HttpService, TlsFiles
+from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry, Versions
@@ -62,7 +62,8 @@ class CoordinatorArguments(RunFacts):
             joined.
         lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
         all_start: Whether all groups start together with this service, see ``RunSettings``.
-        tls: Certificate of the service. None: plain HTTP.
+        ssl_certfile: Certificate (PEM) with which to serve HTTPS. None: plain HTTP.
+        ssl_keyfile: Private key of the certificate.
         record: What the run's folder adds to the page's data, see ``RunData``.
         run_id: A name for the run if it is new, under which loggers group its groups. None: the
             time at which it was first served.
@@ -79,7 +80,8 @@ class CoordinatorArguments(RunFacts):
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S
     lighthouse_heartbeat_ms: int = 5_000
     all_start: bool = False
-    tls: TlsFiles | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     record: Record | None = None
     run_id: str | None = None
 
@@ -111,7 +113,8 @@ class Coordinator:
             )
             versions = Versions(__version__, version("torchft-nightly"))
             registry = Registry(database, journal, versions, own.heartbeat_timeout_s)
-            self._http = opened.enter_context(closing(HttpService(own.bind, own.tls)))
+            service = HttpService(own.bind, own.ssl_certfile, own.ssl_keyfile)
+            self._http = opened.enter_context(closing(service))
             lighthouse = _start_lighthouse_beside(
                 own.bind, own.straggler_timeout_s, own.lighthouse_heartbeat_ms
             )
@@ -119,7 +122,7 @@ class Coordinator:
             host = _reachable_as(own.bind, own.hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
-            self.address = f"{'https' if own.tls else 'http'}://{host}:{self._http.port}"
+            self.address = f"{'https' if own.ssl_certfile else 'http'}://{host}:{self._http.port}"
             own_addr = f"http://{_own_address(own.bind)}:{port}"
             strangers = opened.enter_context(closing(Strangers(own_addr, registry, journal)))
             self._run = RunData(

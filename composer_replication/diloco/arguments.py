@@ -18,6 +18,10 @@ REMOVED: dict[str, str] = {
     "max_missed_outer_steps": "leave it out, a group that missed an outer step loses the inner "
     "steps since its last sync",
     "merge": "leave it out, the groups' pseudo-gradients are averaged",
+    "tls_dir": (
+        "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "
+        "give the coordinator --ssl-certfile and --ssl-keyfile for HTTPS"
+    ),
 }
 """Arguments of the previous version that are gone, and what to use in place of each."""
 

@@ -172,10 +172,6 @@ class CoordinatorOptions:
         str | None,
         typer.Option(help="Name of this machine for the groups. Default: its host name."),
     ] = None
-    tls_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder of certificates for TLS. Default: the environment's."),
-    ] = None
     heartbeat_timeout_s: Annotated[
         float, typer.Option(help="A group counts as dead after this silence, in seconds.", min=0.1)
     ] = HEARTBEAT_TIMEOUT_S
@@ -185,8 +181,4 @@ class CoordinatorOptions:
     ] = None
     ssl_keyfile: Annotated[
         Path | None, typer.Option(help="Private key of the certificate.", show_default=False)
-    ] = None
-    ssl_ca_certs: Annotated[
-        Path | None,
-        typer.Option(help="Reject clients without a certificate of this CA.", show_default=False),
     ] = None

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator, is_loopback
 from composer_replication.diloco.arguments import pick
@@ -35,9 +34,6 @@ def coordinate(options: CoordinatorOptions) -> None:
     config, source = load_settings(options.file, options.set or [])
     bind, state_dir = options.bind, options.state_dir
     tokens = choose_tokens(options.token_file, options.no_token, bind, state_dir)
-    tls = TlsFiles.of(
-        options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
-    ) or TlsFiles.of_folder(options.tls_dir or tls_dir_of(config))
     group = pick(ReplicaOptions, diloco_section(config))
     count = options.replicas or group.num_replicas or 1
     ended = threading.Event()
@@ -55,7 +51,8 @@ def coordinate(options: CoordinatorOptions) -> None:
         tokens=tokens,
         heartbeat_timeout_s=options.heartbeat_timeout_s,
         model_section=config.get("model"),
-        tls=tls,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
         run_id=group.run_id or ReplicaEnv.from_env().run_id,
         all_start=options.new_settings,
     )
@@ -120,8 +117,3 @@ def choose_tokens(
 def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
     """The DiLoCo settings that a config names; defaults for the others."""
     return pick(DiLoCoSettings, diloco_section(config))
-
-
-def tls_dir_of(config: Mapping[str, Any]) -> str | None:
-    """The folder of certificates that the config names, else the one of the environment."""
-    return diloco_section(config).get("tls_dir") or ReplicaEnv.from_env().tls_dir

@@ -15,11 +15,10 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.callback.run_folder import CONFIG, make_run_folder
-from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
 from composer_replication.launch.auto_numbers import with_numbers
-from composer_replication.launch.coordinator_command import settings_of, tls_dir_of
+from composer_replication.launch.coordinator_command import settings_of
 from composer_replication.launch.display import Display, print_settings
 from composer_replication.launch.errors import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.group_ends import GroupEnds
@@ -79,7 +78,6 @@ def launch_groups(
         ValueError: The run's folder cannot be used. Nothing has been started.
     """
     check_launch(job, replicas)
-    tls = TlsFiles.of_folder(tls_dir_of(job.config))
     run_dir = make_run_folder(job.config, job.name)
     config, auto = with_numbers(job.config | {"run_dir": str(run_dir)}, run_dir, replicas)
     save_config(config, run_dir / CONFIG)
@@ -100,7 +98,6 @@ def launch_groups(
         min_replicas=group.min_replica_size,
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
-        tls=tls,
         tokens=tokens,
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,

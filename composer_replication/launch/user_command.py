@@ -11,7 +11,6 @@ from typing import Any
 from composer_replication.callback.run_folder import log_path
 from composer_replication.launch.group_process import per_rank
 from composer_replication.launch.job import Job
-from composer_replication.replica.tls import TLS_DIR
 from composer_replication.training.config import ConfigError, diloco_section, read_value
 from composer_replication.training.settings_file import SECTION, load_settings
 
@@ -80,7 +79,6 @@ def command_job(
     """
     check_command(command)
     run_dir = run_dir or config["run_dir"]
-    tls_dir = diloco_section(config).get("tls_dir")
     own = {
         "run_dir": None if run_dir is None else str(run_dir),
         "autoresume": resumes,
@@ -92,7 +90,6 @@ def command_job(
         name=next((word for word in command if word.endswith((".py", ".yaml"))), command[0]),
         command=partial(group_command, command, nproc),
         nproc=nproc,
-        environ={TLS_DIR: str(tls_dir)} if tls_dir else {},
         advice=MISSING_CALLBACK,
         start_retries=START_RETRIES,
     )

@@ -113,14 +113,12 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    process_group = make_process_group(
-        own.backend or "gloo", own.timeout, own.hostname, own.tls_dir
-    )
+    process_group = make_process_group(own.backend or "gloo", own.timeout, own.hostname)
     check_lighthouse(lighthouse_addr, own.connect_timeout)
     tokens = _tokens(own.token, lighthouse_addr)
     _check_ranks(own, replica_id, lighthouse_addr)
     own_name = own.hostname or socket.gethostname()
-    transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id, own.tls_dir)
+    transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id)
     try:
         check_hostname(own_name, transport.port, lighthouse_addr, own.connect_timeout)
         prefetch = Prefetch(
@@ -173,7 +171,7 @@ def _train_alone(own: ManagerArguments) -> SingleGroupManager:
             "that trains alone consists of these. Call init_process_group before make_manager, "
             "and give it the same world_size"
         )
-    unused = [name for name in ("hostname", "tls_dir", "token") if getattr(own, name) is not None]
+    unused = [name for name in ("hostname", "token") if getattr(own, name) is not None]
     log.info(
         "Training alone, without a network: num_replicas is 1, and no lighthouse is named%s",
         f". Not used: {', '.join(unused)}" if unused else "",

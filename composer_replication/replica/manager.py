@@ -276,7 +276,7 @@ class ReplicaManager(InterruptibleManager):
             )
 
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
-        return find_unreachable(handles, self._pg, self._connect_timeout.total_seconds())
+        return find_unreachable(handles, self._connect_timeout.total_seconds())
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Vote, as torchft does; after a commit, close what departed managers have left open.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from composer_replication.diloco.arguments import REMOVED
 from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
 from composer_replication.diloco.options import DiLoCoOptions, RunSize, WaitLimit
 from composer_replication.replica.names import check_replica_id, check_run_id, run_id_of_folder
@@ -17,6 +18,9 @@ from composer_replication.replica.names import check_replica_id, check_run_id, r
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
+
+REMOVED_VARIABLES = {"COMPOSER_REPLICATION_TLS_DIR": REMOVED["tls_dir"]}
+"""Environment variables of the previous version that are gone, and what to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +45,6 @@ class ManagerOptions(RunSize, WaitLimit):
             ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
         backend: How groups average, equal in all of them: ``nccl`` between accelerators, or
             ``gloo`` through host memory. None: nccl if the model is on a GPU, else gloo.
-        tls_dir: The folder of certificates with which averages, heals and the coordinator's answers
-            go over TLS, in all groups or in none (docs/security.md). It needs gloo. None:
-            ``COMPOSER_REPLICATION_TLS_DIR``, else no TLS.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -58,7 +59,6 @@ class ManagerOptions(RunSize, WaitLimit):
     quorum_retries: int = 3600
     hostname: str | None = None
     backend: str | None = None
-    tls_dir: str | None = None
 
     def __post_init__(self) -> None:
         WaitLimit.__post_init__(self)
@@ -172,7 +172,6 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
     | ``COMPOSER_REPLICATION_RUN_ID`` | a name for the run, under which loggers group its groups |
-    | ``COMPOSER_REPLICATION_TLS_DIR`` | the folder of this process's certificates, for TLS |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, with a comma between them: all are accepted, the first one signs |
@@ -188,7 +187,6 @@ class ReplicaEnv:
     run_id: str | None = None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
-    tls_dir: str | None = None
     hang_timeout_s: float | None = None
     hostname: str | None = None
     no_token: bool = False
@@ -205,10 +203,13 @@ class ReplicaEnv:
             environ: The environment. None: that of this process.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is not a positive integer, a token is malformed, or
-                the time until a hang is not a number.
+            ValueError: ``NUM_REPLICA_GROUPS`` is not a positive integer, a token is malformed, the
+                time until a hang is not a number, or a variable is set that is gone.
         """
         environ = os.environ if environ is None else environ
+        for name, instead in REMOVED_VARIABLES.items():
+            if environ.get(name):
+                raise ValueError(f"{name}={environ[name]!r} has been removed: {instead}")
         count = environ.get("NUM_REPLICA_GROUPS")
         if count is not None and (not count.isdecimal() or int(count) < 1):
             raise ValueError(f"NUM_REPLICA_GROUPS={count!r}: use the number of replica groups")
@@ -220,7 +221,6 @@ class ReplicaEnv:
             run_id=environ.get("COMPOSER_REPLICATION_RUN_ID") or None,
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
-            tls_dir=environ.get("COMPOSER_REPLICATION_TLS_DIR") or None,
             hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
             hostname=environ.get(HOSTNAME) or None,
             no_token=environ.get(NO_TOKEN) == "1",

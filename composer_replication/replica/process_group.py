@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -17,8 +16,6 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 from composer_replication.replica.addresses import bracketed, interface_of, listen, own_address
-from composer_replication.replica.tls_gloo import TlsTunnel, TunnelStore
-from composer_replication.replica.tls_relay import OWN
 
 
 class AdvertisedHost(ProcessGroup):
@@ -52,45 +49,7 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
     environment variable ``GLOO_SOCKET_IFNAME`` changes that for every gloo group of the process,
     those of the training job included. If it is set, this group follows it. If the host name is not
     of an address of this machine, gloo's own rule applies.
-
-    Attributes:
-        tunnel: Carries the connections over TLS; gloo then listens on a loopback address. None: no
-            TLS.
     """
-
-    tunnel: TlsTunnel | None = None
-    _relays: Sequence[str] = ()
-    _rendezvous: TunnelStore | None = None
-
-    def get_reconfigure_handle(self) -> str:
-        handle = super().get_reconfigure_handle()
-        if self.tunnel is None:
-            return handle
-        self.tunnel.start()
-        return json.dumps(json.loads(handle) | {"tls": self.tunnel.address})
-
-    def is_secured(self, handle: Mapping[str, Any], timeout: float) -> bool:
-        """Whether a member can be connected to over TLS; always true if this group uses no TLS.
-
-        Args:
-            handle: The member's handle.
-            timeout: Limit of connecting to it, in seconds.
-
-        Raises:
-            RuntimeError: The member has TLS and this group has not.
-        """
-        if self.tunnel is not None:
-            return self.tunnel.answers(handle.get("tls"), timeout)
-        if "tls" in handle:
-            raise RuntimeError(
-                "the other replica groups use TLS and this one has no tls_dir: set "
-                "callbacks.diloco.tls_dir or COMPOSER_REPLICATION_TLS_DIR"
-            )
-        return True
-
-    def reconfigure(self, opts: Any) -> Any:
-        self._relays = [json.loads(handle).get("tls") for handle in opts.handles]
-        return super().reconfigure(opts)
 
     def abort(self, errored: bool = True) -> None:
         """Give up the connections, and wait for nothing.
@@ -112,12 +71,7 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
         address = own_address(self.advertised_host)
-        if self.tunnel is not None:
-            # Kept alive here: torch holds only the C++ part of the store, which calls back into
-            # this Python object.
-            self._rendezvous = store = TunnelStore(store, self.tunnel, rank, self._relays)
-            address = OWN
-        elif address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
             return super()._create_pg(store, rank, world_size)
         options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = self._timeout
@@ -151,25 +105,17 @@ class Nccl(AdvertisedHost, ProcessGroupNCCL):
     """torchft's NCCL group."""
 
 
-def make_process_group(
-    backend: str, timeout: float, hostname: str | None = None, tls_dir: str | None = None
-) -> ProcessGroup:
+def make_process_group(backend: str, timeout: float, hostname: str | None = None) -> ProcessGroup:
     """Make the process group over which replica groups average, one that works on this torch.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         timeout: How long a collective may take, in seconds.
         hostname: How peers reach this machine. None: its host name.
-        tls_dir: The folder of certificates for TLS between the groups. None: no TLS.
 
     Raises:
-        ValueError: There is no such backend, it has no TLS, or the certificates cannot be used.
+        ValueError: There is no such backend.
     """
-    if tls_dir is not None and backend != "gloo":
-        raise ValueError(
-            f"tls_dir={tls_dir!r} with backend={backend!r}, which has no TLS: set backend: gloo, "
-            "or leave tls_dir out and run the groups in a private network (docs/security.md)"
-        )
     kinds: dict[str, type[AdvertisedHost]] = {"nccl": Nccl, "gloo": Gloo}
     if backend not in kinds:
         raise ValueError(f"backend={backend!r}: use 'gloo' or 'nccl'")
@@ -177,9 +123,6 @@ def make_process_group(
         kinds["gloo"] = GlooOnTorch27
     group = kinds[backend](timeout=timedelta(seconds=timeout))  # pyright: ignore[reportCallIssue]
     group.advertised_host = hostname
-    if tls_dir is not None:
-        assert isinstance(group, Gloo)
-        group.tunnel = TlsTunnel(tls_dir, hostname or socket.gethostname(), listen(hostname))
     interface = interface_of(hostname)  # raises if hostname does not resolve
     if backend == "nccl" and interface is not None:
         # The variable applies to all of the process: NCCL has no such option for one group.
@@ -191,8 +134,8 @@ def check_is_torchft_s(group: TorchProcessGroup) -> None:
     """Refuse a process group of torch's own, whose handle is not torchft's.
 
     torchft's Manager takes them since torch 2.14 (``enable_reconfigure=True``). Their handles are
-    not JSON, where ours tell the peers under which host, and with which TLS, a group is reached,
-    and where members of a quorum report to each other.
+    not JSON, where ours tell the peers under which host a group is reached, and where members of a
+    quorum report to each other.
 
     Raises:
         ValueError: It is one.

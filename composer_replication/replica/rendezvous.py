@@ -9,27 +9,21 @@ from typing import Any
 
 from composer_replication.replica.lighthouse import can_connect
 from composer_replication.replica.notice_board import Notices
-from composer_replication.replica.process_group import Gloo
 
 
-def find_unreachable(
-    handles: Mapping[str, Mapping[str, Any]], process_group: object, timeout_s: float
-) -> tuple[str, ...]:
-    """Find the members of a quorum whose address does not answer, or not over TLS as it has to.
+def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float) -> tuple[str, ...]:
+    """Find the members of a quorum whose address does not answer.
 
     gloo would wait for such a member until its timeout, and not say which one it is.
 
     Args:
         handles: torchft's handles, by the lighthouse's name of the member.
-        process_group: This process's group, which is about to connect to them.
         timeout_s: Limit of each connection, in seconds. The members are tried at the same time.
     """
 
     def answers(handle: Mapping[str, Any]) -> bool:
         host, _, port = handle["store"].rpartition(":")
-        if not can_connect(host.strip("[]"), int(port), timeout_s):
-            return False
-        return not isinstance(process_group, Gloo) or process_group.is_secured(handle, timeout_s)
+        return can_connect(host.strip("[]"), int(port), timeout_s)
 
     with ThreadPoolExecutor(min(16, len(handles))) as pool:
         answered = list(pool.map(answers, handles.values()))

@@ -13,7 +13,6 @@ from typing import Any
 from composer_replication.diloco.arguments import pick
 from composer_replication.replica.lighthouse import check_lighthouse
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
-from composer_replication.replica.tls import check_tls_dir
 from composer_replication.training.config import ConfigError, diloco_section
 
 CHECKPOINTS = "checkpoints"
@@ -90,7 +89,7 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
         ConfigError: Neither the config nor the environment names a lighthouse or a coordinator,
             and the group is not to train alone.
         ValueError: The coordinator has other settings, another model or another version, or an
-            address or a certificate cannot be used.
+            address cannot be used.
         ConnectionError: The coordinator or the lighthouse does not answer.
     """
     environ = os.environ if environ is None else environ
@@ -99,14 +98,11 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
         return
     env = ReplicaEnv.from_env(environ)
     address = section.get("lighthouse_addr") or env.lighthouse_addr
-    tls_dir = section.get("tls_dir") or env.tls_dir
-    if tls_dir is not None:
-        check_tls_dir(tls_dir)
     coordinator_addr = section.get("coordinator_addr") or env.coordinator_addr
     if coordinator_addr:
         from composer_replication.coordinator.client import CoordinatorClient
 
-        client = CoordinatorClient(coordinator_addr, env.token, tls_dir=tls_dir)
+        client = CoordinatorClient(coordinator_addr, env.token)
         info = client.info()
         info.check_settings(section, coordinator_addr)
         info.check_versions()

@@ -24,7 +24,6 @@ OF_THE_RUN = (
     *(field.name for field in fields(DiLoCoSettings)),
     "min_replica_size",
     "num_replicas",
-    "tls_dir",
 )
 """What a coordinator reads of the section. The other keys belong to a group and its machine."""
 

@@ -102,7 +102,6 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "digest_every": 13,
         "run_dir": "/runs/1",
         "run_id": "exp-7",
-        "tls_dir": "/certificates",
         "verbose": False,
     }
     warmup = {"warmup_sync_every": 8, "warmup_outer_steps": 20}

@@ -6,7 +6,6 @@ Real: HTTP, SQLite, torchft's lighthouse, and a member of its quorum.
 import logging
 import os
 import shutil
-import ssl
 import subprocess
 import time
 from contextlib import ExitStack
@@ -19,7 +18,6 @@ from torchft.coordination import LighthouseClient
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.client_http import CoordinatorAwayError
 from composer_replication.coordinator.database import StorageError
-from composer_replication.coordinator.http_service import TlsFiles
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -126,13 +124,13 @@ def certificate(tmp_path):
         check=True,
         capture_output=True,
     )
-    return TlsFiles(cert, key)
+    return {"ssl_certfile": cert, "ssl_keyfile": key}
 
 
 def test_a_client_trusts_the_ca_that_ssl_cert_file_names(start, certificate, monkeypatch):
-    coordinator = start(tls=certificate)
+    coordinator = start(**certificate)
     assert coordinator.address.startswith("https://127.0.0.1:")
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.certfile))
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate["ssl_certfile"]))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
     client = CoordinatorClient(coordinator.address, "secret", retry_s=0.0)
     assert client.info().num_replicas == 2
@@ -144,16 +142,8 @@ def test_a_client_trusts_the_ca_that_ssl_cert_file_names(start, certificate, mon
     client.close()
 
 
-def test_with_a_ca_for_clients_nobody_comes_in_without_a_certificate(start, certificate):
-    files = TlsFiles(certificate.certfile, certificate.keyfile, ca_certs=certificate.certfile)
-    coordinator = start(tls=files)
-    context = ssl.create_default_context(cafile=certificate.certfile)
-    with pytest.raises(httpx.TransportError):
-        httpx.get(coordinator.address, verify=context, trust_env=False)
-    context.load_cert_chain(certificate.certfile, certificate.keyfile)
-    assert httpx.get(coordinator.address, verify=context, trust_env=False).status_code == 200
-
-
 def test_a_certificate_that_cannot_be_used_is_named(start, certificate, tmp_path):
     with pytest.raises(ValueError, match="the certificate cannot be used .*missing.pem"):
-        start(tls=TlsFiles(certificate.certfile, tmp_path / "missing.pem"))
+        start(**certificate | {"ssl_keyfile": tmp_path / "missing.pem"})
+    with pytest.raises(ValueError, match="--ssl-keyfile is missing: HTTPS needs a certificate"):
+        start(ssl_certfile=certificate["ssl_certfile"])

@@ -124,9 +124,9 @@ def two_cannot_reach_each_other(group: Group) -> dict[str, Any]:
         cut = {0: "group_2", 2: "group_0"}.get(group.replica_id)
         find = manager_module.find_unreachable
 
-        def find_with_a_fault(handles: Any, pg: Any, limit_s: float) -> tuple[str, ...]:
+        def find_with_a_fault(handles: Any, limit_s: float) -> tuple[str, ...]:
             return find({n: h | {"store": "127.0.0.1:9"} if n.split(":")[0] == cut else h
-                         for n, h in handles.items()}, pg, limit_s)  # fmt: skip
+                         for n, h in handles.items()}, limit_s)  # fmt: skip
 
         manager_module.find_unreachable = find_with_a_fault
         manager._close_connections()

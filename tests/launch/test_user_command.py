@@ -47,11 +47,6 @@ def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
     assert list(read_value(tmp_path / "config.yaml", "command")) == ["true", "${HOME}", "job.yaml"]
 
 
-def test_the_groups_have_the_certificates_of_the_settings():
-    job = command_job(["true"], *read_settings(None, ["tls_dir=/tls"]))
-    assert job.environ == {"COMPOSER_REPLICATION_TLS_DIR": "/tls"}
-
-
 class Line:
     """The context of a command line, with what stands after ``--``."""
 

@@ -165,3 +165,9 @@ def test_a_count_out_of_range_is_refused_with_the_range(name, value, least):
 def test_a_name_from_the_environment_is_checked_too():
     with pytest.raises(ValueError, match="replica_id='eu/west'"):
         ReplicaOptions().with_environment({"REPLICA_GROUP_ID": "eu/west"})
+
+
+def test_a_variable_that_is_gone_is_refused_with_what_replaces_it():
+    message = "COMPOSER_REPLICATION_TLS_DIR='/tls' has been removed: run the groups in a private"
+    with pytest.raises(ValueError, match=message):
+        ReplicaEnv.from_env({"COMPOSER_REPLICATION_TLS_DIR": "/tls"})

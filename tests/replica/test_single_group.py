@@ -79,12 +79,12 @@ def test_ranks_that_could_not_vote_together_are_refused():
         make_manager(num_replicas=1, rank=0, world_size=2)
 
 
-def test_what_only_a_network_needs_is_named_as_unused(caplog, tmp_path):
+def test_what_only_a_network_needs_is_named_as_unused(caplog):
     caplog.set_level(logging.INFO, logger="composer_replication")
-    make_manager(num_replicas=1, hostname="127.0.0.1", tls_dir=str(tmp_path), token="secret")
+    make_manager(num_replicas=1, hostname="127.0.0.1", token="secret")
     assert caplog.messages == [
         "Training alone, without a network: num_replicas is 1, and no lighthouse is named. "
-        "Not used: hostname, tls_dir, token"
+        "Not used: hostname, token"
     ]
 
 

@@ -128,9 +128,3 @@ def check_device(section: Mapping[str, Any], device: object, gpus: Gpus) -> Iter
             "nccl, which only averages between GPUs",
             "set callbacks.diloco.backend: gloo",
         )
-    if backend == "nccl" and section.get("tls_dir"):
-        yield failure(
-            "backend",
-            f"nccl with tls_dir={section['tls_dir']!r}: NCCL has no TLS",
-            "set callbacks.diloco.backend: gloo, or leave tls_dir out and use a private network",
-        )

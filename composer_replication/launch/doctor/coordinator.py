@@ -66,7 +66,7 @@ def check_coordinator(member: Member, found: Found) -> Iterator[Result]:
     try:
         from composer_replication.coordinator.client import CoordinatorClient
 
-        client = CoordinatorClient(address, member.token, tls_dir=member.options.tls_dir)
+        client = CoordinatorClient(address, member.token)
     except ModuleNotFoundError as error:
         named = named_extra("the check of the coordinator", error)
         if not isinstance(named, MissingExtraError):

@@ -27,7 +27,6 @@ from composer_replication.launch.doctor.machine import (
     check_memory,
     check_open_files,
     check_shared_memory,
-    check_tls,
     check_token,
     check_variables,
     free_memory,
@@ -172,7 +171,6 @@ class Examination:
         yield from check_open_files(open_files())
         yield from check_shared_memory(SHM)
         yield from check_token(self._env, self._reaches_others())
-        yield from check_tls(self._options.tls_dir)
         yield from self._check_folders()
 
     def _check_folders(self) -> Iterator[Result]:

@@ -14,14 +14,12 @@ from rich.filesize import decimal
 from composer_replication.launch.doctor.results import (
     Result,
     failure,
-    from_error,
     ok,
     skipped,
     warning,
 )
 from composer_replication.plan import PlannedRun
 from composer_replication.replica.options import NO_TOKEN, TOKEN, ReplicaEnv
-from composer_replication.replica.tls import check_tls_dir
 
 SHM = Path("/dev/shm")
 FEW_FILES, FEWEST_FILES = 1024, 256
@@ -144,18 +142,6 @@ def check_token(env: ReplicaEnv, reaches_others: bool | None) -> Iterator[Result
         yield failure("token", "none, and other machines reach this run", fix)
     else:
         yield ok("token", "none is needed: the run is on this machine alone")
-
-
-def check_tls(tls_dir: str | None) -> Iterator[Result]:
-    """The certificates of this process can be used, if it has any."""
-    if tls_dir is None:
-        return
-    try:
-        check_tls_dir(tls_dir)
-    except ValueError as error:
-        yield from_error("tls_dir", error)
-    else:
-        yield ok("tls_dir", f"{tls_dir}: the run's authority has signed the certificate")
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[Result]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -49,13 +48,11 @@ class HealClient:
         tokens: The run's accepted tokens; the first one signs.
         name: The name of this replica group, for the peers' audit log.
         timeout: How long a peer may be silent, in seconds.
-        context: For TLS. None: no TLS.
     """
 
     tokens: Sequence[str] = field(repr=False)
     name: str
     timeout: float
-    context: ssl.SSLContext | None = None
 
     @property
     def limits(self) -> Limits:
@@ -123,7 +120,7 @@ class HealClient:
             HealError: Something went wrong here, or in the ``with`` block.
         """
         try:
-            with _connected(address, self.timeout, deadline, self.context) as connection:
+            with _connected(address, self.timeout, deadline) as connection:
                 # A socket's timeout limits each wait, not their sum: a peer that sends a byte now
                 # and then could hold this group for ever. The timer ends every wait at once.
                 watchdog = threading.Timer(_left(deadline), _break_off, (connection.sock,))
@@ -177,29 +174,19 @@ def _stranger(address: str) -> HealError:
 
 
 @contextlib.contextmanager
-def _connected(
-    address: str, timeout: float, deadline: float, context: ssl.SSLContext | None
-) -> Iterator[HTTPConnection]:
-    """Connect to ``http://host:port``, or with a context to ``https://host:port``.
+def _connected(address: str, timeout: float, deadline: float) -> Iterator[HTTPConnection]:
+    """Connect to ``http://host:port``.
 
     Args:
         address: The server's.
         timeout: Limit of each single wait, in seconds.
         deadline: Limit of connecting, by ``time.monotonic``.
-        context: For TLS. None: no TLS.
     """
     parts = urlsplit(address)
-    if parts.scheme != ("http" if context is None else "https"):
-        raise HealError(
-            f"{address} is {'no' if context else 'a'} TLS server: set tls_dir "
-            "(COMPOSER_REPLICATION_TLS_DIR) in all groups, or in none"
-        )
     connection = HTTPConnection(parts.hostname or "", parts.port)
     connection.auto_open = 0  # a challenge is valid on its connection only
     connection.sock = _connect(parts.hostname or "", parts.port or 80, timeout, deadline)
     try:
-        if context is not None:
-            connection.sock = context.wrap_socket(connection.sock)
         yield connection
     finally:
         connection.close()

@@ -14,7 +14,6 @@ import io
 import logging
 import secrets
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -47,9 +46,6 @@ SILENT_S = 60
 PARTS_A_CALL = 1024
 """How many buffers the kernel takes in one call (``IOV_MAX``)."""
 
-TLS_CHUNK = 1 << 20
-"""How many bytes of an encrypted answer a joiner has to receive within ``SILENT_S``."""
-
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -67,7 +63,6 @@ class HealServer(BackgroundServer):
         answer: Gives a context with the answer to a path, which ends when the answer has been
             sent, or raises a KeyError on entering if there is nothing. It is called on the
             connections' threads.
-        context: For TLS. None: no TLS.
 
     Attributes:
         rejections: Requests without a valid proof, for the log.
@@ -79,9 +74,7 @@ class HealServer(BackgroundServer):
         address: str,
         tokens: Sequence[str],
         answer: Callable[[str], AbstractContextManager[Body]],
-        context: ssl.SSLContext | None = None,
     ) -> None:
-        self._context = context
         self.address, self.tokens, self.answer = address, tokens, answer
         self.rejections = RateLimitedCount()
         self._shortages = RateLimitedCount()
@@ -92,14 +85,7 @@ class HealServer(BackgroundServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection."""
         try:
-            connection, client_address = super().get_request()
-            if self._context is not None:
-                # The connection's own thread does the handshake, at its first read and within its
-                # deadline. Here a client that sends nothing would keep all others waiting.
-                connection = self._context.wrap_socket(
-                    connection, server_side=True, do_handshake_on_connect=False
-                )
-            return connection, client_address
+            return super().get_request()
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
                 # The connection stays in the kernel's queue. Without this pause the loop would spin
@@ -274,12 +260,6 @@ def _send(connection: socket.socket, body: Body) -> None:
     send a few MB at most, and after each call this thread would wait for the interpreter lock of
     the training thread.
     """
-    if isinstance(connection, ssl.SSLSocket):
-        connection.settimeout(SILENT_S)
-        for part in body:
-            for start in range(0, len(part), TLS_CHUNK):
-                connection.sendall(part[start : start + TLS_CHUNK])
-        return
     connection.settimeout(None)
     limit = struct.pack("ll", SILENT_S, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -28,7 +28,6 @@ from composer_replication.replica.heal.client import HealClient, HealError, load
 from composer_replication.replica.heal.donor import Donor
 from composer_replication.replica.heal.offer import Limits
 from composer_replication.replica.heal.server import HealServer
-from composer_replication.replica.tls import client_context, server_context
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,6 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             name, and every interface.
         timeout: How long a peer may be silent, in seconds.
         name: The name of this replica group, for the audit log of its peers.
-        tls_dir: The folder of certificates for TLS. None: no TLS.
 
     Attributes:
         client: Asks the heal servers of peers.
@@ -61,19 +59,15 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         hostname: str | None,
         timeout: float,
         name: str = "",
-        tls_dir: str | None = None,
     ) -> None:
-        context = None if tls_dir is None else client_context(tls_dir)
-        self.client = HealClient(tokens, name, timeout, context)
+        self.client = HealClient(tokens, name, timeout)
         self._donor = Donor(self.client.limits)
         self.downloads: dict[str, memoryview] = {}
         self._loaded: Any = None
         listener = listen(hostname)
         self.port = listener.getsockname()[1]
-        scheme = "http" if tls_dir is None else "https"
-        address = f"{scheme}://{bracketed(hostname or socket.gethostname())}:{self.port}"
-        context = None if tls_dir is None else server_context(tls_dir)
-        self._server = HealServer(listener, address, tokens, self._donor.answer, context)
+        address = f"http://{bracketed(hostname or socket.gethostname())}:{self.port}"
+        self._server = HealServer(listener, address, tokens, self._donor.answer)
         self._server.start()
 
     # ---- the donor ---------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Every check, provoked: what it reports has the value and the fix.
 
-Run: pytest tests/launch/doctor/test_checks.py. Real: files, sockets and certificates; what a
+Run: pytest tests/launch/doctor/test_checks.py. Real: files and sockets; what a
 machine has installed or measured is handed to the checks as arguments.
 """
 
@@ -90,10 +90,6 @@ def peer(address):
     return LighthouseStatus((Member(name, 3, address),), alive=frozenset([name]))
 
 
-def no_certificates(tmp_path):
-    return machine.check_tls(str(tmp_path))
-
-
 def not_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     return folders.check_folder("run folder", str(tmp_path / "file" / "run"), "run_dir")
@@ -168,10 +164,6 @@ CASES = {
         lambda _: accelerators.check_device({"backend": "nccl"}, None, Gpus()),
         FAILURE, "nccl, which only averages between GPUs", "backend: gloo",
     ),
-    "nccl with TLS": (
-        lambda _: accelerators.check_device({"backend": "nccl", "tls_dir": "tls"}, "gpu", H200),
-        FAILURE, "nccl with tls_dir='tls'", "backend: gloo",
-    ),
     "few open files": (
         lambda _: machine.check_open_files(512), WARNING, "512 at most", "ulimit -n 4096",
     ),
@@ -213,9 +205,6 @@ CASES = {
     "no token and no address": (
         lambda _: machine.check_token(environment(), None),
         SKIPPED, "not checked", "export COMPOSER_REPLICATION_TOKEN=...",
-    ),
-    "no certificates": (
-        no_certificates, FAILURE, "ca.pem is missing", "composer-replication certificates",
     ),
     "RUST_LOG=off": (
         lambda _: machine.check_variables({"RUST_LOG": "off"}),
@@ -561,7 +550,6 @@ def test_what_does_not_concern_a_job_is_not_mentioned():
     saved = {"save_interval": "1ep", "save_folder": "x", "autoresume": True, "run_name": "a"}
     assert not list(settings.check_saving(saved, False))
     assert not list(settings.check_saving({"save_interval": "1ep"}, True))
-    assert not list(machine.check_tls(None))
 
 
 def test_how_much_of_a_round_trains_and_how_long_it_should_be():

@@ -86,7 +86,6 @@ def test_the_folder_of_the_checkpoints_is_that_of_the_run(tmp_path):
         ("max_duration=10x", "config", "max_duration='10x'", "(batches)"),
         ("optimizer.lrr=1", "config", "optimizer has no 'lrr'", "did you mean 'lr'?"),
         ("device=gpu", "device", "gpu, and torch can use none here", "device: cpu"),
-        ("callbacks.diloco.tls_dir=none", "tls_dir", "is missing", "certificates none"),
         ("run_dir=/proc/none", "run folder", "/proc/none cannot be written", "run_dir: another"),
     ],
 )
