@@ -63,8 +63,6 @@ def test_the_docstring_s_table_lists_what_is_read():
     ReplicaEnv.from_env(environ)
     documented = set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
     assert environ.asked == documented | REMOVED_VARIABLES.keys()
-        re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__)
-    )
 
 
 # ---- the run's secret -----------------------------------------------------------------------
