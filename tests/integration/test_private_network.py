@@ -89,6 +89,7 @@ def capture(interface: str, path: str) -> None:
 def host_script(host: int, address_of_other: str) -> str:
     """The page's lines on one host, and what begins with the tunnel."""
     other = 1 - host
+    make_key = block("docs/security.md", "(umask 077; wg genkey")
     configure = block("docs/security.md", "own=10.9.0.1")
     values = {
         "own": f"10.9.0.{host + 1} other=10.9.0.{other + 1}",
@@ -105,7 +106,7 @@ def host_script(host: int, address_of_other: str) -> str:
             "set -euo pipefail",
             "mkdir -p /etc/wireguard /var/run/wireguard",  # of this host alone
             "mount -t tmpfs none /etc/wireguard; mount -t tmpfs none /var/run/wireguard",
-            f"{{ {block('docs/security.md', '(umask 077; wg genkey')} }} > new_{host}",
+            f"{{ {make_key} }} > new_{host}",
             f"mv new_{host} key_of_{host}; until [ -e key_of_{other} ]; do sleep 0.05; done",
             "trap 'kill $(jobs -p); wg-quick down wg0' EXIT",
             configure,
