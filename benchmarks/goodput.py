@@ -1,10 +1,11 @@
 """Goodput under the failure rates of published studies, simulated with measured costs.
 
-    python benchmarks/goodput.py [RUN/summary.json] [--groups 2 8 16] [--chips 1.2e6] [--json OUT]
+    python benchmarks/goodput.py [RUN] [--groups 2 8 16] [--chips 1.2e6] [--json OUT]
 
-With the summary of a `chaos` run its costs are used, and the run is replayed: the kills that it
-had, at the times at which it had them. The table then has the error of the simulation. Without it
-the costs are those of the run of 8 groups in docs/chaos.md.
+With the folder of a run it says first what the run's goodput was and where the time of its groups
+went. The costs are then those of the run, and it is replayed: the kills of `make chaos`, at the
+times at which it had them. The table has the error of the simulation. Without a run the costs are
+those of the run of 8 groups in docs/chaos.md.
 
 The failure rate is that of Decoupled DiLoCo's study as articles about it give it: 1.2 million
 chips, each of which fails once a year. A failure ends its whole group here. In the study a learner
@@ -16,23 +17,23 @@ from __future__ import annotations
 import argparse
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from account import CHAOS, describe_goodput, measure_goodput
 from results import command_line, write
 from rich.console import Console
 from rich.table import Table
 
-from composer_replication.callback.run_folder import CHAOS
 from composer_replication.launch.run_record import Run, read_run
 from composer_replication.replica.json_files import read_json
 
 YEAR_S = 365.25 * 86_400
 MODELLED = ("kill", "first_round", "end")
-"""Faults of `chaos` that the replay knows: the group ends at once, and is started again."""
+"""Faults of `make chaos` that the replay knows: the group ends at once, and is started again."""
 
 PUBLISHED = (
     ("Decoupled DiLoCo, 16 learners", 0.93, "arXiv 2604.21428, simulated"),
@@ -137,23 +138,26 @@ def random_strikes(seed: int, groups: int, mean_s: float, duration_s: float) -> 
     return sorted(strikes)
 
 
-def measured_costs(run: Run, chaos: dict[str, Any], defaults: Costs) -> Costs:
-    """The costs of a `chaos` run.
+def measured_costs(
+    run: Run, goodput: Mapping[str, Any], chaos: Mapping[str, Any], defaults: Costs
+) -> Costs:
+    """The costs of a run.
 
     Args:
         run: The run.
-        chaos: Its ``chaos.json``.
+        goodput: From ``measure_goodput``.
+        chaos: Its ``chaos.json``; empty if no faults were injected.
         defaults: The checkpoints, and the costs that the run has not had.
 
     Raises:
         ValueError: The run has no goodput, or no config that says ``sync_every``.
     """
-    if not run.goodput or run.sync_every is None:
+    if not goodput or run.sync_every is None:
         raise ValueError(
-            f"{run.run_dir} has no goodput or no sync_every: give the summary.json of a run that "
-            "`composer-replication chaos` of this version has made, with at least two syncs"
+            f"{run.run_dir} has no goodput or no sync_every: give the folder of a run of `launch` "
+            "or `make chaos` with at least two syncs"
         )
-    costs = run.goodput["costs"]
+    costs = goodput["costs"]
     found = {**asdict(defaults), "sync_every": run.sync_every}
     found |= {"inner_step_s": costs["inner_step_s"], "sync_s": costs["sync_s"] + costs["wait_s"]}
     if costs["ends"]:
@@ -166,7 +170,7 @@ def measured_costs(run: Run, chaos: dict[str, Any], defaults: Costs) -> Costs:
     return Costs(**found)
 
 
-def detection_times(run: Run, chaos: dict[str, Any]) -> Iterator[float]:
+def detection_times(run: Run, chaos: Mapping[str, Any]) -> Iterator[float]:
     """For each kill and survivor that had to wait for it, the seconds until it had a quorum."""
     for fault in chaos.get("injected", ()):
         at = chaos["began_at"] + fault["at"]
@@ -181,8 +185,8 @@ def detection_times(run: Run, chaos: dict[str, Any]) -> Iterator[float]:
                     yield after["time"] - synced_s - at
 
 
-def replay(run: Run, chaos: dict[str, Any], costs: Costs) -> float:
-    """The goodput of the simulation under the kills of a `chaos` run.
+def replay(run: Run, goodput: Mapping[str, Any], chaos: Mapping[str, Any], costs: Costs) -> float:
+    """The goodput of the simulation under the kills of a run of `make chaos`.
 
     Each comes as long after a commit as it did there, in the first round after its time: what it
     costs the others depends on that.
@@ -196,7 +200,7 @@ def replay(run: Run, chaos: dict[str, Any], costs: Costs) -> float:
             since = at - before[-1] if before else fault["at"]
             _, commit = train(costs, groups, sorted(strikes), fault["at"])
             strikes.append((commit + since, fault["victims"][0]))
-    return simulate(costs, groups, sorted(strikes), run.goodput["group_seconds"] / groups)
+    return simulate(costs, groups, sorted(strikes), goodput["group_seconds"] / groups)
 
 
 # Of the run of 8 groups in docs/chaos.md.
@@ -206,7 +210,7 @@ DEFAULTS = Costs(inner_step_s=0.114, sync_every=20, sync_s=0.281, detection_s=2.
 def parse() -> argparse.Namespace:
     """Read from the command line which groups and failure rates are simulated, with which costs."""
     parser = command_line(__doc__, quick="2 seeds of an hour")
-    parser.add_argument("summary", nargs="?", type=Path, help="of a chaos run: its costs are used")
+    parser.add_argument("run", nargs="?", type=Path, help="folder of a run: its costs are used")
     parser.add_argument("--groups", nargs="+", type=int, default=[2, 8, 16])
     parser.add_argument("--chips", type=float, default=1.2e6, help="of all groups together")
     parser.add_argument("--chip-years", type=float, default=1.0, help="between failures of a chip")
@@ -232,11 +236,15 @@ def main() -> None:
     costs = DEFAULTS
     table = Table("run", "a group fails every", "goodput", "source")
     found: dict[str, Any] = {}
-    if arguments.summary is not None:
-        run = read_run(arguments.summary.parent)
+    console = Console()
+    if arguments.run is not None:
+        run = read_run(arguments.run)
         chaos = read_json(run.run_dir / CHAOS)
-        costs = measured_costs(run, chaos, DEFAULTS)
-        measured, replayed = run.goodput["goodput"], replay(run, chaos, costs)
+        account = measure_goodput(run)
+        for name, text in describe_goodput(account):
+            console.print(f"{name}: {text}")
+        costs = measured_costs(run, account, chaos, DEFAULTS)
+        measured, replayed = account["goodput"], replay(run, account, chaos, costs)
         error = replayed - measured
         left_out = sorted({fault["kind"] for fault in chaos.get("injected", ())} - {*MODELLED})
         source = (
@@ -246,7 +254,7 @@ def main() -> None:
             f"{len(run.metrics)} groups of the given run", "", f"{measured:.1%}", "measured"
         )
         table.add_row("the same kills", "", f"{replayed:.1%}", f"simulated: {source}")
-        found |= {"measured": measured, "replayed": replayed, "not_replayed": left_out}
+        found |= {"measured": account, "replayed": replayed, "not_replayed": left_out}
     names = ("sync_every", "inner_step_s", "checkpoint_rounds")
     given = {name: getattr(arguments, name) for name in names}
     costs = replace(costs, **{name: value for name, value in given.items() if value is not None})
@@ -261,7 +269,6 @@ def main() -> None:
         found[f"{groups} groups"] = values
     for name, goodput, source in PUBLISHED:
         table.add_row(name, "", f"{goodput:.1%}", source)
-    console = Console()
     console.print(table)
     console.print(", ".join(f"{name} {value:.3g}" for name, value in asdict(costs).items()))
     write({"costs": asdict(costs), **found}, arguments)

@@ -78,8 +78,8 @@ def read_record(run_dir: Path) -> dict[str, Any]:
         run_dir: The run's folder.
 
     Returns:
-        Keys of ``/v1/page``: ``run_name``, ``losses`` (means over a round), ``syncs``, ``lives``,
-        ``marks`` and ``goodput``; empty if no group has committed a sync.
+        Keys of ``/v1/page``: ``run_name``, ``losses`` (means over a round), ``syncs``, ``lives``
+        and ``marks``; empty if no group has committed a sync.
     """
     try:
         return _record_of(read_run(run_dir))
@@ -101,7 +101,6 @@ def _record_of(run: Run) -> dict[str, Any]:
         "syncs": [_sync_of(line) for line in longest],
         "lives": {id: lives_of(run, id) for id in run.metrics},
         "marks": marks_of(run),
-        "goodput": run.goodput,
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from composer_replication.callback.run_folder import (
     SYNC,
 )
 from composer_replication.callback.words import format_bytes, plural
-from composer_replication.launch.goodput import describe_goodput, measure_goodput
 from composer_replication.launch.outer_readings import describe_outer_loop
 from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
 from composer_replication.training.config import read_value
@@ -147,14 +145,6 @@ class Run:
         """The digest of each group's global parameters at its end."""
         return {id: result["global_digest"] for id, result in self.results.items()}
 
-    @cached_property
-    def goodput(self) -> dict[str, Any]:
-        """What ``measure_goodput`` says about the run."""
-        end = max(syncs.ended_at for syncs in self.metrics.values())
-        return measure_goodput(
-            self.run_dir, self.starts, self.metrics, finished=self.results, end=end
-        )
-
 
 def read_run(run_dir: str | Path) -> Run:
     """Read a run folder.
@@ -238,11 +228,10 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
         "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
         "replicas": [
             {"replica_id": id, **{name: result.get(name) for name in fields}}
-            | {"restarts": restarts.get(id, 0)}
+            | {"restarts": restarts.get(id, 0), "inner_share": run.metrics[id].inner_share}
             for id, result in run.results.items()
         ],
         "eval": run.evaluation,
-        "goodput": run.goodput,
     }
     replace_json(run.run_dir / SUMMARY, summary, survives_power_cut=True, indent=2)
     return summary
@@ -274,7 +263,9 @@ def describe(run: Run) -> list[tuple[str, str]]:
         if group.num_damaged
     ]
     rows += _describe_traffic(run)
-    rows += describe_goodput(run.goodput)
+    shares = {id: group.inner_share for id, group in run.metrics.items()}
+    each = ", ".join(f"group {id} {share:.0%}" for id, share in shares.items() if share is not None)
+    rows += [("time in inner steps", each)] if each else []
     longest = max(run.metrics.values(), key=len)
     rows += describe_outer_loop(longest, len(longest))
     return rows

@@ -166,7 +166,8 @@ def chaos_run(folder):
 def test_the_costs_of_a_chaos_run_and_its_replay(load, tmp_path):
     goodput = load("goodput")
     run, chaos = chaos_run(tmp_path)
-    costs = goodput.measured_costs(run, chaos, costs_of(goodput, sync_every=99))
+    account = goodput.measure_goodput(run)
+    costs = goodput.measured_costs(run, account, chaos, costs_of(goodput, sync_every=99))
     # It was dead for 1 s, and started for 3.45 s, in half a round of which it waited for the sync.
     assert costs.restart_s == pytest.approx(1.0 + 3.45 - 0.5)
     assert (costs.sync_every, costs.checkpoint_rounds) == (10, 1)
@@ -175,15 +176,15 @@ def test_the_costs_of_a_chaos_run_and_its_replay(load, tmp_path):
     # The kill came 0.6 s after a commit, 3.0 s after the begin. The first commit after that is at
     # 3.6 s, so it is at 4.2 s. Group 0 has a quorum at 6.2 s, and commits at 6.4 s and, alone, at
     # 7.6 s; the run lasted for 7.55 s.
-    replayed = goodput.replay(run, chaos, costs)
+    replayed = goodput.replay(run, account, chaos, costs)
     assert replayed == pytest.approx(10 * (3 * 2 + 2) * 0.1 / (2 * 7.6))
 
 
 def test_a_run_without_goodput_is_refused_with_what_to_give(load, tmp_path):
     goodput = load("goodput")
     (tmp_path / "replica_0").mkdir()
-    with pytest.raises(ValueError, match="has no goodput or no sync_every: give the summary.json"):
-        goodput.measured_costs(read_run(tmp_path), {}, costs_of(goodput))
+    with pytest.raises(ValueError, match="has no goodput or no sync_every: give the folder"):
+        goodput.measured_costs(read_run(tmp_path), {}, {}, costs_of(goodput))
 
 
 def test_a_file_of_results_says_what_has_made_it_and_is_read_by_the_pages(

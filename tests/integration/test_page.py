@@ -78,7 +78,7 @@ def test_the_report_is_readable_at_both_widths_and_in_the_dark(
     page.get_by_role("heading", name="Finished").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert violations(page, axe) == []
-    for heading in ("Replica groups", "Loss of all groups", "Goodput", "Outer loop", "Settings"):
+    for heading in ("Replica groups", "Loss of all groups", "Outer loop", "Settings"):
         assert page.get_by_role("heading", name=re.compile(f"^{heading}")).is_visible(), heading
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 21, 27)"
     assert dark == (scheme == "dark")
@@ -195,4 +195,3 @@ def test_a_change_through_the_form_takes_effect_in_all_groups_at_one_outer_step(
     page = open_page((run_dir / "report.html").as_uri())
     page.get_by_role("heading", name="Finished").wait_for()
     assert f"outer_lr 0.7 -> 0.35 since outer step {said}" in page.locator("#changes").inner_text()
-    assert "of what undisturbed training" in page.locator("#goodput").inner_text()

@@ -12,7 +12,6 @@ from run_events import events_of, write_events
 
 from composer_replication.coordinator.page import page_html, report_html
 from composer_replication.launch.page_record import RunRecord, read_record, write_page
-from composer_replication.launch.run_record import read_run
 
 
 @pytest.fixture
@@ -35,12 +34,6 @@ def test_the_record_has_each_groups_losses_and_the_syncs_with_their_batch(run_di
     assert record["losses"]["2"][0] == [10, pytest.approx(5.19)]
     assert [s["outer_step"] for s in record["syncs"]] == list(range(1, SYNCS + 1))
     assert [s["batch"] for s in record["syncs"]] == list(range(10, 10 * SYNCS + 1, 10))
-
-
-def test_the_goodput_is_that_of_the_summary(run_dir):
-    goodput = read_record(run_dir)["goodput"]
-    assert goodput == read_run(run_dir).goodput
-    assert 0 < goodput["goodput"] < 1 and goodput["costs"]["ends"] == 1
 
 
 def test_a_group_that_was_killed_has_two_lives(run_dir):

@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from composer_replication.callback.run_folder import CHAOS, STATUS, log_path
-from composer_replication.launch.group_time import PARTS, GroupTime, Window, account
+from group_time import PARTS, GroupTime, Window, account
+
+from composer_replication.callback.run_folder import STATUS, log_path
+from composer_replication.launch.run_record import Run
 from composer_replication.replica.json_files import read_json
+
+CHAOS = "chaos.json"
+"""What `make chaos` writes into a run's folder."""
 
 HOLDING_UP = ("stop", "slow", "unreachable", "one_way")
 """Faults that hold a group up and do not end it."""
 
-Lines = Mapping[str, Collection[dict[str, Any]]]
-"""The lines of a file of every replica group, by its id."""
 
-
-def measure_goodput(
-    run_dir: Path, starts: Lines, syncs: Lines, *, finished: Collection[str], end: float
-) -> dict[str, Any]:
+def measure_goodput(run: Run) -> dict[str, Any]:
     """Measure a run's goodput, and where the time of its groups went.
 
-    Args:
-        run_dir: The run's folder.
-        starts: The starts of each group's processes, from ``events.jsonl``.
-        syncs: The committed syncs of each group, from ``events.jsonl``.
-        finished: The groups that have trained to the end.
-        end: When the last sync of any group was over, in seconds since the epoch.
+    Goodput is the inner steps that are in the final model, divided by those that the same groups
+    would have trained in the same time without faults, syncs and waits. How fast a group would have
+    trained is its own median over the times between two syncs.
 
     Returns:
-        The object ``goodput`` of ``summary.json``, see ``docs/chaos.md``; empty if no group has
-        made inner steps between two syncs.
+        The object; empty if no group has made inner steps between two syncs. ``seconds`` says where
+        the time of all groups went and adds up to ``group_seconds``, ``costs`` what a sync, a wait,
+        a death and a start cost, and ``goodput_outside_faults`` leaves out the time ``dead``.
     """
-    chaos = read_json(run_dir / CHAOS)
+    chaos = read_json(run.run_dir / CHAOS)
+    end = max(syncs.ended_at for syncs in run.metrics.values())
     times = {}
-    for id in syncs:
-        status = read_json(log_path(run_dir, id).with_name(STATUS))
+    for id, syncs in run.metrics.items():
+        status = read_json(log_path(run.run_dir, id).with_name(STATUS))
         times[id] = account(
-            list(starts.get(id, ())),
-            syncs[id],
+            syncs.starts,
+            syncs,
             faults=fault_windows(chaos, id),
-            end=None if id in finished else end,
+            end=None if id in run.results else end,
             trained_at=status.get("trained_at"),
         )
     return summarize({id: time for id, time in times.items() if time is not None})

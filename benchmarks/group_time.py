@@ -12,7 +12,15 @@ from typing import Any
 from composer_replication.callback.run_folder import OUTER_STEP
 
 PARTS = ("training", "syncs", "waiting", "starting", "thrown_away", "dead", "other")
-"""Where the time of a group goes; ``docs/chaos.md`` describes them."""
+"""Where the time of a group goes.
+
+``training``: the inner steps that are in the model, at the undisturbed pace. ``syncs``: blocked by
+a sync after its quorum had formed. ``waiting``: blocked until then. ``starting``: from the start of
+a process that replaces another to its first inner step. ``thrown_away``: inner steps that are not
+in the model. ``dead``: from the last moment in which a group trained to the start of its next
+process, and what a lasting fault kept it from training. ``other``: the rest, such as evaluations;
+below 0 if steps were faster in the mean than in the median.
+"""
 
 Window = tuple[float, float]
 """Begin and end of a fault, in seconds since the epoch."""

@@ -1,14 +1,13 @@
 """Where a group's time went, by traces computed by hand.
 
-Run: pytest tests/launch/test_group_time.py.
+Run: pytest tests/benchmarks/test_group_time.py.
 
 In all of them an inner step takes 0.1 s and a round has ten; a sync blocks for 0.2 s, of which it
 waits 0.05 s. The groups' files are stood in for by lists.
 """
 
 import pytest
-
-from composer_replication.launch.group_time import PARTS, account
+from group_time import PARTS, account
 
 
 def start(joined, *, started=0.0, steps=0, trained_at=None, before=0):

@@ -1,4 +1,4 @@
-"""A run's goodput, by traces computed by hand. Run: pytest tests/launch/test_goodput.py
+"""A run's goodput, by traces computed by hand. Run: pytest tests/benchmarks/test_account.py
 
 In all of them a round has ten inner steps of 0.1 s, and a sync blocks for 0.2 s. The files are
 those of a run; no group has written them.
@@ -7,10 +7,10 @@ those of a run; no group has written them.
 import json
 
 import pytest
+from account import describe_goodput, fault_windows, measure_goodput
 from run_events import write_events
 
-from composer_replication.launch.goodput import describe_goodput, fault_windows
-from composer_replication.launch.run_record import describe, read_run, write_summary
+from composer_replication.launch.run_record import read_run
 
 
 def sync(at, outer_step, steps, blocked=0.2):
@@ -51,8 +51,7 @@ def one_of_two_is_killed(run_dir):
 
 def test_a_run_with_a_kill(tmp_path):
     one_of_two_is_killed(tmp_path)
-    goodput = write_summary(read_run(tmp_path), {"1": 1})["goodput"]
-    assert goodput == json.loads((tmp_path / "summary.json").read_text())["goodput"]
+    goodput = measure_goodput(read_run(tmp_path))
     # 80 + 60 inner steps of twice 9.6 s, which are 192; the dead time is 5 of them.
     assert goodput["goodput"] == pytest.approx(140 / 192, abs=1e-4)
     assert goodput["goodput_outside_faults"] == pytest.approx(140 / 187, abs=1e-4)
@@ -73,7 +72,7 @@ def test_a_run_with_a_kill(tmp_path):
 
 def test_the_text_has_the_number_and_the_parts(tmp_path):
     one_of_two_is_killed(tmp_path)
-    rows = dict(describe(read_run(tmp_path)))
+    rows = dict(describe_goodput(measure_goodput(read_run(tmp_path))))
     assert rows["goodput"] == "72.9% (74.9% of the time that faults left)"
     assert rows["the groups' time"] == (
         "training 72.9%, syncs 14.6%, starting 7.3%, thrown away 2.6%, dead 2.6%"
@@ -84,7 +83,7 @@ def test_each_group_is_measured_by_its_own_pace(tmp_path):
     # The fast group could have trained 48 steps, and the slow one, which takes 0.2 s, 44.
     write_group(tmp_path, 0, [start(10.0)], rounds(10.0, 4))
     write_group(tmp_path, 1, [start(10.0)], rounds(10.0, 4, step_s=0.2))
-    goodput = read_run(tmp_path).goodput
+    goodput = measure_goodput(read_run(tmp_path))
     assert goodput["inner_steps_possible"] == pytest.approx(48 + 44)
     assert goodput["goodput"] == pytest.approx(80 / 92, abs=1e-4)
     assert describe_goodput(goodput)[0] == ("goodput", "87.0%")
@@ -94,7 +93,7 @@ def test_a_group_that_has_not_come_back_counts_until_the_last_sync_of_the_run(tm
     write_group(tmp_path, 0, [start(10.0)], rounds(10.0, 8))
     status = {"phase": "not back", "trained_at": 12.9}
     write_group(tmp_path, 1, [start(10.0)], rounds(10.0, 2), status, is_finished=False)
-    goodput = read_run(tmp_path).goodput
+    goodput = measure_goodput(read_run(tmp_path))
     assert goodput["group_seconds"] == pytest.approx(19.2)
     assert goodput["groups"]["1"]["seconds"]["dead"] == pytest.approx(19.6 - 12.9)
     assert goodput["goodput"] == pytest.approx(100 / 192, abs=1e-4)
@@ -122,5 +121,4 @@ def test_faults_that_hold_a_group_up_are_windows_of_the_wall_clock(tmp_path):
 
 def test_a_run_whose_groups_have_not_said_when_they_started_has_no_goodput(tmp_path):
     write_group(tmp_path, 0, [], rounds(10.0, 4))
-    run = read_run(tmp_path)
-    assert run.goodput == {} and "goodput" not in dict(describe(run))
+    assert measure_goodput(read_run(tmp_path)) == {} and describe_goodput({}) == []
