@@ -31,7 +31,6 @@ EXTRA_OF = {
     "starlette": "coordinator",
     "uvicorn": "coordinator",
     "hydra": "launch",
-    "matplotlib": "launch",
     "mlflow": "mlflow",
     "omegaconf": "launch",
     "packaging": "launch",

@@ -241,12 +241,10 @@ def env() -> None:
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
 ) -> None:
-    """Write loss.png and report.html from what a run wrote, and print its result."""
+    """Write report.html from what a run wrote, and print its result."""
     from composer_replication.launch.outcome import print_rows
     from composer_replication.launch.page_record import write_page
-    from composer_replication.launch.report import write_report
     from composer_replication.launch.run_record import describe, read_run
 
-    picture = write_report(run_dir)
-    files = [("picture", str(picture)), ("page", str(write_page(run_dir)))]
-    print_rows([*describe(read_run(run_dir)), *files])
+    rows = describe(read_run(run_dir))
+    print_rows([*rows, ("page", str(write_page(run_dir)))])

@@ -93,7 +93,7 @@ def test_nothing_heavy_is_imported_before_the_input_is_known_good(config):
         "import composer_replication.launch.launcher\n"
         "try: app(['train', sys.argv[1], 'model.name=x'], standalone_mode=False)\n"
         "except ValueError: pass\n"
-        "sys.exit(bool({'torch', 'composer', 'matplotlib'} & sys.modules.keys()))"
+        "sys.exit(bool({'torch', 'composer'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", check, config]).returncode == 0
 
@@ -126,7 +126,7 @@ def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
     answer = run(name, Path(__file__).parent.parent / config, *given, seconds=100)
     assert answer.returncode == 0, answer.stderr
     assert "equal in 3 groups after 3 outer steps" in answer.stdout  # the last one mid-round
-    for name in ("config.yaml", "summary.json", "loss.png", "replica_2/events.jsonl"):
+    for name in ("config.yaml", "summary.json", "report.html", "replica_2/events.jsonl"):
         assert (folder / name).exists()
 
 

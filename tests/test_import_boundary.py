@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "composer_replication"
-HEAVY = ("torch", "torchft", "composer", "matplotlib", "torchmetrics")
+HEAVY = ("torch", "torchft", "composer", "torchmetrics")
 
 
 def imports_of(path):
@@ -143,20 +143,20 @@ def test_the_package_itself_is_light_and_lists_its_public_names():
     assert output.stdout.strip() == names
 
 
-# Composer brings some of these along (torchmetrics imports matplotlib where there is one), so what
-# is looked at is what our own modules import, all the way down.
+# Composer brings some of these along, so what is looked at is what our own modules import, all the
+# way down.
 
 
 @pytest.mark.parametrize(
     "module", ["diloco/algorithm.py", "callback/callback.py", "data/loader.py"]
 )
-def test_training_needs_nothing_that_only_the_service_the_config_or_the_pictures_need(module):
+def test_training_needs_nothing_that_only_the_service_or_the_config_need(module):
     seen, todo = set(), [PACKAGE / module]
     while todo:
         path = todo.pop()
         seen.add(path)
         found = {name.split(".")[0] for name in imports_of(path)}
-        assert not found & {"fastapi", "uvicorn", "pydantic", "omegaconf", "matplotlib"}, path
+        assert not found & {"fastapi", "uvicorn", "pydantic", "omegaconf"}, path
         own = {PACKAGE.parent / (name.replace(".", "/") + ".py") for name in own_imports(path)}
         todo += [path for path in own - seen if path.exists()]
     assert len(seen) > 1
@@ -165,7 +165,7 @@ def test_training_needs_nothing_that_only_the_service_the_config_or_the_pictures
 @pytest.mark.integration
 def test_the_algorithm_is_imported_without_them():
     program = (
-        "import sys; sys.modules |= dict.fromkeys(['fastapi', 'omegaconf', 'matplotlib', 'rich']); "
+        "import sys; sys.modules |= dict.fromkeys(['fastapi', 'omegaconf', 'rich']); "
         "import composer_replication.diloco.algorithm"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -14,7 +14,6 @@ from composer_replication.callback.words import format_duration, plural
 from composer_replication.launch.errors import FAILED
 from composer_replication.launch.group_ends import describe_end
 from composer_replication.launch.page_record import write_page
-from composer_replication.launch.report import write_report
 from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
 from composer_replication.launch.supervision import Supervisor
 
@@ -53,7 +52,7 @@ def finish(
     restarts: Mapping[str, int],
     advice: str = "",
 ) -> int:
-    """Write the summary, the picture and the page, and print the result.
+    """Write the summary and the page, and print the result.
 
     Args:
         run_dir: The run's folder.
@@ -76,16 +75,14 @@ def finish(
         return FAILED
     write_summary(run, restarts)
     try:
-        picture = write_report(run_dir)
+        rows = describe(run)
     except ValueError as error:
         print_error(str(error))
         return FAILED
-    rows = describe(run)
     if any(restarts.values()):
         each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in restarts.items() if n)
         rows.append(("started again", each))
-    rows += [("time", format_duration(seconds)), ("picture", str(picture))]
-    rows.append(("page", str(write_page(run_dir))))
+    rows += [("time", format_duration(seconds)), ("page", str(write_page(run_dir)))]
     print_rows([*rows, ("all files", str(run_dir))])
     if len(set(run.digests.values())) > 1:
         print_error(

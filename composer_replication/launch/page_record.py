@@ -24,10 +24,8 @@ from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.run_history import OF_A_SYNC
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.launch.report import PICTURE
 from composer_replication.launch.run_marks import lives_of, marks_of
-from composer_replication.launch.run_record import Run, read_run
-from composer_replication.launch.thin_out import thin_out
+from composer_replication.launch.run_record import Run, read_run, thin_out
 from composer_replication.replica.json_files import read_json
 from composer_replication.training.config import ConfigError, diloco_section
 from composer_replication.training.settings_file import load_settings
@@ -166,6 +164,6 @@ def _ended_group(run: Run, id: str, shown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files_of(run: Run) -> list[str]:
-    names = [SUMMARY, PICTURE, CONFIG, CHAOS]
+    names = [SUMMARY, CONFIG, CHAOS]
     names += [f"replica_{id}/{name}" for id in run.metrics for name in (EVENTS, "log.txt")]
     return [name for name in names if (run.run_dir / name).exists()]

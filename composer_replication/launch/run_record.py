@@ -6,7 +6,7 @@ It reads that folder only, so it also works for a run that goes on or was killed
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,32 @@ def implied_sync_every(status: Mapping[str, Any]) -> int | None:
     return round(status["inner_steps"] / status["round"]) if status.get("round") else None
 
 
+def thin_out(
+    lines: Iterable[dict[str, Any]], keys: Collection[str], most: int
+) -> list[dict[str, Any]]:
+    """Select evenly spaced syncs of a group, without those that a resume repeated.
+
+    However many syncs there are, no more than ``most`` of them are held in memory.
+
+    Args:
+        lines: The group's syncs.
+        keys: What to keep of each sync, and ``diloco/outer_step``.
+        most: Most syncs to select.
+    """
+    kept: list[dict[str, Any]] = []
+    every = 1
+    for index, line in enumerate(lines):
+        while kept and kept[-1][OUTER_STEP] >= line[OUTER_STEP]:
+            kept.pop()
+        if index % every:
+            continue
+        kept.append({key: line[key] for key in (OUTER_STEP, *keys) if key in line})
+        if len(kept) > most:
+            kept = kept[::2]
+            every *= 2
+    return kept
+
+
 def last_lines(path: Path, limit: int = 12) -> list[str]:
     """The last informative lines of a log, without traceback frames and without duplicates.
 
@@ -238,7 +264,17 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def describe(run: Run) -> list[tuple[str, str]]:
-    """The closing text of a run, as pairs of a name and a value."""
+    """The closing text of a run, as pairs of a name and a value.
+
+    Raises:
+        ValueError: The run has committed no sync yet.
+    """
+    if not any(run.metrics.values()):
+        raise ValueError(
+            f"{run.run_dir} has no committed sync in replica_<id>/{EVENTS}, so there is nothing "
+            "to tell. The first comes after sync_every inner steps; if the run failed before, "
+            "replica_<id>/log.txt says why"
+        )
     rows = []
     bits = run.evaluation
     if "bits_per_byte" in bits:

@@ -43,5 +43,5 @@ def test_a_launch_of_a_script_is_a_run_like_that_of_a_config(tmp_path):
     assert summary["outer_steps"] == 3
     assert [replica["inner_steps"] for replica in summary["replicas"]] == [20, 21]
     assert len({replica["global_digest"] for replica in summary["replicas"]}) == 1
-    for name in ("config.yaml", "loss.png", "replica_1/events.jsonl", "replica_0/log.txt"):
+    for name in ("config.yaml", "report.html", "replica_1/events.jsonl", "replica_0/log.txt"):
         assert (tmp_path / "run" / name).stat().st_size, name

@@ -142,7 +142,7 @@ def pids_of(folder):
 
 
 @pytest.mark.integration
-def test_a_run_ends_with_a_summary_a_picture_and_what_came_out(tmp_path, capsys):
+def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
     assert launch_script(tmp_path, TRAINS, "ab") == 0
     run_dir = tmp_path / "run"
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -156,10 +156,10 @@ def test_a_run_ends_with_a_summary_a_picture_and_what_came_out(tmp_path, capsys)
         "restarts": 0,
         "final_loss": 2.0,
     }
-    assert (run_dir / "loss.png").stat().st_size > 10_000
+    assert (run_dir / "report.html").stat().st_size > 10_000
     assert "sync_every: 10" in (run_dir / "config.yaml").read_text()
     said = capsys.readouterr().out
-    assert "\nSettings from tiny.yaml:\n  sync_every " in said
+    assert "\nSettings from tiny.yaml: DiLoCoSettings(sync_every=10," in said
     assert "3.200   (unigram 4.700, uniform 8.000)" in said
     assert "equal in 2 groups after 2 outer steps: abababab" in said
     # Two syncs of 4000 bytes; data parallel sends as much in each of 20 inner steps.

@@ -40,7 +40,7 @@ def launch(folder, *options_and_command):
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert len({replica["global_digest"] for replica in summary["replicas"]}) == 1
-    assert len(summary["replicas"]) == 2 and (folder / "run" / "loss.png").exists()
+    assert len(summary["replicas"]) == 2 and (folder / "run" / "report.html").exists()
     return summary
 
 
