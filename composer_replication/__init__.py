@@ -21,7 +21,6 @@ __version__ = "0.1.0"
 EXTRA_OF = {
     "composer": "composer",
     "httpx": "composer",
-    "safetensors": "composer",
     "tenacity": "composer",
     "torchmetrics": "composer",
     "tqdm": "composer",

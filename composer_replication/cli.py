@@ -26,7 +26,6 @@ from composer_replication.launch.command_options import (
     RunDir,
     StragglerTimeout,
     TakesCommand,
-    Weights,
     command_after_dashes,
 )
 from composer_replication.launch.command_options import (
@@ -182,27 +181,6 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
     from composer_replication.launch.simulate_command import simulate_groups as run
 
     raise typer.Exit(run(load_config(config, overrides or []), config, replicas))
-
-
-@app.command()
-def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="File or folder of a checkpoint.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File to write.")],
-    weights: Annotated[
-        Weights | None,
-        typer.Option(
-            help="Weights to write, if the run has EMA. Default: those of the checkpoint's model."
-        ),
-    ] = None,
-) -> None:
-    """Write the weights of a checkpoint as safetensors: the global ones, or those of EMA."""
-    from composer_replication.callback.export import export as run
-    from composer_replication.callback.export import in_words
-
-    for line in in_words(run(checkpoint, out, weights), out):
-        print(line)
 
 
 @app.command("plan")

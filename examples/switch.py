@@ -2,7 +2,6 @@
 
 python examples/switch.py before
 composer-replication launch --replicas 2 --set sync_every=20 -- python examples/switch.py diloco
-composer-replication export runs/switch/group_0/latest-rank0.pt runs/switch/model.safetensors
 python examples/switch.py after
 """
 
@@ -12,7 +11,6 @@ import sys
 import torch
 from composer import Trainer
 from composer.models import ComposerClassifier
-from safetensors.torch import load_file
 from torch import nn
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
@@ -36,9 +34,8 @@ elif STAGE == "diloco":  # each group starts from its weights, with a new inner 
         "save_folder": f"runs/switch/group_{os.environ['REPLICA_GROUP_ID']}",
         "callbacks": [DiLoCoCallback()],
     }
-else:  # group 0's checkpoint itself would do as well, with load_path and load_weights_only
-    own = {}
-    model.load_state_dict(load_file("runs/switch/model.safetensors"))
+else:  # the checkpoint of a group is an ordinary one, of the global weights
+    own = {"load_path": "runs/switch/group_0/latest-rank0.pt", "load_weights_only": True}
 
 trainer = Trainer(
     model=model,

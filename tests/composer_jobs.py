@@ -61,12 +61,12 @@ building = threading.Lock()  # Composer seeds torch's generator, which the repli
 
 def trainer_of(*callbacks, replica_id=0, optimizer=None, **arguments):
     with building:
-        model = TinyModel(seed=replica_id)
+        model = arguments.pop("model", None) or TinyModel(seed=replica_id)
         build = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         return Trainer(
             model=model,
             optimizers=build(model.parameters()),
-            train_dataloader=data(replica_id),
+            train_dataloader=arguments.pop("train_dataloader", None) or data(replica_id),
             callbacks=list(callbacks),
             device="cpu",
             precision=arguments.pop("precision", "fp32"),
@@ -83,6 +83,11 @@ def callback_of(sim, **arguments):
         replica_id=sim.replica_id,
         **{"num_replicas": sim.num_replicas, "sync_every": 2} | arguments,
     )
+
+
+def read_checkpoint(path):
+    """A checkpoint of Composer that is one file."""
+    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def fit_alone(max_duration="4ba", *, others=(), diloco=(), **arguments):

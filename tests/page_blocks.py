@@ -28,12 +28,13 @@ def fenced(page: Path, language: str) -> list[str]:
 
 
 def block(page: str, start: str) -> str:
-    """The commands of a block that a test runs.
+    """The commands of a block, or its lines of Python, that a test runs.
 
     Args:
         page: Path of the page in the repository.
         start: How its first line begins.
     """
-    found = [text for text in fenced(ROOT / page, "bash") if text.startswith(start)]
+    texts = [text for language in ("bash", "python") for text in fenced(ROOT / page, language)]
+    found = [text for text in texts if text.startswith(start)]
     assert len(found) == 1, f"{page} has {len(found)} blocks that begin with {start!r}"
     return found[0]

@@ -23,10 +23,9 @@ from composer_replication.callback.composer_job import (
 )
 from composer_replication.callback.evaluation import Evaluation, metrics_of
 from composer_replication.callback.fit import Fit
-from composer_replication.callback.group_state import GroupState
+from composer_replication.callback.group_state import GroupState, Resume
 from composer_replication.callback.loggers import name_runs
 from composer_replication.callback.progress import max_batches
-from composer_replication.callback.resume import Resume
 from composer_replication.callback.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
 from composer_replication.coordinator.client import RunInfo
@@ -125,7 +124,7 @@ class DiLoCoCallback(Callback):
         """What the coordinator says about the run, if there is one."""
         self._fit: Fit | None = None
         """The fit that is running, or the last one."""
-        self._group = GroupState(Resume(self.settings, self.options.on_bad_state))
+        self._group = GroupState(Resume(self.settings))
         self._evaluation = Evaluation(self.options.eval_weights)
         self._parent = os.getppid()
 
@@ -165,7 +164,7 @@ class DiLoCoCallback(Callback):
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._arguments)
             kept = self._group.resume.state_dict()  # LoadCheckpoint may have loaded a state at INIT
-            self._group.resume = Resume(self.settings, self.options.on_bad_state)
+            self._group.resume = Resume(self.settings)
             self._group.resume.keep(kept)
         name_runs(state, logger, self.options)
         self._group.resume.before_load(state)

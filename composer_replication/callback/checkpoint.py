@@ -21,15 +21,20 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_replication.callback.checkpoint_layout import BadStateError, CheckpointLayout
-from composer_replication.callback.checksums import checksums, not_loaded
+from composer_replication.callback.checkpoint_layout import (
+    BadStateError,
+    CheckpointLayout,
+    checksums,
+    replaced,
+)
 from composer_replication.diloco.fingerprints import FIXED, compare_fingerprints
+from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
 
@@ -42,6 +47,8 @@ _PLAIN = (
     "local_step",
     "since_sync",
     "reading",
+    "replaces_global",
+    "round_length",
 )
 
 
@@ -66,8 +73,6 @@ def pack(
     momentum = momentum_of(fragments, always=bool(state["settings"].get("outer_schedule")))
     progress = {key: state[key] for key in _PLAIN} | {
         "format": FORMAT,
-        "replaces_global": state["replaces_global"],
-        "round_length": state["round_length"],
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
         "frozen": [f["frozen"] for f in fragments],
@@ -114,15 +119,14 @@ def unpack(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Turn DiLoCo's part of a checkpoint back into the state of ``DiLoCo``.
 
-    The model has to hold the weights of the same checkpoint. A tensor of the model that differs
-    from the checkpoint was left out of the load on purpose (``load_ignore_keys``), or has been
-    replaced since. Its value in the model then becomes the global and the local parameter.
+    The model has to hold the weights of the same checkpoint.
 
     Returns:
-        The input of ``DiLoCo.load_state_dict``, and the local parameters that were loaded, by name.
+        The input of ``DiLoCo.load_state_dict``, and the local parameters by name.
 
     Raises:
-        BadStateError: The checkpoint is one of another model, or damaged.
+        BadStateError: The checkpoint is one of another model, or damaged, or a tensor of the model
+            was left out of the load (``load_ignore_keys``) or replaced since.
         SettingsMismatch: It was saved with other fragments.
     """
     progress = _read_progress(saved)
@@ -137,35 +141,24 @@ def unpack(
         odd = sorted(names ^ layout.live.keys())[0]
         where = "only in the model" if odd in layout.live else "not in the model"
         raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
-    layout.check_cut(progress.get("first_names"))
+    layout.check_cut(progress["first_names"])
     for name, tensor in saved["local"].items():
         if tensor.dtype != layout.live[name].dtype:
             raise BadStateError(
                 f"{name} is {tensor.dtype} in it, and {layout.live[name].dtype} in the model"
             )
-    kept = not_loaded(progress.get("checksums"), layout.live)
-    local = {
-        name: layout.load(name, tensor)
-        for name, tensor in saved["local"].items()
-        if name not in kept
+    if others := replaced(progress["checksums"], layout.live):
+        raise BadStateError(
+            f"{len(others)} of {len(layout.live)} tensors of the model are not those of the file: "
+            f"they were left out of the load (load_ignore_keys), or replaced since: "
+            f"{listed(others)}"
+        )
+    state = {key: progress[key] for key in _PLAIN} | {
+        "in_flight": _load_in_flight(saved["in_flight"], layout),
+        "fragments": _fragments(saved, progress, layout),
+        "residual": {name: layout.load(name, t) for name, t in saved.get("residual", {}).items()},
     }
-    in_flight = _load_in_flight(saved["in_flight"], layout)
-    if in_flight is not None and not kept.isdisjoint(in_flight["local"]):
-        in_flight = None
-    state = {key: progress[key] for key in _PLAIN} | {"in_flight": in_flight}
-    for key in ("replaces_global", "round_length"):  # older checkpoints lack them
-        if key in progress:
-            state[key] = progress[key]
-    state["since_sync"] = [
-        [0, 0] if kept.issuperset(names) else counted
-        for names, counted in zip(layout.fragments, progress["since_sync"], strict=True)
-    ]
-    state["fragments"] = _fragments(saved, progress, layout, kept)
-    residual = {name: layout.load(name, t) for name, t in saved.get("residual", {}).items()}
-    state["residual"] = {
-        name: torch.zeros_like(t) if name in kept else t for name, t in residual.items()
-    }
-    return state, local
+    return state, {name: layout.load(name, tensor) for name, tensor in saved["local"].items()}
 
 
 def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,18 +197,11 @@ def momentum_of(fragments: list[dict[str, Any]], *, always: bool = False) -> dic
 
 
 def _fragments(
-    saved: Mapping[str, Any],
-    progress: Mapping[str, Any],
-    layout: CheckpointLayout,
-    kept: Collection[str],
+    saved: Mapping[str, Any], progress: Mapping[str, Any], layout: CheckpointLayout
 ) -> list[dict[str, Any]]:
     """Return the fragments' states, as ``load_outer_state`` takes them."""
-    momentum = {
-        name: layout.load(name, tensor)
-        for name, tensor in saved.get("momentum", {}).items()
-        if name not in kept
-    }
-    saved_theta = {name: t for name, t in saved.get("theta", {}).items() if name not in kept}
+    momentum = {name: layout.load(name, t) for name, t in saved.get("momentum", {}).items()}
+    saved_theta = saved.get("theta", {})
     fragments = []
     for index, names in enumerate(layout.fragments):
         theta = {
@@ -231,7 +217,7 @@ def _fragments(
         }
         groups = progress["outer_optimizers"][index]
         optimizer = {"state": state, "param_groups": groups}
-        frozen = progress.get("frozen", [[]] * len(layout.fragments))[index]
+        frozen = progress["frozen"][index]
         fragments.append({"theta": theta, "optimizer": optimizer, "frozen": frozen})
     return fragments
 

@@ -17,7 +17,6 @@ from composer.utils import dist
 from torch import nn
 from torchft.manager import Manager
 
-from composer_replication.callback.checkpoint_files import newest_whole
 from composer_replication.callback.run_folder import last_outer_step
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick
@@ -182,9 +181,9 @@ def _start_refusal_of(options: ReplicaOptions, state: State, known_step: int) ->
     fix = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
     for saver in state.callbacks:
         if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
-            newest = newest_whole(Path(saver.latest_filename.format(state)).parent)
-            if newest is not None:
-                fix = f"continue from this group's last checkpoint (load_path={newest})"
+            latest = Path(saver.latest_filename.format(state))
+            if latest.exists():
+                fix = f"continue from this group's last checkpoint (load_path={latest})"
     return (
         f"{source} says that this run has made {step} outer steps, and this group starts "
         f"without a checkpoint: it can join other groups, but it cannot begin the run. If no other "

@@ -1,7 +1,8 @@
-"""What a replica group would save: while it trains, and between one fit and the next."""
+"""What a replica group continues from, and what it would save: in a fit, and between two fits."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,17 +10,107 @@ import torch
 from composer import State
 from torch import Tensor
 
-from composer_replication.callback.checkpoint import pack
-from composer_replication.callback.checkpoint_layout import CheckpointLayout
-from composer_replication.callback.checksums import checksums
+from composer_replication.callback.checkpoint import pack, template, unpack
+from composer_replication.callback.checkpoint_layout import (
+    BadStateError,
+    CheckpointLayout,
+    checksums,
+    replaced,
+)
 from composer_replication.callback.composer_job import unwrapped
-from composer_replication.callback.global_weights import GlobalWeights
-from composer_replication.callback.next_fit import carry_over, replaced_since
-from composer_replication.callback.resume import Resume
-from composer_replication.callback.weight_averages import WeightAverages
+from composer_replication.callback.global_weights import GlobalWeights, tied_names
+from composer_replication.callback.weight_averages import WeightAverages, averages_in
 from composer_replication.data.group_data import GroupData
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.diloco.fragments import listed, synced_tensors
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
+
+
+class Resume:
+    """Keeps DiLoCo's part of a checkpoint from Composer's load until training starts.
+
+    Composer loads while its ``Trainer`` is built, before DiLoCo exists. A checkpoint is checked
+    before this group contacts any other, so that none waits for a group that cannot start.
+
+    Args:
+        settings: The run's settings.
+    """
+
+    def __init__(self, settings: DiLoCoSettings) -> None:
+        self._settings = settings
+        self._loading: State | None = None
+        self._saved: dict[str, Any] | None = None
+        self._path: str | None = None
+
+    def before_load(self, state: State) -> None:
+        """Record that Composer loads: until ``after_load``, ``state_dict`` returns a template."""
+        self._loading = state
+
+    def after_load(self, state: State) -> None:
+        """Check the checkpoint that has been loaded, if there is one.
+
+        Raises:
+            BadStateError: It has training state, but no DiLoCo state.
+        """
+        self._loading = None
+        self._path = state.load_path
+        if self._saved is None and state.timestamp.batch.value > 0:
+            raise self._rejection(
+                f"it is of batch {state.timestamp.batch.value} and has no DiLoCo state: no global "
+                "parameters, no outer momentum",
+                "Load its weights alone (load_weights_only: true)",
+            )
+
+    def keep(self, saved: dict[str, Any]) -> None:
+        """Keep DiLoCo's part of the checkpoint that is being loaded."""
+        self._saved = saved or None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, before training, what has been loaded, or a template to load into."""
+        if self._saved is not None:
+            return self._saved
+        state = self._loading
+        if state is None or not state.fsdp_sharded_state_dict_enabled:
+            return {}
+        return template(self._settings, self.layout(state))
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors in the loaded checkpoint's global state; empty without one."""
+        return () if self._saved is None else self._saved.get("local", {}).keys()
+
+    def layout(self, state: State, also_synced: Collection[str] = ()) -> CheckpointLayout:
+        """Return the layout of this group's checkpoints. For ``also_synced`` see ``DiLoCo``."""
+        model = unwrapped(state)
+        fragments = synced_tensors(model, self._settings, also_synced)
+        is_sharded = state.fsdp_sharded_state_dict_enabled
+        return CheckpointLayout(fragments, is_sharded, bool(averages_in(state)), tied_names(model))
+
+    def read(self, state: State) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Return the input of ``DiLoCo.load_state_dict``, and the local parameters; None if none.
+
+        Raises:
+            BadStateError: The checkpoint is damaged, or is one of another model.
+            SettingsMismatch: It was saved with other fragments.
+        """
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return None
+        try:
+            return unpack(saved, self._settings, self.layout(state, saved.get("local", {})))
+        except SettingsMismatch as error:
+            raise self._rejection(str(error), "Use the settings that it was saved with") from error
+        except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise self._rejection(
+                problem, "Load another one, or its weights alone (load_weights_only: true)"
+            ) from error
+
+    def _rejection(self, problem: str, fix: str) -> BadStateError:
+        path = self._path or "the checkpoint"
+        return BadStateError(f"cannot continue from {path}: {problem}. {fix}")
 
 
 class GroupState:
@@ -68,7 +159,13 @@ class GroupState:
         return not self.is_resumed and self.ended is None
 
     def restore(self, state: State) -> None:
-        """Read what this fit continues from, and take EMA's weights out of the model."""
+        """Read what this fit continues from, and take EMA's weights out of the model.
+
+        Raises:
+            BadStateError: See ``Resume.read``.
+            SettingsMismatch: See ``Resume.read``.
+            ValueError: The fit before trained other parameters, or left other values of them.
+        """
         # What belonged to the global state before; some of it may be frozen by now.
         before = self.ended["fragments"] if self.ended is not None else ()
         self.also_synced = {*self.resume.names, *(name for f in before for name in f["theta"])}
@@ -78,14 +175,29 @@ class GroupState:
         self._loads_active_ema = False
         self._resumed = self.resume.read(state)
         self.is_resumed = self._resumed is not None
-        local = None if self._resumed is None else self._resumed[1]
-        self._had_active_ema = self.averages.take_out(local)
+        self._had_active_ema = self.averages.take_out(self.is_resumed)
+        self._layout = self.resume.layout(state, self.also_synced)
+        if self.ended is not None and self._resumed is None:
+            self._check_unchanged(self._layout.live, before)
+
+    def _check_unchanged(self, live: Mapping[str, Tensor], before: Sequence[Any]) -> None:
+        known = {name for fragment in before for name in fragment["theta"]}
+        changed = [] if self._left is None else replaced(self._left, live)
+        kinds = {
+            "were not trained in the fit before": [name for name in live if name not in known],
+            "were replaced since the fit before": [name for name in changed if name in known],
+        }
+        if found := [f"{listed(names)} {what}" for what, names in kinds.items() if names]:
+            raise ValueError(
+                f"{', and '.join(found)}: this fit cannot continue with its outer momentum. Give a "
+                "new Trainer of this model a new DiLoCoCallback, in all replica groups"
+            )
 
     def begin(self, state: State, diloco: DiLoCo, data: GroupData | None) -> None:
         """Give a new DiLoCo what a checkpoint or the fit before has left, if there is either."""
         assert self.averages is not None, "restore comes first"
         self.diloco, self.data = diloco, data
-        self._layout = self.resume.layout(state, self.also_synced)
+        assert self._layout is not None, "restore has made it"
         if self.weights is not None:
             self.weights.remove()
         diloco_state = None
@@ -96,8 +208,7 @@ class GroupState:
                 for name, tensor in local.items():
                     local_tensor(self._layout.live[name]).copy_(tensor)
         elif self.ended is not None:
-            replaced = replaced_since(self._left, self._layout.live)
-            diloco_state = carry_over(self.ended, diloco.state_dict(copies=False), replaced)
+            diloco_state = self.ended
             diloco.load_state_dict(diloco_state)
         if diloco_state is not None and data is not None:
             data.load_state_dict(diloco_state["reading"])

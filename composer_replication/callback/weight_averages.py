@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,12 +83,11 @@ class WeightAverages:
         if not self.is_ema_active:
             self._swap()
 
-    def take_out(self, loaded: Collection[str] | None = None) -> bool:
+    def take_out(self, is_resumed: bool) -> bool:
         """Take EMA's weights out of the model when training starts.
 
         Args:
-            loaded: If EMA was loaded from a checkpoint: the names of the local weights in it, which
-                the caller loads into the model next. None otherwise.
+            is_resumed: Whether EMA was loaded from a checkpoint.
 
         Returns:
             Whether EMA's weights were in the model.
@@ -96,8 +95,8 @@ class WeightAverages:
         if self._ema is None or self._ema.ema_model is None:
             return False
         self._adapt(self._ema)
-        if loaded is not None:
-            self._take_from_model(self._ema, loaded)
+        if is_resumed and self._is_sharded:
+            self._take_from_model(self._ema)
         was_active = self.is_ema_active
         if was_active:
             self._swap()
@@ -124,25 +123,21 @@ class WeightAverages:
         """Return the name of a tensor in ``state.model``, which may be wrapped in DDP."""
         return f"module.{name}" if self._state.is_model_ddp else name
 
-    def _take_from_model(self, ema: EMA, loaded: Collection[str]) -> None:
-        """Set EMA's weights to the model's where EMA's own are not those of the checkpoint.
+    def _take_from_model(self, ema: EMA) -> None:
+        """Set EMA's sharded weights to the model's.
 
-        The average of a weight that was left out of the load starts from the new weight. With
-        sharded weights, Composer saves only rank 0's shard of an algorithm and loads it on every
-        rank. The model in the checkpoint is complete, and holds EMA's weights if EMA was active.
+        Of these, Composer saves only rank 0's shard of an algorithm and loads it on every rank. The
+        model in the checkpoint is complete, and holds EMA's weights if EMA was active.
         """
         assert ema.ema_model is not None, "INIT has made it"
-        if self._is_sharded and ema.ema_started and not ema.ema_weights_active:
+        if ema.ema_started and not ema.ema_weights_active:
             ema.ema_started = False
             log.warning(
                 "EMA restarts from the global weights: Composer saves sharded weights of EMA only "
                 "while they are in the model, as in the checkpoints of save_interval"
             )
-        kept = ema.ema_model.named_parameters_dict
-        synced = {self._wrapped(name) for name in loaded}
-        for name, tensor in EMAParameters(self._state.model).named_parameters():
-            if self._is_sharded or (name in kept and name not in synced):
-                kept[name] = tensor
+        own = EMAParameters(self._state.model)
+        ema.ema_model.named_parameters_dict.update(own.named_parameters_dict)
 
     def _adapt(self, ema: EMA) -> None:
         """Rename EMA's weights to the names in the model that is to be trained, and copy them.

@@ -22,6 +22,7 @@ REMOVED: dict[str, str] = {
         "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "
         "give the coordinator --ssl-certfile and --ssl-keyfile for HTTPS"
     ),
+    "on_bad_state": "a checkpoint that cannot be resumed is an error that says what to do",
 }
 """Arguments of the previous version that are gone, and what to use in place of each."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -112,13 +111,6 @@ class JobOptions:
         ),
     ] = False
     nproc: Nproc = None
-
-
-class Weights(StrEnum):
-    """Which weights ``export`` writes: the global ones, or EMA's average of them."""
-
-    GLOBAL = "global"
-    EMA = "ema"
 
 
 @dataclass(kw_only=True)

@@ -110,8 +110,6 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
             fetches while the others wait.
         eval_weights: Which parameters evaluators see: the ``global`` ones, or this group's
             ``local`` ones.
-        on_bad_state: What to do with a checkpoint that cannot be resumed, for example because it
-            was saved without DiLoCo: ``error``, or start ``fresh`` from its model alone.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
         run_id: A name for the run, equal in all groups, under which Composer's loggers group what
             they record (docs/watching.md). None: ``COMPOSER_REPLICATION_RUN_ID``, else the
@@ -129,7 +127,6 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     final_sync: bool = True
     heal_inner_state: str = "own"
     eval_weights: str = "global"
-    on_bad_state: str = "error"
     run_dir: str | None = None
     run_id: str | None = None
     verbose: bool = True
@@ -142,7 +139,6 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
         check_seconds("heartbeat_interval_s", self.heartbeat_interval_s)
         check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
         check_choice("eval_weights", self.eval_weights, ("global", "local"))
-        check_choice("on_bad_state", self.on_bad_state, ("error", "fresh"))
         if not isinstance(self.verbose, bool):
             raise ValueError(f"verbose={self.verbose!r}: use true or false")
 

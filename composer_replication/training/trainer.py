@@ -14,7 +14,6 @@ from composer.utils import dist, reproducibility
 from torch.optim import Optimizer
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.callback.checkpoint_files import usable_checkpoint
 from composer_replication.callback.run_folder import STATUS, ReplicaFolder
 from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.data.loader import ReplicaDataLoader
@@ -77,8 +76,6 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     section = {"run_dir": run_dir} | diloco_section(config)
     callback = build_one("callbacks", {"diloco": section})
     replica_id = callback.options.replica_id
-    folder = save_folder_of(config, run_dir, replica_id or 0)
-    config = usable_checkpoint(config, folder, callback.options.on_bad_state)
     num_replicas = _num_replicas(callback.options)
     trainer = build_trainer(
         config,

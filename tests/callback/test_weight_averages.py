@@ -12,15 +12,12 @@ import torch
 from common import batch
 from composer import Callback, Trainer
 from composer.algorithms import EMA, SWA
-from composer_jobs import TinyModel, building, callback_of
-from safetensors.torch import load_file
+from composer_jobs import TinyModel, building, callback_of, read_checkpoint
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from composer_replication.callback.export import export, read_checkpoint
 from composer_replication.callback.weight_averages import WeightAverages
-from composer_replication.cli import app
 from composer_replication.replica.heal import state_bytes as heal_format
 from composer_replication.simulation.simulation import Fault, simulate
 
@@ -277,20 +274,6 @@ def test_a_checkpoint_with_ema_in_the_model_gives_weights_alone_as_composer_does
     assert not are_equal(loaded, ours["theta"])
 
 
-def test_a_weight_that_is_left_out_of_the_load_is_new_for_ema_too(tmp_path):
-    fit_alone(EMA(half_life="2ba"), **saving(tmp_path, type("Sim", (), {"replica_id": 0})))
-    name = "mlp.layers.4.weight"
-    fresh = Evaluated(seed=0).state_dict()[name]
-    record, _, _ = fit_alone(
-        EMA(half_life="2ba"),
-        load_path=str(tmp_path / "0/ba4.pt"),
-        load_ignore_keys=[f"state/model/{name}"],
-    )
-    assert torch.equal(record.trained[4][name], fresh)
-    ema = fresh * 0.5**0.5 + record.theta[5][name] * (1.0 - 0.5**0.5)
-    assert torch.equal(record.ema[5][name], ema)
-
-
 def test_ema_is_equal_in_two_groups_to_the_bit():
     def replica(sim):
         return fit(sim, EMA(half_life="2ba"), max_duration="10ba")
@@ -489,48 +472,6 @@ def test_training_goes_on_from_swa_s_average_also_after_a_resume(tmp_path, diloc
             assert whole.result["global_digest"] == rest.result["global_digest"]
 
 
-# ---- export ----------------------------------------------------------------------------------
-
-
-def test_an_export_writes_ema_s_weights_or_the_global_ones_of_one_checkpoint(tmp_path):
-    def replica(sim):
-        return fit(sim, EMA(half_life="2ba"), model=Tied, **saving(tmp_path, sim))
-
-    [(record, _, _)] = simulate(replica, num_replicas=1)
-    found = {}
-    for which in (None, "ema", "global"):
-        told = export(tmp_path / "0/ba8.pt", tmp_path / "out.safetensors", which)
-        found[which] = load_file(tmp_path / "out.safetensors")
-        assert told["weights"] == (which or "ema")
-        Tied().load_state_dict(found[which])  # strict
-        assert torch.equal(found[which]["tied.weight"], found[which]["head.weight"])
-    assert are_equal(found[None], found["ema"])
-    for which, weights in (("ema", record.ema[8]), ("global", record.theta[8])):
-        assert all(torch.equal(found[which][n], t) for n, t in weights.items())
-    assert not torch.equal(found["ema"]["head.weight"], found["global"]["head.weight"])
-    assert found["global"]["seen"] == 8 > found["ema"]["seen"]  # EMA averages buffers too
-
-
-def test_an_export_says_what_a_checkpoint_does_not_hold(tmp_path):
-    def replica(sim):
-        return fit(sim, EMA(ema_start="7ba"), **saving(tmp_path, sim))
-
-    simulate(replica, num_replicas=1)
-    out = tmp_path / "out.safetensors"
-    with pytest.raises(ValueError, match="ba3.pt was saved before EMA started: use a later one"):
-        export(tmp_path / "0/ba3.pt", out, "ema")
-    assert export(tmp_path / "0/ba3.pt", out)["weights"] == "global"
-    simulate(lambda sim: fit(sim, None, **saving(tmp_path / "b", sim)), num_replicas=1)
-    with pytest.raises(ValueError, match="ba3.pt holds no weights of an EMA: the run had none"):
-        export(tmp_path / "b/0/ba3.pt", out, "ema")
-    trainer = trainer_of(save_folder=str(tmp_path / "c"), save_filename="ba{batch}.pt")
-    trainer.fit()
-    trainer.close()
-    with pytest.raises(ValueError, match="has no DiLoCo state, so no global weights"):
-        export(tmp_path / "c/ba12.pt", out, "global")
-    assert export(tmp_path / "c/ba12.pt", out)["weights"] == "unknown"
-
-
 # ---- what is left behind ---------------------------------------------------------------------
 
 
@@ -549,15 +490,3 @@ def test_a_joiner_without_the_donor_s_algorithm_is_told(caplog):
         simulate(replica, num_replicas=2, faults=[Fault("late", replica_id=1, step=3)])
     told = "This joiner keeps its own averages, ['EMA']: the donor has none"
     assert any(told in message for message in caplog.messages)
-
-
-def test_the_command_says_whose_weights_it_writes(tmp_path, capsys):
-    fit_alone(EMA(half_life="2ba"), **saving(tmp_path, type("Sim", (), {"replica_id": 0})))
-    for arguments, whose in (
-        ([], "EMA's weights"),
-        (["--weights", "ema"], "EMA's weights"),
-        (["--weights", "global"], "the global weights"),
-    ):
-        out = tmp_path / "out.safetensors"
-        app(["export", f"{tmp_path}/0/ba8.pt", str(out), *arguments], standalone_mode=False)
-        assert f"{out}: {whose} after outer step 2, 6 tensors" in capsys.readouterr().out

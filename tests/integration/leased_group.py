@@ -10,6 +10,7 @@ alike: less than once in 10^8.
 import os
 import random
 import time
+import zipfile
 from pathlib import Path
 
 import torch
@@ -20,7 +21,6 @@ from forked import begin_fork
 from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
-from composer_replication.callback.checkpoint_files import newest_whole
 
 NUMBERS = 3
 
@@ -57,6 +57,13 @@ class Memory(ComposerModel):
         return outputs
 
 
+def newest_checkpoint(folder):
+    """The newest one that has been written to its end: a killed group may leave half a file."""
+    files = [path for path in folder.glob("*.pt") if not path.is_symlink()]
+    newest_first = sorted(files, key=lambda path: -path.stat().st_mtime)
+    return next(filter(zipfile.is_zipfile, newest_first), None)
+
+
 def train(plan, replica_id, environ):
     """The process of a rank of a group. It ends when the epochs are over."""
     begin_fork()
@@ -64,7 +71,7 @@ def train(plan, replica_id, environ):
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
     diloco = DiLoCoCallback(timeout=10.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
     folder = f"{plan['run_dir']}/replica_{replica_id}"
-    newest = newest_whole(Path(folder) / "checkpoints")
+    newest = newest_checkpoint(Path(folder) / "checkpoints")
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=1.0),

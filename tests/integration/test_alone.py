@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from composer import Callback
-from composer_jobs import STREAMING, trainer_of
+from composer_jobs import STREAMING, read_checkpoint, trainer_of
 from integration import groups
 from integration.replicas import Group, run_groups
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.callback.export import read_checkpoint
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import start_lighthouse

@@ -2,7 +2,7 @@
 
 Run: pytest tests/integration/test_io_errors.py.
 
-Real: Composer's Trainer on the CPU, the run's folder, checkpoints. Faked: the network, and the one
+Real: Composer's Trainer on the CPU, and the run's folder. Faked: the network, and the one
 operation that fails, as it would on a full disk (ENOSPC) or a broken one (EIO). What torch does in
 C++ is not seen.
 """
@@ -11,8 +11,6 @@ import io
 import json
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from composer_jobs import fit_alone
 from failing_disk import Disk, each_failure
 from rich.console import Console
@@ -20,8 +18,6 @@ from run_events import events_of, result_of, syncs_of
 from scripted_groups import supervise, write
 
 from composer_replication.callback import run_folder
-from composer_replication.callback.checkpoint_files import usable_checkpoint
-from composer_replication.callback.export import export
 from composer_replication.callback.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch import supervision
 from composer_replication.launch.display import Display
@@ -188,29 +184,3 @@ def test_a_report_is_made_or_ends_with_the_error_that_names_the_file(disk, folde
             assert isinstance(error, OSError) and names_the_file(error, failed)
 
     each_failure(disk, lambda: prepared_run(folders), report, judge)
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_checkpoint_is_read_or_the_error_names_it(disk, folders, is_sharded):
-    def prepare():
-        path = folders().with_suffix("" if is_sharded else ".pt")
-        state = {"state": {"model": {"w": torch.ones(2)}}}
-        if is_sharded:
-            dcp.save(state, checkpoint_id=path, no_dist=True)
-        else:
-            torch.save(state, path)
-        return path
-
-    def read(path):
-        usable_checkpoint({"load_path": str(path)}, None, "error")
-        export(path, path.with_suffix(".out"))
-
-    def judge(path, failed, error):
-        out = path.with_suffix(".out")
-        if error is None:
-            assert out.exists()
-        else:
-            assert isinstance(error, OSError | ValueError)
-            assert str(path) in str(error) or names_the_file(error, failed)
-
-    each_failure(disk, prepare, read, judge)

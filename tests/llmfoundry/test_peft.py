@@ -81,7 +81,8 @@ def fit(sim, folder, load_path=None, max_duration="9ba", **diloco):
 
 
 def test_adapters_are_averaged_saved_and_resumed_and_the_base_is_left_alone(tmp_path):
-    from composer_replication.callback.export import read_checkpoint
+    from composer_jobs import read_checkpoint
+
     from composer_replication.simulation.simulation import simulate
 
     whole = simulate(lambda sim: fit(sim, tmp_path), num_replicas=2)

@@ -16,7 +16,6 @@ import pytest
 from forked import Script
 from page_blocks import block
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from composer_replication.cli import app
 from composer_replication.coordinator.server import Coordinator
@@ -117,7 +116,7 @@ def launch(tmp_path):
 @pytest.mark.integration
 def test_composer_hands_over_to_diloco_and_back(launch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before, diloco, export, after = commands(
+    before, diloco, after = commands(
         "switch.py", block("docs/examples.md", "python examples/switch.py")
     )
 
@@ -132,8 +131,6 @@ def test_composer_hands_over_to_diloco_and_back(launch, tmp_path, monkeypatch):
     untrained, saved = accuracies(plain(before))
     groups = [accuracies(text) for text in launch(diloco, "60ba")]
     assert groups[0] == groups[1] and groups[0][0] == saved
-    result = CliRunner().invoke(app, export[1:])
-    assert result.exit_code == 0 and "the global weights after outer step 3" in result.output
     loaded, end = accuracies(plain(after))
     assert loaded == groups[0][1]
     assert untrained + 0.1 < saved < loaded < end

@@ -1,0 +1,173 @@
+"""A model that is not the one that a checkpoint, or the fit before, has left is refused by name.
+
+Run: pytest tests/callback/test_checkpoint_layout.py
+
+Real: Composer's Trainer and its checkpoints in ``tmp_path``. The network is the simulation's; in
+two fits of one Trainer it is a lighthouse with one group.
+"""
+
+import logging
+import re
+
+import pytest
+import torch
+from composer_jobs import Each, building, callback_of, train_and_save, trainer_of
+
+from composer_replication.callback import DiLoCoCallback
+from composer_replication.callback.checkpoint_layout import checksums
+from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.simulation.simulation import SimulationError, simulate
+
+HEAD = ("mlp.layers.4.weight", "mlp.layers.4.bias")
+NEW_HEAD = ["state/model/mlp.layers.4*"]
+
+
+def replace_head(model):
+    with torch.no_grad():
+        model.get_parameter(HEAD[0]).fill_(0.25)
+        model.get_parameter(HEAD[1]).zero_()
+
+
+# ---- of a checkpoint ---------------------------------------------------------------------------
+
+
+def resume(sim, path, ignored=(), between=lambda model: None, **more):
+    """Resume one group from a checkpoint, with something done to its model before the fit."""
+    callback = callback_of(sim, sync_every=4)
+    trainer = trainer_of(
+        callback,
+        replica_id=5,  # other initial weights than the run's
+        load_path=str(path),
+        load_ignore_keys=list(ignored),
+        load_strict_model_weights=not ignored,
+        max_duration="12ba",
+        **more,
+    )
+    with building:
+        between(trainer.state.model)
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"ignored": NEW_HEAD}, HEAD),
+        ({"between": replace_head}, HEAD),
+        ({"ignored": ["state/model/*"]}, ("mlp.layers.0.weight", "mlp.layers.0.bias")),
+    ],
+    ids=["ignored", "by_hand", "all_ignored"],
+)
+def test_a_part_that_is_not_the_checkpoints_is_refused_by_name(tmp_path, given, names):
+    train_and_save(tmp_path, num_replicas=1)
+    with pytest.raises(SimulationError, match=re.escape(", ".join(names))) as caught:
+        simulate(lambda sim: resume(sim, tmp_path / "0/ba6.pt", **given), num_replicas=1)
+    assert "(load_ignore_keys), or replaced since" in str(caught.value)
+    assert "load_weights_only: true" in str(caught.value)
+
+
+def test_the_weights_alone_may_be_loaded_in_part(tmp_path):
+    train_and_save(tmp_path, num_replicas=1)
+    given = {"ignored": NEW_HEAD, "load_weights_only": True}
+    [callback] = simulate(lambda sim: resume(sim, tmp_path / "0/ba6.pt", **given), num_replicas=1)
+    assert callback.result["inner_steps"] == 12
+
+
+def test_what_was_loaded_whole_goes_on(tmp_path):
+    train_and_save(tmp_path, num_replicas=1)
+    [callback] = simulate(lambda sim: resume(sim, tmp_path / "0/ba6.pt"), num_replicas=1)
+    assert callback.result["outer_steps"] == 3 and callback.result["inner_steps"] == 12
+
+
+# ---- of the fit before -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lighthouse():
+    server = start_lighthouse(bind="127.0.0.1:0", heartbeat_timeout_ms=500)
+    yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+def group_of(lighthouse):
+    """A replica group of its own, which syncs every two inner steps."""
+    return DiLoCoCallback(
+        sync_every=2,
+        replica_id=0,
+        num_replicas=1,
+        lighthouse_addr=lighthouse,
+        hostname="127.0.0.1",
+    )
+
+
+def freeze_head(model, is_frozen=True):
+    for name in HEAD:
+        model.get_parameter(name).requires_grad_(not is_frozen)
+
+
+@pytest.mark.parametrize(
+    ("before", "between", "problem"),
+    [
+        (lambda model: None, replace_head, "were replaced since the fit before"),
+        (freeze_head, lambda model: freeze_head(model, False), "were not trained in the fit"),
+    ],
+    ids=["replaced", "unfrozen"],
+)
+def test_other_parameters_in_the_next_fit_are_refused_by_name(lighthouse, before, between, problem):
+    trainer = trainer_of(group_of(lighthouse))
+    before(trainer.state.model)
+    trainer.fit(duration="4ba")
+    between(trainer.state.model)
+    with pytest.raises(ValueError, match=problem) as caught:
+        trainer.fit(duration="4ba")
+    trainer.close()
+    assert ", ".join(HEAD) in str(caught.value) and "a new Trainer" in str(caught.value)
+
+
+def test_the_next_fit_goes_on_with_the_momentum_also_after_one_that_failed(lighthouse, caplog):
+    moments, failed = [], []
+
+    def look(state):
+        saved = callback.diloco.state_dict()["fragments"][0]["optimizer"]["state"]
+        moments.append([own["momentum_buffer"].abs().max() for own in saved.values()])
+        if state.timestamp.batch == 7 and not failed:
+            failed.append(state)
+            raise RuntimeError("the user's own error")
+
+    callback = group_of(lighthouse)
+    trainer = trainer_of(callback, Each(look))
+    with caplog.at_level(logging.INFO):
+        trainer.fit(duration="4ba")
+        with pytest.raises(RuntimeError, match="the user's own error"):
+            trainer.fit(duration="4ba")
+        freeze_head(trainer.state.model)  # which is still global then
+        trainer.fit(duration="1ba")
+    trainer.close()
+    assert len(moments[4]) == 6 and all(own > 0 for own in moments[4])
+    assert callback.result["inner_steps"] == 8
+
+
+# ---- the checksum itself -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_checksum_is_of_the_bits_and_of_no_layout(dtype):
+    tensor = torch.randn(3, 5, 4, 2).to(dtype)
+    before = tensor.clone()
+    [whole] = checksums({"a": tensor}).values()
+    assert torch.equal(tensor, before)
+    [permuted] = checksums({"a": tensor.to(memory_format=torch.channels_last)}).values()
+    assert whole == permuted
+    parts = sum(checksums({str(i): t for i, t in enumerate(tensor.split(2))}).values())
+    assert (parts - whole) % 2**64 == 0
+    for other in (-tensor, tensor.nextafter(tensor + 1), tensor * 2, torch.zeros_like(tensor)):
+        assert checksums({"a": other})["a"] != whole
+
+
+def test_an_empty_shard_and_a_number_have_checksums():
+    found = checksums({"empty": torch.empty(0, 3), "number": torch.tensor(2.0)})
+    assert found["empty"] == 0 != found["number"]
+    assert found["number"] != checksums({"number": torch.tensor(-2.0)})["number"]
