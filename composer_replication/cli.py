@@ -31,7 +31,6 @@ from composer_replication.launch.command_options import (
 from composer_replication.launch.command_options import (
     Set as Set,  # typer looks up the annotations of inherited options in this module
 )
-from composer_replication.launch.doctor.options import DoctorOptions
 from composer_replication.launch.errors import (
     BAD_INPUT,
     INTERRUPTED,
@@ -196,23 +195,29 @@ class PlanCommand(PlanOptions):
             self.json_out.write_text(json.dumps(numbers, indent=2) + "\n")
 
 
-@app.command("doctor")
-@dataclass(kw_only=True)
-class DoctorCommand(DoctorOptions):
-    """Find what is wrong on this machine, on the way to the coordinator, or in a config."""
-
-    def __post_init__(self) -> None:  # typer calls a command with its options
-        from composer_replication.launch.doctor.doctor import doctor
-
-        raise typer.Exit(doctor(self))
-
-
 @app.command()
-def env() -> None:
-    """Print what a bug report needs: versions, this machine, and our variables without secrets."""
-    from composer_replication.launch.doctor.environment import print_environment
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="A YAML file with callbacks.diloco, to be checked too.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The run's coordinator, if nothing else names it."),
+    ] = None,
+    hostname: Annotated[
+        str | None, typer.Option(help="Name under which the others reach this machine.")
+    ] = None,
+) -> None:
+    """Find what is wrong on this machine, on the way to the coordinator, or in a config."""
+    from composer_replication.launch.doctor import doctor as run
 
-    print_environment()
+    raise typer.Exit(run(config, overrides or [], coordinator_addr=coordinator, hostname=hostname))
 
 
 @app.command()

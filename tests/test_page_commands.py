@@ -79,10 +79,9 @@ def test_make_train_trains_two_groups(tmp_path):
 
 @pytest.mark.slow
 def test_the_doctor_examines_the_machine_and_a_config(folder):
-    machine, config, as_json = block("docs/doctor.md", "composer-replication doctor").splitlines()
-    assert "ok       versions" in invoke(machine)
-    assert "max_duration=1800ba is 50 rounds" in invoke(config)
-    assert json.loads(invoke(as_json))["ok"]
+    machine, config = block("docs/doctor.md", "composer-replication doctor").splitlines()
+    assert " versions " in invoke(machine)
+    assert "sync_every=30" in invoke(config)
 
 
 @pytest.mark.integration

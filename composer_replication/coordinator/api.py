@@ -26,7 +26,6 @@ from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import page_html, report_html
-from composer_replication.coordinator.reach_api import reach_router
 from composer_replication.coordinator.registry import DuplicateError, OutdatedError, Versions
 from composer_replication.coordinator.run_data import RunData
 from composer_replication.coordinator.run_settings import RejectedError
@@ -145,7 +144,6 @@ def create_app(
         return HTMLResponse(page_html())  # without data: it asks for the token and then for those
 
     v1.include_router(data_router(streams, audit))
-    v1.include_router(reach_router(tokens, audit))
     app.include_router(v1)
     return app
 

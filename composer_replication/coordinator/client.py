@@ -250,26 +250,6 @@ class CoordinatorClient(CoordinatorHttp):
         """Say that the run continues from a checkpoint's model."""
         self.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
 
-    # ---- what ``doctor`` asks -----------------------------------------------------------------
-
-    def clock(self) -> tuple[float, str | None]:
-        """The coordinator's time, and the address from which it sees this machine's requests."""
-        answer = self.once("GET", "/v1/reach", fields={"time": float})
-        return answer["time"], answer.get("address")
-
-    def why_unreached(self, host: str, port: int, proof: str) -> str:
-        """Let the coordinator connect to this machine. Returns why it cannot; empty if it can."""
-        body = {"host": host, "port": port, "proof": proof}
-        return self.once("POST", "/v1/reach", body, {"problem": str})["problem"]
-
-    def send_bytes(self, content: bytes) -> None:
-        """Send bytes, which the coordinator forgets, to measure the line."""
-        self.transfer("POST", "/v1/reach/bytes", content)
-
-    def receive_bytes(self, size: int) -> None:
-        """Receive so many bytes from the coordinator, to measure the line."""
-        self.transfer("GET", f"/v1/reach/bytes?size={size}")
-
     def _settings_of(self, values: Mapping[str, Any]) -> DiLoCoSettings:
         known = {field.name for field in dataclasses.fields(DiLoCoSettings)}
         odd = sorted(known ^ values.keys())

@@ -122,13 +122,6 @@ class CoordinatorHttp:
         """
         return self._checked(self._send(method, path, json=body), fields)
 
-    def transfer(self, method: str, path: str, content: bytes | None = None) -> bytes:
-        """Send a request once whose body or answer is bytes. Errors: ``once``."""
-        response = self._send(method, path, content=content)
-        if not response.is_success:
-            self._checked(response, _NONE)
-        return response.content
-
     def _send(self, method: str, path: str, **body: Any) -> httpx.Response:
         try:
             return self._client.request(method, path, timeout=self._timeout_s, **body)

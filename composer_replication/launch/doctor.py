@@ -1,0 +1,277 @@
+"""The command ``doctor``: checks a machine, its way to the others and a config, before a run.
+
+A check is a generator of rows: a state, a name, and a text that says what was found and, if
+something is wrong, what to do. An error with which a run would end becomes a row too.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+
+from composer_replication import __version__
+from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.launch.errors import FAILED
+from composer_replication.replica import addresses, lighthouse
+from composer_replication.replica.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.training import config as configs
+from composer_replication.training.saving import save_folder_of
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
+Row = tuple[str, str, str]
+
+CONNECT_TIMEOUT_S = 3.0
+LITTLE_SPACE_GB = 1.0
+SHORT_TOKEN = 16
+PACKAGES = ("composer-replication", "torch", "torchvision", "torchft-nightly", "mosaicml")
+VARIABLES = re.compile("COMPOSER_REPL|TORCH|GLOO|NCCL|REPLICA_GROUP|NUM_REP|FSDP|RUST_LOG|CUDA_")
+"""How the names of variables begin that this package, torchft, torch or Composer read."""
+NAME_FIX = "export COMPOSER_REPLICATION_HOSTNAME=... to an address of it that the others reach"
+
+
+@dataclass
+class Job:
+    """What a group would come with. The checks fill it, in their order.
+
+    Attributes:
+        path: The config's file, if one is named.
+        overrides: Values to replace in it.
+        given: Options of the command line.
+        options: Of the group.
+        config: The config; empty for a file of settings alone.
+        section: Its DiLoCo settings and options.
+        is_ours: Whether ``train`` and ``launch`` can train it.
+    """
+
+    path: Path | None
+    overrides: Sequence[str]
+    given: Mapping[str, Any]
+    options: ReplicaOptions = ReplicaOptions()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    section: Mapping[str, Any] = field(default_factory=dict)
+    is_ours: bool = False
+
+    @property
+    def is_beyond_this_machine(self) -> bool:
+        """Whether the coordinator, or else the lighthouse, has no loopback address."""
+        address = self.options.coordinator_addr or self.options.lighthouse_addr
+        return address is not None and not addresses.is_loopback(urlsplit(address).hostname or "")
+
+
+def doctor(config: Path | None, overrides: Sequence[str], **given: str | None) -> int:
+    """Check this machine, and a config if one is named, and print a table of what was found.
+
+    Args:
+        config: The YAML file.
+        overrides: Values to replace in it.
+        **given: Options of the group that beat those of config and environment, if not None.
+
+    Returns:
+        The exit status: 0, or 1 if there is an error.
+    """
+    job, table = Job(config, overrides, given), Table("", "check", "found, and what to do")
+    rows = [row for check in CHECKS for row in _tried(check.__name__[6:], check, job)]
+    for state, name, text in rows:
+        table.add_row(f"[{STYLES[state]}]{state}", name, text.replace("[", r"\["))
+    Console(highlight=False).print(table)
+    return FAILED if any(state == ERROR for state, _, _ in rows) else 0
+
+
+def _tried(name: str, check: Callable[..., Iterable[Row] | None], *given: object) -> Iterator[Row]:
+    try:
+        yield from check(*given) or ()
+    except (ValueError, OSError, RuntimeError) as error:  # torch raises the last one, of a device
+        yield ERROR, name, str(error)
+
+
+def check_versions(_: Job) -> Iterator[Row]:
+    """What is installed, and whether it goes together."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    listed = ", ".join(f"{name} {number}" for name, number in found.items())
+    yield OK, "versions", f"{listed}, Python {platform.python_version()} on {platform.platform()}"
+    if "mosaicml" not in found:
+        yield WARNING, "versions", "no Composer: pip install 'composer-replication[composer]'"
+    for owner in found:
+        for needed in map(Requirement, requires(owner) or ()):
+            own = found.get(needed.name)
+            is_asked = needed.marker is None or needed.marker.evaluate({"extra": "composer"})
+            if own and is_asked and not needed.specifier.contains(own, prereleases=True):
+                state = WARNING if owner == "mosaicml" else ERROR  # it runs beside a newer torch
+                pin = f"{needed.name}{needed.specifier}"
+                text = f"{owner} needs {pin}, not {own}: pip install '{pin}' (docs/newer-torch.md)"
+                yield state, "versions", text
+
+
+def check_settings(job: Job) -> Iterator[Row]:
+    """The config: one of ours, another program's with ``callbacks.diloco``, or settings alone."""
+    if job.path is None:
+        return
+    # Another program may have resolvers of its own for ${...}.
+    values = configs.read_config(job.path, job.overrides, resolve=False)
+    job.section = values
+    if "callbacks" in values:
+        job.is_ours = "train_loader" in values and "tokenizer" not in values  # llm-foundry's
+        job.config = configs.load_config(job.path, job.overrides) if job.is_ours else values
+        job.section = configs.diloco_section(job.config)
+    known = {**vars(ReplicaOptions()), **vars(DiLoCoSettings())}
+    configs.check_keys(job.section, known, "callbacks.diloco")
+    configs.check_diloco(job.section)
+    job.options = pick(ReplicaOptions, job.section)
+    listed = ", ".join(f"{name}={value!r}" for name, value in job.section.items())
+    yield OK, "settings", f"{job.path}: {listed or 'no callbacks.diloco, so the defaults'}"
+
+
+def check_variables(job: Job) -> Iterator[Row]:
+    """Variables are shown, but for the token; the command line's options beat them."""
+    named = sorted(filter(VARIABLES.match, os.environ))
+    shown = (f"{name}={'(set)' if name == TOKEN else os.environ[name]}" for name in named)
+    yield OK, "variables", ", ".join(shown) or "none of those that are read here is set"
+    job.options = replace(job.options, **{key: given for key, given in job.given.items() if given})
+    job.options = job.options.with_environment()
+
+
+def check_gpu(job: Job) -> Iterator[Row]:
+    """Each device can be used, and groups can average over the backend that a run would use."""
+    import torch
+    import torch.distributed as dist
+
+    backends = [name for name in ("gloo", "nccl", "nccl2") if dist.is_backend_available(name)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        (torch.ones(1, device=f"cuda:{index}") + 1).item()  # a torch without code for it raises
+    devices = ", ".join(map(torch.cuda.get_device_name, range(count))) or "none"
+    yield OK, "gpu", f"{devices}; backends of this torch: {', '.join(backends)}"
+    if not count and any(Path("/dev").glob("nvidia[0-9]*")):
+        yield ERROR, "gpu", f"torch {torch.__version__} cannot use this machine's: run nvidia-smi"
+    backend = job.options.backend or ("nccl" if count else "gloo")
+    if backend == "nccl" and (not count or "nccl" not in backends):
+        yield ERROR, "gpu", "backend='nccl' cannot be used here: set callbacks.diloco.backend: gloo"
+
+
+def check_folders(job: Job) -> Iterator[Row]:
+    """The run's folder and that of the checkpoints can be written, and have space."""
+    run_dir, saved = job.options.run_dir or job.config.get("run_dir"), job.config.get("save_folder")
+    if job.is_ours:
+        run_dir = run_dir or "runs"  # where `launch` makes a folder for the run
+        saved = save_folder_of(job.config, run_dir, job.options.replica_id or 0)
+    for key, folder in (("run_dir", run_dir), ("save_folder", saved)):
+        if folder is None or "://" in folder:
+            continue
+        path = Path(folder.partition("{")[0].rstrip("$")).absolute()
+        existing = next(each for each in (path, *path.parents) if each.exists())
+        free = shutil.disk_usage(existing).free / 1e9
+        with suppress(OSError), tempfile.TemporaryFile(dir=existing):
+            state, fix = (OK, "") if free > LITTLE_SPACE_GB else (WARNING, ": make some room")
+            yield state, key, f"{folder} can be written, {free:.3g} GB are free{fix}"
+            continue
+        yield ERROR, key, f"{folder} cannot be written: set {key} to another folder"
+
+
+def check_coordinator(job: Job) -> Iterator[Row]:
+    """The coordinator answers, accepts the token, and would accept this group."""
+    if (address := job.options.coordinator_addr) is None:
+        return
+    from composer_replication.coordinator.client import CoordinatorClient
+
+    with closing(CoordinatorClient(address, ReplicaEnv.from_env().token)) as client:
+        asking = client.with_limits(retry_s=0.0, timeout_s=15.0)
+        run = asking.info()
+        yield OK, "coordinator", f"{address} answers: settings from {run.settings_source}"
+        # Of this package and of torchft.
+        here, there = (__version__, version("torchft-nightly")), (run.version, run.torchft)
+        if here != there:
+            yield ERROR, "coordinator", f"versions {here} here, {there} there: install the same"
+        named = job.options.lighthouse_addr
+        job.options = replace(job.options, lighthouse_addr=named or run.lighthouse_addr)
+        yield from _tried("settings", run.check_settings, job.section, address)
+        if (name := job.options.replica_id) is not None:
+            timeout_s = run.heartbeat_timeout_s
+            yield from _tried("replica id", asking.check_name_is_free, str(name), timeout_s)
+
+
+def check_lighthouse(job: Job) -> Iterator[Row]:
+    """The lighthouse can be reached, and so can each group that is in training."""
+    address = job.options.lighthouse_addr
+    if address is None:
+        if not (job.options.is_alone or job.options.coordinator_addr):
+            yield WARNING, "lighthouse", "none is named: set COMPOSER_REPLICATION_COORDINATOR"
+        return
+    lighthouse.check_lighthouse(address, CONNECT_TIMEOUT_S)
+    yield OK, "lighthouse", f"{address} can be reached"
+    status = lighthouse.read_status(address)
+    for member in status.members:
+        parts = urlsplit(member.manager_addr)
+        text = f"replica group {member.replica_id.partition(':')[0]} at {member.manager_addr}"
+        if lighthouse.can_connect(parts.hostname or "", parts.port or 80, CONNECT_TIMEOUT_S):
+            yield OK, "peers", f"{text} can be reached"
+        elif member.replica_id in status.alive:
+            yield ERROR, "peers", f"{text} cannot be reached from here: there, {NAME_FIX}"
+
+
+def check_name(job: Job) -> Iterator[Row]:
+    """The name that this machine advertises leads to it, from other machines too."""
+    given, address = job.options.hostname, job.options.lighthouse_addr
+    if job.options.is_alone:
+        return
+    name = given or socket.gethostname()
+    own = addresses.own_address(name)
+    with addresses.listen(given) as listening:
+        port = listening.getsockname()[1]
+        addresses.check_hostname(name, port, address or "http://127.0.0.1", CONNECT_TIMEOUT_S)
+    way = _way_to(job.options.coordinator_addr or address or "")
+    if addresses.is_loopback(name):
+        state = OK if address and not job.is_beyond_this_machine else WARNING
+        yield state, "name", f"{name} is loopback, enough on one machine; beyond, {NAME_FIX}"
+    elif own is None:
+        yield WARNING, "name", f"{name} is no address of this machine (NAT?): {NAME_FIX}"
+    elif way not in (None, own) and job.is_beyond_this_machine:
+        yield WARNING, "name", f"{name} is {own}, and the way out begins at {way}: {NAME_FIX}"
+    else:
+        must = "" if name == own else "; the other machines have to find it under this name"
+        yield OK, "name", f"{name} is {own} on {addresses.interface_of(name)}{must}"
+
+
+def _way_to(address: str) -> str | None:
+    """The address of this machine from which packets to an ``http://host:port`` leave."""
+    parts = urlsplit(address)
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "", parts.port or 80))  # looks up the route, sends nothing
+        return probe.getsockname()[0]
+    return None
+
+
+def check_token(job: Job) -> Iterator[Row]:
+    """The run's secret is set where other machines can reach the run, and cannot be guessed."""
+    env, fix = ReplicaEnv.from_env(), f"export {TOKEN}=$(openssl rand -hex 16), equal in all groups"
+    if any(len(token) < SHORT_TOKEN for token in env.tokens):
+        yield WARNING, "token", f"it has fewer than {SHORT_TOKEN} characters: {fix}"
+    elif not env.tokens and job.is_beyond_this_machine:
+        text = f"none{f', as {NO_TOKEN} says' if env.no_token else ''}: anybody can join; {fix}"
+        yield WARNING if env.no_token else ERROR, "token", text
+
+
+CHECKS = (
+    check_versions, check_settings, check_variables, check_gpu, check_folders, check_coordinator,
+    check_lighthouse, check_name, check_token,
+)  # fmt: skip
+"""In their order: later ones use what earlier ones have found. Each is named ``check_...``."""

@@ -1,0 +1,306 @@
+"""The command ``doctor``. Run: pytest tests/launch/test_doctor.py
+
+Real: this machine, configs on the disk, a coordinator with its lighthouse, HTTP on loopback.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from torchft.coordination import LighthouseClient
+from typer.testing import CliRunner
+
+from composer_replication.cli import app
+from composer_replication.coordinator.client import CoordinatorClient
+from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.launch import doctor as checks
+from composer_replication.replica.options import ReplicaOptions
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+TINY = ROOT / "tests" / "llmfoundry" / "mpt_tiny.yaml"
+TOKEN = "0123456789abcdef"
+ELSEWHERE = "http://192.0.2.1:29510"  # an address for documents: no machine has it
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory):
+    coordinator = Coordinator(
+        DiLoCoSettings(),
+        "x.yaml",
+        num_replicas=2,
+        state_dir=tmp_path_factory.mktemp("state"),
+        bind="127.0.0.1:0",
+        tokens=[TOKEN],
+        straggler_timeout_s=0.1,
+    )
+    yield coordinator
+    coordinator.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in filter(checks.VARIABLES.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def doctor(*arguments):
+    """The exit status, and the rows of the table: state, check and text."""
+    runner = CliRunner(env={"COLUMNS": "1000"})
+    answer = runner.invoke(app, ["doctor", *map(str, arguments)])
+    assert answer.exit_code in (0, 1), answer.exception
+    lines = [line.split("│")[1:-1] for line in answer.output.splitlines()]
+    rows = [tuple(cell.strip() for cell in line) for line in lines if line]
+    assert answer.exit_code == any(state == "error" for state, _, _ in rows)
+    return answer.exit_code, rows
+
+
+def troubles(*arguments):
+    """The checks that found something, with their texts."""
+    return {name: text for state, name, text in doctor(*arguments)[1] if state != "ok"}
+
+
+def rows_of(rows, state):
+    return [(name, text) for its, name, text in rows if its == state]
+
+
+def of(coordinator, *arguments):
+    return troubles("--coordinator", coordinator.address, "--hostname", "127.0.0.1", *arguments)
+
+
+def checked(check, **options):
+    [(state, _, text)] = checks._tried(
+        "x", check, checks.Job(None, (), {}, ReplicaOptions(**options))
+    )
+    return state, text
+
+
+def test_a_machine_alone():
+    status, rows = doctor()
+    shown = {name: text for state, name, text in rows if state == "ok"}
+    assert status == 0 and f"torch {version('torch')}" in shown["versions"]
+    assert "gloo" in shown["gpu"]
+    assert dict(rows_of(rows, "warning")).keys() <= {"lighthouse", "name", "versions"}
+
+
+def test_a_group_that_fits_has_nothing_to_do(coordinator, tmp_path):
+    (tmp_path / "two.yaml").write_text("sync_every: 100\nreplica_id: a\n")
+    assert of(coordinator, "two.yaml") == {}
+
+
+def test_the_config_and_the_environment_name_the_coordinator(coordinator, monkeypatch, tmp_path):
+    monkeypatch.setenv("COMPOSER_REPLICATION_COORDINATOR", coordinator.address)
+    assert "coordinator" in dict(rows_of(doctor()[1], "ok"))
+    (tmp_path / "two.yaml").write_text(f"coordinator_addr: {coordinator.address}\nhostname: nope\n")
+    _, rows = doctor("two.yaml")
+    assert "coordinator" in dict(rows_of(rows, "ok"))
+    assert "hostname='nope' does not resolve here" in dict(rows_of(rows, "error"))["name"]
+
+
+def test_a_coordinator_that_is_away(closed_port):
+    found = troubles("--coordinator", f"http://127.0.0.1:{closed_port}")
+    assert "correct COMPOSER_REPLICATION_COORDINATOR" in found["coordinator"]
+    assert "lighthouse" not in found
+
+
+def test_a_lighthouse_that_is_away(closed_port, monkeypatch):
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://127.0.0.1:{closed_port}")
+    assert "no lighthouse answers at" in troubles()["lighthouse"]
+
+
+def test_a_wrong_token(coordinator, monkeypatch):
+    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", "wrong" * 5)
+    assert "set COMPOSER_REPLICATION_TOKEN to this run's secret" in of(coordinator)["coordinator"]
+
+
+def test_other_settings(coordinator, tmp_path):
+    (tmp_path / "two.yaml").write_text("sync_every: 7\nouter_lr: 0.1\n")
+    text = of(coordinator, "two.yaml")["settings"]
+    assert "make them equal" in text
+    # A text with line breaks has several lines in the table.
+    _, rows = doctor("two.yaml", "--coordinator", coordinator.address)
+    assert any("sync_every: 7 here, 100 there" in text for _, _, text in rows)
+
+
+def test_another_version(coordinator, monkeypatch):
+    monkeypatch.setattr(checks, "__version__", "0.0.9")
+    assert "'0.0.9'" in of(coordinator)["coordinator"]
+    assert "install the same" in of(coordinator)["coordinator"]
+
+
+def test_a_name_that_is_taken(coordinator, monkeypatch):
+    client = CoordinatorClient(coordinator.address, TOKEN)
+    registration = {
+        "replica_id": "7", "session": "one", "host": "here", "world_size": 1,
+        "composer_replication": client.info().version, "torchft": client.info().torchft,
+        "model": [{"name": "a", "shape": [1], "dtype": "torch.float32"}],
+    }  # fmt: skip
+    client.register(registration)
+    ended = threading.Event()
+
+    def live():
+        while not ended.wait(0.2):
+            client.heartbeat("7", {"session": "one"})
+
+    living = threading.Thread(target=live)
+    living.start()
+    monkeypatch.setenv("REPLICA_GROUP_ID", "7")
+    found = of(coordinator)
+    ended.set()
+    living.join()
+    client.close()
+    assert "give each group a REPLICA_GROUP_ID of its own" in found["replica id"]
+
+
+def test_a_group_in_training_that_cannot_be_reached_from_here(coordinator, closed_port):
+    client = LighthouseClient(coordinator.lighthouse_addr, timedelta(seconds=5))
+    client.quorum(
+        replica_id="far:0b1c",
+        timeout=timedelta(seconds=10),
+        address=f"http://127.0.0.1:{closed_port}",
+        store_address="s",
+    )
+    client.heartbeat("far:0b1c")
+    text = of(coordinator)["peers"]
+    assert f"replica group far at http://127.0.0.1:{closed_port} cannot be reached" in text
+    assert "COMPOSER_REPLICATION_HOSTNAME" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "lighthouse", "state", "text"),
+    [
+        ("127.0.1.1", ELSEWHERE, "error", "would look for this group on their own machines"),
+        ("127.0.1.1", None, "warning", "is loopback, enough on one machine"),
+        ("192.0.2.7", ELSEWHERE, "error", "does not lead to this machine"),
+        ("no.such.name.invalid", ELSEWHERE, "error", "does not resolve here"),
+        ("127.0.0.1", "http://127.0.0.1:1", "ok", ""),
+    ],
+)
+def test_the_name_of_this_machine(name, lighthouse, state, text):
+    found = checked(checks.check_name, hostname=name, lighthouse_addr=lighthouse)
+    assert found[0] == state and text in found[1]
+
+
+def test_a_name_on_another_network_than_the_way_out(monkeypatch):
+    monkeypatch.setattr(checks, "_way_to", lambda address: "10.9.8.7")
+    monkeypatch.setattr(checks.addresses, "is_loopback", lambda name: False)
+    state, text = checked(
+        checks.check_name, hostname="127.0.0.1", coordinator_addr=ELSEWHERE, lighthouse_addr=None
+    )
+    assert state == "warning" and "the way out begins at 10.9.8.7" in text
+
+
+def test_the_token_where_others_reach_the_run(monkeypatch):
+    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", "short")
+    assert checked(checks.check_token)[0] == "warning"
+    monkeypatch.delenv("COMPOSER_REPLICATION_TOKEN")
+    state, text = checked(checks.check_token, coordinator_addr=ELSEWHERE)
+    assert state == "error" and "openssl rand" in text
+    monkeypatch.setenv("COMPOSER_REPLICATION_NO_TOKEN", "1")
+    assert checked(checks.check_token, coordinator_addr=ELSEWHERE)[0] == "warning"
+
+
+def test_variables_are_shown_without_the_token(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    text = {name: text for _, name, text in doctor()[1]}["variables"]
+    assert text == "COMPOSER_REPLICATION_TOKEN=(set), NCCL_DEBUG=INFO"
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "two")
+    assert "use the number of replica groups" in troubles()["variables"]
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "text"),
+    [
+        ("callbacks.diloco.num_fragments=4", "settings", "not divisible by num_fragments=4: use"),
+        ("callbacks.diloco.sync_evry=4", "settings", "did you mean 'sync_every'"),
+        ("optimiser.lr=1", "settings", "the config has no 'optimiser': did you mean 'optimizer'"),
+        ("callbacks.diloco.backend=nccl", "gpu", "set callbacks.diloco.backend: gloo"),
+        ("run_dir=/proc/none", "run_dir", "/proc/none cannot be written: set run_dir"),
+    ],
+)
+def test_a_config_of_ours(override, name, text):
+    if name == "gpu" and torch.cuda.is_available():
+        pytest.skip("nccl is right where there is a GPU")
+    status, rows = doctor(QUICKSTART, override)
+    [found] = rows_of(rows, "error")
+    assert status == 1 and found[0] == name and text in found[1]
+
+
+def test_a_full_disk(monkeypatch):
+    monkeypatch.setattr(checks, "LITTLE_SPACE_GB", 1e9)
+    assert "make some room" in troubles(QUICKSTART)["run_dir"]
+
+
+def test_what_only_another_program_can_resolve_is_left_to_it(tmp_path):
+    assert not {"settings"} & troubles(TINY).keys()
+    (tmp_path / "job.yaml").write_text(
+        "model: {name: mpt}\nseed: ${sum:1,2}\ncallbacks: {diloco: {sync_every: 100}}\n"
+    )
+    assert "settings" not in troubles("job.yaml")
+    assert "did you mean 'sync_every'" in troubles(TINY, "callbacks.diloco.sync_evry=4")["settings"]
+
+
+def test_a_file_that_is_no_config():
+    assert "there is no config at job.yaml" in troubles("job.yaml")["settings"]
+
+
+def test_a_group_that_trains_alone_needs_no_network():
+    assert (
+        not {"lighthouse", "name"} & troubles(QUICKSTART, "callbacks.diloco.num_replicas=1").keys()
+    )
+
+
+def test_versions_that_do_not_go_together(monkeypatch):
+    pinned = {"torchvision": ["torch==2.0"], "mosaicml": ["torch<2.1", "numpy<1; extra == 'x'"]}
+    monkeypatch.setattr(checks, "requires", lambda name: pinned.get(name))
+    rows = [row for row in doctor()[1] if row[1] == "versions" and row[0] != "ok"]
+    assert [(state, text.partition(",")[0]) for state, _, text in rows] == [
+        ("error", "torchvision needs torch==2.0"),
+        ("warning", "mosaicml needs torch<2.1"),
+    ]
+    monkeypatch.setattr(checks, "PACKAGES", ("torch",))
+    assert "composer-replication[composer]" in troubles()["versions"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_that_torch_has_code_for():
+    found = {name: text for _, name, text in doctor()[1]}["gpu"]
+    assert torch.cuda.get_device_name(0) in found and "nccl" in found
+
+
+@pytest.mark.integration
+@pytest.mark.alone
+def test_it_answers_in_20_s_and_does_not_import_composer():
+    program = (
+        "import sys; sys.modules['composer'] = None; "
+        "from composer_replication.cli import main; main()"
+    )
+    environ = {**os.environ, "COMPOSER_REPLICATION_COORDINATOR": "http://127.0.0.1:1"}
+    began = time.monotonic()
+    answer = subprocess.run(
+        [sys.executable, "-c", program, "doctor", QUICKSTART],
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert time.monotonic() - began < 20
+    assert answer.returncode == 1 and answer.stderr == ""
+    assert "no coordinator answers at" in answer.stdout
