@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import (
     Config,
     CoordinatorOptions,
@@ -38,14 +38,19 @@ from composer_replication.launch.errors import (
     report_error,
 )
 from composer_replication.launch.lossy_output import ignore_output_errors
-from composer_replication.launch.plan_options import PlanOptions
 from composer_replication.launch.quiet import quiet_others
 from composer_replication.launch.supervision import (
     FIRST_PAUSE_S,
     HANG_TIMEOUT_S,
     MAX_RESTARTS,
 )
-from composer_replication.plan import plan_as_json, print_plan
+from composer_replication.plan import (
+    HOST_S_PER_PARAM,
+    PlannedRun,
+    parse_link,
+    parse_params,
+    plan_table,
+)
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.training.config import load_config
 from composer_replication.training.preflight import check_group
@@ -182,17 +187,46 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
     raise typer.Exit(run(load_config(config, overrides or []), config, replicas))
 
 
-@app.command("plan")
-@dataclass(kw_only=True)
-class PlanCommand(PlanOptions):
-    """Compute what rounds of a run would take, send and hold, before anything is rented."""
-
-    def __post_init__(self) -> None:  # typer calls a command with its options
-        planned = self.planned_run()
-        print_plan(planned, self.utilisation, Console())
-        if self.json_out is not None:
-            numbers = plan_as_json(planned, self.utilisation)
-            self.json_out.write_text(json.dumps(numbers, indent=2) + "\n")
+@app.command()
+def plan(
+    params: Annotated[str, typer.Option(help="Trainable parameters, e.g. 7B or 124M.")],
+    step_time: Annotated[
+        float, typer.Option(help="Seconds of an inner step, measured in one group alone.")
+    ],
+    groups: Annotated[int, typer.Option(help="Number of replica groups.")],
+    link: Annotated[
+        str, typer.Option(help="Rate at which a group can send to the others, e.g. 100Mbit.")
+    ] = "1Gbit",
+    rtt: Annotated[float, typer.Option(help="Seconds of a round trip between two groups.")] = 0.0,
+    host_s_per_param: Annotated[
+        float, typer.Option(help="Seconds a parameter that a sync takes: benchmarks/sync.py.")
+    ] = HOST_S_PER_PARAM,
+    sync_every: Annotated[int, typer.Option(help="Inner steps in a round (H).")] = (
+        DiLoCoSettings.sync_every
+    ),
+    num_fragments: Annotated[int, typer.Option(help="Fragments of the streaming run.")] = 2,
+    fragment_sync_delay: Annotated[
+        int, typer.Option(help="Inner steps that overlap a sync of the streaming run (tau).")
+    ] = 5,
+    share: Annotated[
+        float, typer.Option(help="Share of the time in inner steps, for the last two columns.")
+    ] = 0.95,
+) -> None:
+    """Compute what rounds of a run take and send, and which link they need."""
+    planned = PlannedRun(
+        params=parse_params(params),
+        step_s=step_time,
+        groups=groups,
+        link_bits_per_s=parse_link(link),
+        rtt_s=rtt,
+        host_s_per_param=host_s_per_param,
+        settings=DiLoCoSettings(
+            sync_every=sync_every,
+            num_fragments=num_fragments,
+            fragment_sync_delay=fragment_sync_delay,
+        ),
+    )
+    Console(highlight=False).print(plan_table(planned, share))
 
 
 @app.command()
@@ -200,9 +234,7 @@ def doctor(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CONFIG]",
-            help="A YAML file with callbacks.diloco, to be checked too.",
-            show_default=False,
+            metavar="[CONFIG]", help="A YAML file with callbacks.diloco.", show_default=False
         ),
     ] = None,
     overrides: Overrides = None,

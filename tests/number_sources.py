@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from plan_errors import plan_errors
 from study_modules import study_modules
 from typer.testing import CliRunner
 
@@ -170,7 +169,7 @@ def rows(names: str, *runs: Mapping[str, Any]) -> list[Any]:
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    own = (code, found, config, plan, plan_errors, published, chosen, arm, claims, tuning, rows)
+    own = (code, found, config, plan, published, chosen, arm, claims, tuning, rows)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
     names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}

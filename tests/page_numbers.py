@@ -4,7 +4,7 @@ A mark is a comment at the beginning of a paragraph, list, table or block of out
 Python expression for each number of the block, in reading order, or values of which each gives
 several:
 
-    <!-- numbers: sync_100m_147.arguments.repetitions, plan(params=7e9, ...) -->
+    <!-- numbers: sync_100m_147.arguments.repetitions, plan(params="7B", ...) -->
 
 The names in it are those of ``number_sources.py``, and the files in ``benchmarks/measured``. A
 number of the page is right if it is the value, rounded to as many digits as are shown.
