@@ -31,7 +31,7 @@ from composer_replication.launch.errors import FAILED
 from composer_replication.replica import addresses, lighthouse
 from composer_replication.replica.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.training import config as configs
-from composer_replication.training.saving import save_folder_of
+from composer_replication.training.preflight import save_folder_of
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
