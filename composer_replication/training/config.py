@@ -27,36 +27,19 @@ from composer_replication.training.text_files import check_text_folder
 
 REQUIRED = ("model", "train_loader", "optimizer", "max_duration", "global_train_batch_size")
 
+TRAINER_ARGUMENTS = (
+    *("autoresume", "console_log_interval", "device", "device_train_microbatch_size"),
+    *("dist_timeout", "eval_interval", "eval_subset_num_batches", "load_path", "load_weights_only"),
+    *("log_to_console", "max_duration", "precision", "run_name", "save_interval"),
+    *("save_num_checkpoints_to_keep", "save_overwrite", "seed", "train_subset_num_batches"),
+)
+"""Keys that are passed to ``composer.Trainer`` unchanged."""
+
 TOP_LEVEL = (
     *REQUIRED,
-    "algorithms",
-    "autoresume",
-    "callbacks",
-    "console_log_interval",
-    "device",
-    "device_eval_batch_size",
-    "device_train_microbatch_size",
-    "dist_timeout",
-    "eval_interval",
-    "eval_loader",
-    "eval_subset_num_batches",
-    "load_path",
-    "load_weights_only",
-    "log_to_console",
-    "loggers",
-    "precision",
-    "progress_bar",
-    "reference",
-    "run_dir",
-    "run_name",
-    "save_folder",
-    "save_interval",
-    "save_num_checkpoints_to_keep",
-    "save_overwrite",
-    "scheduler",
-    "seed",
-    "train_subset_num_batches",
-    "variables",
+    *TRAINER_ARGUMENTS,
+    *("algorithms", "callbacks", "device_eval_batch_size", "eval_loader", "loggers"),
+    *("progress_bar", "reference", "run_dir", "save_folder", "scheduler", "variables"),
 )
 """Keys of a config, with llm-foundry's names. ``variables`` holds values of the user's own."""
 
@@ -96,22 +79,38 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, resolve: boo
     Raises:
         ConfigError: The file is missing, or cannot be read or resolved.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"there is no config at {path}: give the path of a YAML file")
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r}: write key=value, e.g. max_duration=100ba")
+    loaded = load_yaml(Path(path), "give the path of a YAML file")
     try:
-        loaded = OmegaConf.load(path)
-        if not isinstance(loaded, DictConfig):
-            raise ConfigError(f"{path} holds a list: write key: value pairs")
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         resolved = OmegaConf.to_container(merged, resolve=resolve, throw_on_missing=resolve)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     assert isinstance(resolved, dict) and isinstance(merged, DictConfig), "the file is no list"
     return Config({str(key): value for key, value in resolved.items()}, merged)
+
+
+def load_yaml(path: Path, fix: str) -> DictConfig:
+    """Read a YAML file as OmegaConf holds it, with ``${...}`` unresolved.
+
+    Args:
+        path: The file.
+        fix: What to do if it is missing, for the message.
+
+    Raises:
+        ConfigError: It is missing, or no YAML, or has no keys and values.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no config at {path}: {fix}")
+    try:
+        loaded = OmegaConf.load(path)
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} holds no key: value pairs: write e.g. sync_every: 100")
+    return loaded
 
 
 class Config(dict[str, Any]):

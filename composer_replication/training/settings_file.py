@@ -15,7 +15,7 @@ from composer_replication.diloco.arguments import REMOVED
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 from composer_replication.training.components import check_keys
-from composer_replication.training.config import REQUIRED, ConfigError, check_diloco
+from composer_replication.training.config import REQUIRED, ConfigError, check_diloco, load_yaml
 
 SECTION = "callbacks.diloco"
 EXAMPLE = "callbacks: {diloco: {sync_every: 100}}"
@@ -48,7 +48,10 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
     Raises:
         ConfigError: The file is missing or has no settings, or one is unknown or impossible.
     """
-    file = OmegaConf.create() if path is None else _read(path)
+    fix = "give the path of a YAML file, or none and --set key=value"
+    if "=" in str(path):
+        fix = f"a setting goes behind --set, as in --set {path}"
+    file = OmegaConf.create() if path is None else load_yaml(path, fix)
     replaced = _parse(given)
     values = {} if path is None else _values(*_section(file, path), left_out=map(str, replaced))
     values |= _values(replaced, "--set")
@@ -66,21 +69,6 @@ def in_words(settings: DiLoCoSettings) -> str:
     named = asdict(settings).items()
     own = [f"{k}={v}" for k, v in named if k == "sync_every" or v != default[k]]
     return ", ".join(own)
-
-
-def _read(path: Path) -> DictConfig:
-    if not path.is_file():
-        fix = "give the path of a YAML file, or none and --set key=value"
-        if "=" in str(path):
-            fix = f"a setting goes behind --set, as in --set {path}"
-        raise ConfigError(f"there is no file {path}: {fix}")
-    try:
-        file = OmegaConf.load(path)
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(file, DictConfig):
-        raise ConfigError(f"{path} holds no key: value pairs: write e.g. sync_every: 100")
-    return file
 
 
 def _section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:

@@ -31,33 +31,16 @@ from composer_replication.training.building import (
     find_all,
 )
 from composer_replication.training.components import TARGET
-from composer_replication.training.config import ConfigError, diloco_section, is_text
+from composer_replication.training.config import (
+    TRAINER_ARGUMENTS,
+    ConfigError,
+    diloco_section,
+    is_text,
+)
 from composer_replication.training.preflight import run_dir_of, save_folder_of
 from composer_replication.training.text_files import check_text_folder, unigram_bits_per_byte
 
 log = logging.getLogger(__name__)
-
-TRAINER_ARGUMENTS = (
-    "autoresume",
-    "console_log_interval",
-    "device",
-    "device_train_microbatch_size",
-    "dist_timeout",
-    "eval_interval",
-    "eval_subset_num_batches",
-    "load_path",
-    "load_weights_only",
-    "log_to_console",
-    "max_duration",
-    "precision",
-    "run_name",
-    "save_interval",
-    "save_num_checkpoints_to_keep",
-    "save_overwrite",
-    "seed",
-    "train_subset_num_batches",
-)
-"""Config keys that are passed to ``composer.Trainer`` unchanged."""
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def asked_for(command=None, **options):
         (["true"], {"config": "a.yaml"}, "give settings for a command with --settings"),
         ([], {}, "there is no command after --"),
         (["no-such-program"], {}, "no command 'no-such-program': give the path"),
-        (["true"], {"settings": "/no/file"}, "there is no file /no/file"),
+        (["true"], {"settings": "/no/file"}, "there is no config at /no/file"),
     ],
 )
 def test_what_the_command_line_lacks_or_has_twice_is_said(tmp_path, command, options, message):

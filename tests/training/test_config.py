@@ -109,7 +109,9 @@ def test_a_mistake_is_named_with_its_fix(written, override, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("- a\n- b\n", "holds a list"), ("a: [", "be read")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("- a\n- b\n", "holds no key: value pairs"), ("a: [", "be read")]
+)
 def test_a_file_that_is_no_config_is_refused(written, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(written(text))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from composer_replication.diloco.arguments import REMOVED
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.coordinator_command import settings_of
 from composer_replication.training.config import ConfigError, load_config
@@ -114,3 +115,13 @@ def test_a_wrong_set_is_an_error_that_says_why(given, message):
 def test_a_setting_in_the_place_of_the_file_is_an_error_with_the_fix():
     with pytest.raises(ConfigError, match="as in --set sync_every=5"):
         load_settings(Path("sync_every=5"))
+
+
+def test_a_setting_that_is_gone_is_named_with_what_replaces_it(written, monkeypatch):
+    monkeypatch.setitem(REMOVED, "gone", "use sync_every")
+    message = "has no 'gone' any more: use sync_every"
+    for text in ("gone: 1", "callbacks: {diloco: {sync_every: 5, gone: 1}}"):
+        with pytest.raises(ConfigError, match=message):
+            load_settings(written(text))
+    with pytest.raises(ConfigError, match=f"--set {message}"):
+        load_settings(None, ["gone=1"])
