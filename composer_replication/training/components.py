@@ -82,7 +82,7 @@ def components_of(section: str, contents: Any) -> dict[str, dict[str, Any]]:
     if not contents:
         return {}
     if TARGET in contents:
-        return {section: _by_target(section, contents)}
+        return {section: dict(contents)}
     if "name" not in contents:
         known = ", ".join(SHORT_NAMES[section])
         raise ConfigError(
@@ -97,7 +97,7 @@ def _by_key(section: str, name: str, contents: Any) -> dict[str, Any]:
     contents = {} if contents is None else contents
     _check_mapping(where, contents)
     if TARGET in contents and where != "callbacks.diloco":
-        return _by_target(where, contents)
+        return dict(contents)
     return {TARGET: _path(section, section, name), **contents}
 
 
@@ -109,13 +109,6 @@ def _path(section: str, where: str, name: object) -> str:
             "package.module.callable"
         )
     return known[str(name)]
-
-
-def _by_target(where: str, contents: Mapping[str, Any]) -> dict[str, Any]:
-    path = contents[TARGET]
-    if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
-        raise ConfigError(f"{where}.{TARGET}={path!r}: write package.module.callable")
-    return dict(contents)
 
 
 def _check_mapping(where: str, contents: Any) -> None:

@@ -75,17 +75,15 @@ def _section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:
     """The node with the settings, of which nothing has been resolved, and how to call it."""
     if not file:
         raise ConfigError(f"{path} is empty: write settings, such as sync_every: 100")
-    if "callbacks" not in file:
-        if any(key in file for key in REQUIRED):
+    if not any(key in file for key in ("callbacks", *REQUIRED)):
+        return file, str(path)
+    try:
+        callbacks = file.get("callbacks")
+        if not isinstance(callbacks, DictConfig) or "diloco" not in callbacks:
             raise ConfigError(
                 f"{path} is a job without {SECTION}: add it ({EXAMPLE}), or give a file with "
                 "settings alone, or none and --set key=value"
             )
-        return file, str(path)
-    try:
-        callbacks = file.callbacks
-        if not isinstance(callbacks, DictConfig) or "diloco" not in callbacks:
-            raise ConfigError(f"{path} has callbacks, and no {SECTION}: add it ({EXAMPLE})")
         section = callbacks.diloco
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {SECTION} cannot be read: {_first_line(error)}") from error

@@ -85,7 +85,7 @@ def test_what_cannot_be_resolved_may_be_set(written):
         ("callbacks: {diloco: {sync_every: 0}}", "sync_every=0: use an integer of at least 1"),
         ("callbacks: {diloco: 5}", r"callbacks.diloco=5: write key: value pairs"),
         ("callbacks: {diloco: '${nowhere}'}", "callbacks.diloco cannot be read: .*nowhere"),
-        ("callbacks: {lr_monitor: {}}", "has callbacks, and no callbacks.diloco: add it"),
+        ("callbacks: {lr_monitor: {}}", "is a job without callbacks.diloco: add it"),
         ("model: {}\nseed: 1", "is a job without callbacks.diloco: add it"),
         ("- 5", "holds no key: value pairs"),
         ("", "is empty: write settings"),

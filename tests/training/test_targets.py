@@ -144,8 +144,6 @@ def test_our_leasing_loader_can_be_named_by_its_path(loaded):
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("model._target_=Model", "model._target_='Model': write package.module.callable"),
-    ("model._target_=null", "model._target_=None: write package.module.callable"),
     ("callbacks.other=null", "callbacks has no 'other': use one of diloco, lr_monitor"),
     ("callbacks.mine=3", "callbacks.mine=3 is not a section: write key: value pairs"),
     ("callbacks.diloco._target_=own_parts.Counts", "callbacks.diloco has no '_target_'"),
@@ -161,6 +159,8 @@ LOCATE = "Error locating target"
 
 
 @pytest.mark.parametrize(("override", "message"), [
+    ("model._target_=Model", f"model: {LOCATE} 'Model': No module named 'Model'"),
+    ("model._target_=null", "model: Expected a callable target, got 'None'"),
     ("model._target_=own_parts.Modle", f"model: {LOCATE} 'own_parts.Modle': No module named"),
     ("model.mlp._target_=own_prts.mlp", f"model.mlp: {LOCATE} 'own_prts.mlp': No module named"),
     ("model.mlp.widht=3", f"model.mlp: {CALL} 'own_parts.mlp': mlp() got an unexpected keyword"),
