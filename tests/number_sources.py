@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import statistics
@@ -50,28 +49,19 @@ def read_results(folder: Path = RESULTS) -> dict[str, Values]:
 
 
 @cache
-def code(path: str, name: str) -> Any:
-    """The literal that a module of the package gives a name: a constant, or a field's default.
+def code(name: str, within: str = "") -> Any:
+    """The number that a line of the package gives a name: a constant, or a field's default.
 
     Args:
-        path: Of the module, below ``composer_replication``.
-        name: It has to have one value in the module.
+        name: It has to have one value in these modules.
+        within: A part of their paths.
     """
-    values: list[ast.AST | None] = []
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            values += [node.value] if name in map(ast.unparse, targets) else []
-        elif isinstance(node, ast.keyword) and node.arg == name:
-            values.append(node.value)
-    found = {
-        ast.unparse(value)
-        for value in values
-        if value and not any(isinstance(each, ast.Name | ast.Call) for each in ast.walk(value))
-    }
-    if len(found) != 1:
-        raise ValueError(f"{path} has {sorted(found) or 'no value'} for {name}: name one")
-    return eval(found.pop(), {"__builtins__": {}})
+    line = re.compile(rf"^ *{name}\b[^=\n]*= (\(?[-\d.e*, ]+\)?)", re.MULTILINE)
+    modules = [path for path in PACKAGE.rglob("*.py") if within in path.as_posix()]
+    values = {value for path in modules for value in line.findall(path.read_text())}
+    if len(values) != 1:
+        raise ValueError(f"the package has {sorted(values) or 'no number'} for {name}: name one")
+    return eval(values.pop(), {"__builtins__": {}})
 
 
 @cache
