@@ -31,18 +31,18 @@ from composer_replication.launch.command_options import (
 from composer_replication.launch.command_options import (
     Set as Set,  # typer looks up the annotations of inherited options in this module
 )
-from composer_replication.launch.errors import (
+from composer_replication.launch.output import (
     BAD_INPUT,
     INTERRUPTED,
+    ignore_output_errors,
     let_rank_0_end_first,
+    quiet_others,
     report_error,
 )
-from composer_replication.launch.lossy_output import ignore_output_errors
-from composer_replication.launch.quiet import quiet_others
 from composer_replication.launch.supervision import (
     FIRST_PAUSE_S,
-    HANG_TIMEOUT_S,
     MAX_RESTARTS,
+    SUPERVISED_HANG_TIMEOUT_S,
 )
 from composer_replication.plan import (
     HOST_S_PER_PARAM,
@@ -126,10 +126,10 @@ class LaunchCommand(JobOptions):
     replicas: Replicas = 2
     max_restarts: MaxRestarts = MAX_RESTARTS
     straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S
-    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S
+    hang_timeout_s: HangTimeout = SUPERVISED_HANG_TIMEOUT_S
 
     def __post_init__(self) -> None:  # typer calls a command with its options
-        from composer_replication.launch.job_options import job_of
+        from composer_replication.launch.job import job_of
         from composer_replication.launch.launcher import launch_groups
 
         status = launch_groups(
@@ -151,7 +151,7 @@ def run(
         typer.Option(help="Seconds before the first restart; each in a row waits twice as long."),
     ] = FIRST_PAUSE_S,
     nproc: Nproc = None,
-    hang_timeout_s: HangTimeout = HANG_TIMEOUT_S,
+    hang_timeout_s: HangTimeout = SUPERVISED_HANG_TIMEOUT_S,
     run_dir: RunDir = None,
 ) -> None:
     """Run the command after -- as one replica group of a run, and start it again when it dies."""

@@ -1,15 +1,53 @@
-"""What the replica groups of a launch are: processes that train a config, or any command."""
+"""What the replica groups of a launch run: a config or any command, and in which environment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_replication.launch.group_process import Command, train_command
-from composer_replication.training.config import ConfigError, diloco_section
+from composer_replication.callback.run_folder import CONFIG, log_path
+from composer_replication.coordinator.server import Coordinator
+from composer_replication.launch.command_options import JobOptions, command_after_dashes
+from composer_replication.replica.options import HOSTNAME
+from composer_replication.training.config import (
+    ConfigError,
+    diloco_section,
+    load_config,
+    read_value,
+)
+from composer_replication.training.settings_file import SECTION, load_settings
+
+Command = Callable[[Path, int], list[str]]
+"""Returns the command line of a replica group, by the run's folder and the group's id."""
+
+HANG_TIMEOUT = "COMPOSER_REPLICATION_HANG_TIMEOUT_S"
+"""The environment variable that holds a group's ``hang_timeout_s``."""
+
+START_RETRIES = 2
+"""How often a command that fails before it has joined is started again.
+
+Jobs that start at the same moment on one machine may stand in each other's way: StreamingDataset
+chooses names for its shared memory that another job may take first.
+"""
+
+MISSING_CALLBACK = (
+    "What trains there needs the callback: Trainer(..., callbacks=[DiLoCoCallback()]), with `from "
+    "composer_replication import DiLoCoCallback`, or in a YAML for llm-foundry `callbacks: "
+    "{diloco: {}}`. If it has the callback, leave coordinator_addr, lighthouse_addr and run_dir "
+    "out of its arguments: they come from the environment"
+)
+
+# Set by torchrun or Composer's launcher.
+_RANK_VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK BASE_RANK MASTER_ADDR MASTER_PORT"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +78,54 @@ class Job:
     start_retries: int = 0
 
 
+def job_of(options: JobOptions) -> Job:
+    """Return the job that a command line asks for: a config, or the command after ``--``.
+
+    Raises:
+        ConfigError: It names both or neither, or one of them cannot be used.
+    """
+    command = command_after_dashes(options.context)
+    for_commands = {
+        "--settings": options.settings,
+        "--set": options.set,
+        "--run-dir": options.run_dir,
+        "--resume": options.resume or None,
+    }
+    if command is None:
+        given = [name for name, value in for_commands.items() if value]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} without a command after --: write key=value after CONFIG, or "
+                "-- and the command that trains a group"
+            )
+        if options.config is None:
+            raise ConfigError(
+                "there is neither a config nor a command: give the path of a YAML file, or write "
+                "-- and the command that trains a group, e.g. -- python train.py"
+            )
+        if not options.config.exists():
+            raise ConfigError(
+                f"there is no config at {options.config}: give the path of a YAML file, or write "
+                "-- before a command of your own"
+            )
+        config = load_config(options.config, options.overrides or [])
+        return config_job(config, options.config, options.nproc or 1)
+    if options.config is not None:
+        raise ConfigError(
+            f"{options.config} and a command after --: give settings for a command with --settings "
+            "FILE or --set key=value"
+        )
+    config, source = read_settings(options.settings, options.set or ())
+    return command_job(
+        command,
+        config,
+        source,
+        nproc=options.nproc,
+        run_dir=options.run_dir,
+        resumes=options.resume,
+    )
+
+
 def config_job(config: dict[str, Any], path: str | Path, nproc: int | None = 1) -> Job:
     """Return the job of training a config in every group with ``composer-replication train``.
 
@@ -50,6 +136,87 @@ def config_job(config: dict[str, Any], path: str | Path, nproc: int | None = 1) 
     """
     command = partial(train_command, nproc)
     return Job(config=config, source=str(path), name=path, command=command, nproc=nproc)
+
+
+def read_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """Read the settings of a run whose groups are started with a command.
+
+    Args:
+        path: A YAML file, see ``load_settings``. It may be the one that the command reads: its
+            ``run_dir`` is the run's folder, and its ``start_timeout_s`` holds for the launcher.
+        given: Settings in place of the file's, such as ``sync_every=50``.
+
+    Returns:
+        What the launcher reads of a config, and where it comes from.
+
+    Raises:
+        ConfigError: The file cannot be used, or a setting is unknown or impossible.
+    """
+    config, source = load_settings(path, given)
+    own = {
+        name: None if path is None else read_value(path, f"{SECTION}.{name}")
+        for name in ("run_dir", "start_timeout_s")
+    }
+    diloco = diloco_section(config)
+    if own["start_timeout_s"] is not None:
+        diloco["start_timeout_s"] = own["start_timeout_s"]
+    return {"run_dir": own["run_dir"], "callbacks": {"diloco": diloco}}, source
+
+
+def command_job(
+    command: Sequence[str],
+    config: dict[str, Any],
+    source: str,
+    *,
+    nproc: int | None = None,
+    run_dir: str | Path | None = None,
+    resumes: bool = False,
+) -> Job:
+    """Return the job of running a command in every group, whose script has the callback.
+
+    Args:
+        command: The command line. ``{replica_id}`` and ``{run_dir}`` in it are replaced.
+        config: The settings of the run, from ``read_settings``.
+        source: Where they come from.
+        nproc: How many processes of the command each group has, one for each rank. None: the
+            command starts the ranks of its group itself, or it is the only one.
+        run_dir: The run's folder. None: that of the config, else a new one below ``runs``.
+        resumes: Whether the run in that folder is continued.
+
+    Raises:
+        ConfigError: There is no such command.
+    """
+    check_command(command)
+    run_dir = run_dir or config["run_dir"]
+    own = {
+        "run_dir": None if run_dir is None else str(run_dir),
+        "autoresume": resumes,
+        "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
+    }
+    return Job(
+        config=config | own,
+        source=source,
+        name=next((word for word in command if word.endswith((".py", ".yaml"))), command[0]),
+        command=partial(group_command, command, nproc),
+        nproc=nproc,
+        advice=MISSING_CALLBACK,
+        start_retries=START_RETRIES,
+    )
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Reject a command that cannot be started.
+
+    Raises:
+        ConfigError: It is empty, or its program does not exist or is not executable.
+    """
+    if not command:
+        raise ConfigError("there is no command after --: write e.g. -- python train.py")
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"there is no command {command[0]!r}: give the path of an executable file, or the name "
+            "of one in PATH"
+        )
 
 
 def check_launch(job: Job, replicas: int) -> None:
@@ -84,3 +251,123 @@ def check_launch(job: Job, replicas: int) -> None:
             f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
             f"{replicas}, so no sync could commit: use at most {replicas}"
         )
+
+
+def train_command(nproc: int | None, run_dir: Path, replica_id: str | int) -> list[str]:
+    """The command line that trains a replica group from the config in the run's folder.
+
+    Args:
+        nproc: Processes in the group.
+        run_dir: The run's folder.
+        replica_id: The group's id.
+    """
+    command = [sys.executable, "-m", "composer_replication", "train", str(run_dir / CONFIG)]
+    return per_rank(command, nproc, log_path(run_dir, replica_id).parent)
+
+
+def group_command(
+    command: Sequence[str], nproc: int | None, run_dir: Path, replica_id: str | int
+) -> list[str]:
+    """Return the command line of one group.
+
+    Args:
+        command: The user's, with ``{replica_id}`` and ``{run_dir}`` where they are to be replaced.
+        nproc: See ``command_job``.
+        run_dir: The run's folder.
+        replica_id: The group's id.
+    """
+    # Not str.format: arguments may have braces of their own, JSON for example.
+    own = [
+        word.replace("{replica_id}", str(replica_id)).replace("{run_dir}", str(run_dir))
+        for word in command
+    ]
+    return per_rank(own, nproc, log_path(run_dir, replica_id).parent)
+
+
+def per_rank(command: list[str], nproc: int | None, folder: Path) -> list[str]:
+    """Return the command line that runs a command once for each rank of a group.
+
+    Args:
+        command: The command.
+        nproc: Ranks of the group. With more than one, Composer's launcher starts them. None: the
+            command starts them itself, or there is only one.
+        folder: For the output of all ranks but the first.
+    """
+    if nproc in (None, 1):
+        return command
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    # Composer's launcher forwards the output of rank 0. Without a file, that of the other ranks
+    # would be lost.
+    other_ranks = str(folder).replace("{", "{{").replace("}", "}}") + "/log_rank{rank}.txt"
+    return [
+        *(sys.executable, "-m", "composer.cli.launcher"),
+        *("--nproc", str(nproc), "--master_port", str(port)),
+        *("--stdout", other_ranks, "--stderr", other_ranks),
+        *("--command_mode", *command),
+    ]
+
+
+def group_environment(
+    replica_id: str | int, run_dir: Path, hang_timeout_s: float
+) -> dict[str, str]:
+    """The environment variables that a replica group needs on any machine.
+
+    Args:
+        replica_id: The group's id.
+        run_dir: The run's folder.
+        hang_timeout_s: Seconds without progress after which the group ends itself.
+    """
+    return {
+        "REPLICA_GROUP_ID": str(replica_id),
+        "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
+        HANG_TIMEOUT: f"{hang_timeout_s:g}",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def environment(
+    replica_id: int, replicas: int, nproc: int | None, coordinator: Coordinator
+) -> dict[str, str]:
+    """The environment variables of one of several replica groups on this machine.
+
+    Args:
+        replica_id: The group's id.
+        replicas: Number of groups.
+        nproc: Processes in each group. None: nobody knows, and each has an equal share of the GPUs.
+        coordinator: The run's coordinator.
+    """
+    environ = without_ranks(os.environ) | {
+        "NUM_REPLICA_GROUPS": str(replicas),
+        "TORCHFT_LIGHTHOUSE": coordinator.lighthouse_addr,
+        "COMPOSER_REPLICATION_COORDINATOR": coordinator.address,
+    }
+    environ.setdefault(HOSTNAME, "127.0.0.1")  # all groups are here: no other machine may connect
+    processes = replicas * (nproc or 1)
+    if processes > 1:
+        # By default torch uses every core in each process, which makes all of them several times
+        # slower.
+        cores = len(os.sched_getaffinity(0))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    gpus = visible_gpus()
+    each = nproc or len(gpus) // replicas
+    if each and len(gpus) >= replicas * each:
+        own = gpus[replica_id * each : (replica_id + 1) * each]
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    return environ
+
+
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the ranks of another job, which a group would take for its own."""
+    return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]

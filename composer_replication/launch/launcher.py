@@ -18,18 +18,24 @@ from composer_replication.callback.run_folder import CONFIG, make_run_folder
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
 from composer_replication.launch.auto_numbers import with_numbers
-from composer_replication.launch.coordinator_command import settings_of
+from composer_replication.launch.coordinator_command import (
+    TOKEN_FILE,
+    settings_of,
+    write_token_file,
+)
 from composer_replication.launch.display import Display, print_settings
-from composer_replication.launch.errors import BAD_INPUT, FAILED, INTERRUPTED
-from composer_replication.launch.group_ends import GroupEnds
-from composer_replication.launch.group_process import environment, group_environment
-from composer_replication.launch.job import Job, check_launch
+from composer_replication.launch.job import Job, check_launch, environment, group_environment
 from composer_replication.launch.outcome import conclude, explain_failure, keep_page
+from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.page_record import RunRecord
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
-from composer_replication.launch.run_token import TOKEN_FILE, write_token_file
-from composer_replication.launch.start_watch import StartWatch
-from composer_replication.launch.supervision import HANG_TIMEOUT_S, MAX_RESTARTS, Supervisor
+from composer_replication.launch.supervision import (
+    MAX_RESTARTS,
+    SUPERVISED_HANG_TIMEOUT_S,
+    GroupEnds,
+    StartWatch,
+    Supervisor,
+)
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.replica.names import run_id_of_folder
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
@@ -51,7 +57,7 @@ def launch_groups(
     replicas: int,
     max_restarts: int = MAX_RESTARTS,
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
-    hang_timeout_s: float = HANG_TIMEOUT_S,
+    hang_timeout_s: float = SUPERVISED_HANG_TIMEOUT_S,
     on_poll: Callable[[Supervisor], object] | None = None,
     make_coordinator: Callable[..., Any] = Coordinator,
 ) -> int:

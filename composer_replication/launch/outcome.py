@@ -11,11 +11,10 @@ from rich.text import Text
 
 from composer_replication.callback.run_folder import EVENTS, log_path
 from composer_replication.callback.words import format_duration, plural
-from composer_replication.launch.errors import FAILED
-from composer_replication.launch.group_ends import describe_end
+from composer_replication.launch.output import FAILED
 from composer_replication.launch.page_record import write_page
 from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
-from composer_replication.launch.supervision import Supervisor
+from composer_replication.launch.supervision import Supervisor, describe_end
 
 
 def conclude(run_dir: Path, supervisor: Supervisor, seconds: float, advice: str = "") -> int:

@@ -11,17 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from composer_replication.callback.run_folder import log_path
-from composer_replication.launch.errors import INTERRUPTED
-from composer_replication.launch.group_ends import GroupEnds
-from composer_replication.launch.group_process import group_environment, without_ranks
-from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
-from composer_replication.launch.start_watch import StartWatch
-from composer_replication.launch.supervision import Supervisor
-from composer_replication.launch.user_command import (
+from composer_replication.launch.job import (
     MISSING_CALLBACK,
     check_command,
     group_command,
+    group_environment,
+    without_ranks,
 )
+from composer_replication.launch.output import INTERRUPTED
+from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
+from composer_replication.launch.supervision import GroupEnds, StartWatch, Supervisor
 from composer_replication.replica.names import check_replica_id
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import ConfigError

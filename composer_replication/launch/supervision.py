@@ -1,10 +1,12 @@
-"""Keeps replica groups running: a group that dies is started again after a pause."""
+"""Keeps replica groups running: a group that dies is started again, and what happened is said."""
 
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,23 @@ from composer_replication.callback.run_folder import (
     last_event,
     log_path,
 )
-from composer_replication.launch.errors import BAD_INPUT
+from composer_replication.callback.words import plural
+from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.replica.json_files import read_json, replace_json
 
-HANG_TIMEOUT_S = 600.0
-"""Seconds without any progress after which a group ends itself."""
-
 log = logging.getLogger(__name__)
+
+SUPERVISED_HANG_TIMEOUT_S = 600.0
+"""Seconds without any progress after which a group ends itself, where it is started again.
+
+Where nobody does, DiLoCo's own limit is longer.
+"""
 
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+LOOK_EVERY_S = 5.0
 
 RESTARTING, LEFT_OUT, NOT_BACK = "restarting", "left out", "not back"
 """Phases of a group that has died: it will be started again; it failed too often, and the others go
@@ -238,3 +245,96 @@ class Supervisor:
             replace_json(path, read_json(path) | {"phase": phase, **more})
         except OSError as error:  # a full disk must not end the groups that train
             log.warning("Cannot write %s, group %s is %s: %s", path, replica_id, phase, error)
+
+
+class GroupEnds:
+    """Says of each early end of a group how it ended, and what follows, once.
+
+    Args:
+        supervisor: Watches the groups.
+    """
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._records: Mapping[ReplicaId, GroupRecord] = supervisor.records
+        self._max_restarts = supervisor.max_restarts
+        self._num_said: defaultdict[ReplicaId, int] = defaultdict(int)
+
+    def new(self) -> list[str]:
+        """Return a line for each end since the last call."""
+        lines = []
+        for replica_id, record in self._records.items():
+            for status in record.deaths[self._num_said[replica_id] :]:
+                lines.append(f"group {replica_id} {describe_end(status)}{self._then(record)}")
+            self._num_said[replica_id] = len(record.deaths)
+        return lines
+
+    def _then(self, record: GroupRecord) -> str:
+        if record.due is not None:
+            pause_s = max(0.0, record.due - time.monotonic())
+            restart = f"restart {record.in_a_row + 1} of {self._max_restarts}"
+            return f", starts again in {pause_s:.0f} s ({restart})"
+        if record.is_left_out:
+            return "; the others go on without it"
+        if record.is_given_up:
+            return "; it is too late to join the others again"
+        return ", and is not started again"
+
+
+def describe_end(status: int) -> str:
+    """Say how a process ended.
+
+    Args:
+        status: Its exit status; negative if a signal ended it.
+    """
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was ended by signal {-status}"
+
+
+class StartWatch:
+    """Says once, after a while, which groups have not joined, and what is probably wrong.
+
+    A group has joined if its callback has written its status.
+
+    Args:
+        run_dir: The run's folder.
+        ids: The groups.
+        timeout_s: Seconds that they have to join.
+        advice: What is probably wrong. Empty: nothing is ever said.
+        say: Is given the text.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        ids: Iterable[int | str],
+        timeout_s: float,
+        advice: str,
+        say: Callable[[str], object],
+    ) -> None:
+        self._run_dir, self._timeout_s, self._advice, self._say = run_dir, timeout_s, advice, say
+        self._missing = list(ids) if advice else []
+        self._began = time.monotonic()
+        self._due = self._began + min(LOOK_EVERY_S, timeout_s)
+
+    def look(self) -> None:
+        """Look at the groups that have not joined, from time to time. Call it often."""
+        now = time.monotonic()
+        if not self._missing or now < self._due:
+            return
+        self._due = now + LOOK_EVERY_S
+        self._missing = [each for each in self._missing if not has_joined(self._run_dir, each)]
+        if self._missing and now >= self._began + self._timeout_s:
+            groups = ", ".join(map(str, self._missing))
+            after = f"after {plural(round(self._timeout_s), 'second')}"
+            self._say(f"Replica group {groups} has not joined {after}. {self._advice}")
+            self._missing = []
+
+
+def has_joined(run_dir: Path, replica_id: int | str) -> bool:
+    """Whether the callback of a group has written its status: the launcher's own has no steps."""
+    status = read_json(log_path(run_dir, replica_id).with_name(STATUS))
+    return "inner_steps" in status

@@ -26,9 +26,8 @@ from composer_replication.launch.command_options import Overrides as Overrides
 from composer_replication.launch.command_options import Replicas as Replicas
 from composer_replication.launch.command_options import RunDir as RunDir
 from composer_replication.launch.command_options import Set as Set
-from composer_replication.launch.errors import report_error
-from composer_replication.launch.job_options import job_of
-from composer_replication.launch.quiet import quiet_others
+from composer_replication.launch.job import job_of
+from composer_replication.launch.output import quiet_others, report_error
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 
 from .driver import run_chaos

@@ -19,7 +19,7 @@ from composer_replication.training.config import ConfigError, diloco_section
 
 from .at_start.fault_injection import unreliable
 from .history import History
-from .injector import HANG_TIMEOUT_S, KINDS, RECOVERY_S, RandomFaultInjector, plan_faults
+from .injector import HANG_ENDS_S, KINDS, RECOVERY_S, RandomFaultInjector, plan_faults
 from .slow_groups import read_speeds
 
 MAX_RESTARTS = 1000
@@ -85,7 +85,7 @@ def run_chaos(
         replicas=replicas,
         max_restarts=MAX_RESTARTS,
         straggler_timeout_s=straggler_timeout_s,
-        hang_timeout_s=HANG_TIMEOUT_S,
+        hang_timeout_s=HANG_ENDS_S,
         on_poll=injector,
         make_coordinator=injector.make_coordinator,
     )

@@ -17,7 +17,7 @@ from .history import SERVICES, History, InjectedFault
 from .services import KillableCoordinator
 from .slow_groups import SLOWEST, Throttle
 
-HANG_TIMEOUT_S = 15.0
+HANG_ENDS_S = 15.0
 """Seconds without progress after which a group that hangs ends itself.
 
 It is shorter than the default, since people wait for a chaos run to end.
@@ -43,7 +43,7 @@ QUIET_START_S = 5.0
 RECOVERY_S = 45.0
 """Seconds between the end of the last fault and the end of the run, so that all groups can recover.
 
-A group that hangs needs ``HANG_TIMEOUT_S`` before that to end itself, and one that nobody can reach
+A group that hangs needs ``HANG_ENDS_S`` before that to end itself, and one that nobody can reach
 needs ``LEAVES_S``.
 """
 LEAVES_S = 35.0
@@ -163,7 +163,7 @@ class RandomFaultInjector:
         self._due = max(first, now + pause * self._mean_pause_s) if now > 1.0 else first
         lasts = self._next.seconds or 0.0
         if self._next.seconds is None:
-            lasts = HANG_TIMEOUT_S if kind == "hang" else LEAVES_S
+            lasts = HANG_ENDS_S if kind == "hang" else LEAVES_S
         if self._due > self._duration_s - self._recovery_s - lasts and kind != "first_round":
             self._next = None  # no later fault would end in time either
 

@@ -18,9 +18,8 @@ from chaos.injector import KINDS, RandomFaultInjector, plan_faults
 from forked_commands import ForkedCommand, run
 from pace import paced
 
-from composer_replication.launch.job import config_job
+from composer_replication.launch.job import command_job, config_job, read_settings
 from composer_replication.launch.supervision import GroupRecord
-from composer_replication.launch.user_command import command_job, read_settings
 from composer_replication.training.config import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from rich.text import Text
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch import display as display_module
 from composer_replication.launch.display import Display, print_settings
-from composer_replication.launch.quiet import CurrentStderr
+from composer_replication.launch.output import CurrentStderr
 
 
 @pytest.fixture

@@ -1,5 +1,13 @@
-"""Which errors are a line and which a traceback. Run: pytest tests/launch/test_errors.py."""
+"""What a command writes: log lines, errors, and what a full disk takes from it.
 
+Run: pytest tests/launch/test_output.py.
+
+Real: processes, one of which writes into a file that may not grow (``RLIMIT_FSIZE``).
+"""
+
+import logging
+import re
+import subprocess
 import sys
 
 import pytest
@@ -7,7 +15,7 @@ from forked_commands import ForkedCommand, run
 
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.launch.errors import report_error
+from composer_replication.launch.output import ShortNames, report_error
 from composer_replication.simulation.simulation import SimulationError
 
 
@@ -64,3 +72,56 @@ def test_bad_input_of_several_ranks_is_bad_input_of_their_launcher(tmp_path):
     ended = run(ForkedCommand, launcher, cwd=tmp_path, timeout=240)
     assert ended.returncode == 2, ended.stderr
     assert "there is no config at /nowhere.yaml" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("composer_replication.callback.console", "callback.console"),
+        ("torchft.manager", "torchft.manager"),
+        ("composer_replication", "composer_replication"),
+    ],
+)
+def test_a_line_begins_with_time_level_and_a_short_name(name, shown):
+    record = logging.LogRecord(name, logging.INFO, "", 0, "a round is %d", (3,), None)
+    line = ShortNames().format(record)
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d I {re.escape(shown)}: a round is 3", line)
+
+
+PROGRAM = """
+import resource, sys
+from composer_replication.launch.output import ignore_output_errors
+if sys.argv[1] == "lossy":
+    ignore_output_errors()
+print("before", "\\u2713", flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (12, resource.RLIM_INFINITY))
+for stream in (sys.stdout, sys.stderr):
+    print("lost" * 1000, file=stream, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("after")
+"""
+
+
+def print_into(how, stdout):
+    command = [sys.executable, "-X", "utf8", "-c", PROGRAM, how]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.STDOUT).returncode
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("how", "status"), [("lossy", 0), ("as it is", 1)])
+def test_a_print_that_fails_does_not_end_the_process(tmp_path, how, status):
+    with (tmp_path / "log.txt").open("ab") as output:
+        assert print_into(how, output) == status
+    said = (tmp_path / "log.txt").read_text(errors="replace")
+    assert said.startswith("before \u2713\n") and said.endswith("after\n") == (how == "lossy")
+
+
+@pytest.mark.integration
+def test_a_pipe_stays_as_it_is():
+    code = (
+        "import sys; before = sys.stdout; "
+        "from composer_replication.launch.output import ignore_output_errors as lose; "
+        "lose(); print(sys.stdout is before)"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout == "True\n"

@@ -1,13 +1,20 @@
-"""The run's secret in files, and where it is made. Run: pytest tests/launch/test_run_token.py"""
+"""The run's secret in files, and where it is made.
+
+Run: pytest tests/launch/test_coordinator_command.py.
+"""
 
 import logging
 import re
 
 import pytest
 
-from composer_replication.launch.coordinator_command import choose_tokens
+from composer_replication.launch.coordinator_command import (
+    choose_tokens,
+    make_token_file,
+    read_token_file,
+    write_token_file,
+)
 from composer_replication.launch.launcher import _token_hint
-from composer_replication.launch.run_token import make_token_file, read_token_file, write_token_file
 from composer_replication.training.config import ConfigError
 
 ANY = "[::]:29512"

@@ -1,9 +1,11 @@
-"""A command of the user's own as what groups run. Run: pytest tests/launch/test_user_command.py
+"""What the groups of a launch run, and where. Run: pytest tests/launch/test_job.py.
 
 Real: files, and in the test of a script without the callback the processes and the lighthouse.
+Faked: the cores and GPUs of the machine, by what names them; the coordinator's addresses.
 """
 
 import json
+import os
 import sys
 
 import pytest
@@ -11,10 +13,17 @@ import typer
 
 from composer_replication.callback.run_folder import STATUS
 from composer_replication.launch.command_options import JobOptions
-from composer_replication.launch.job_options import job_of
+from composer_replication.launch.job import (
+    command_job,
+    environment,
+    group_command,
+    group_environment,
+    job_of,
+    read_settings,
+    train_command,
+)
 from composer_replication.launch.launcher import launch_groups
-from composer_replication.launch.start_watch import StartWatch
-from composer_replication.launch.user_command import command_job, group_command, read_settings
+from composer_replication.launch.supervision import StartWatch
 from composer_replication.training.config import ConfigError, read_value, save_config
 
 
@@ -86,7 +95,7 @@ def test_a_command_line_with_settings_alone_is_a_job(tmp_path):
 
 
 def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("composer_replication.launch.start_watch.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("composer_replication.launch.supervision.LOOK_EVERY_S", 0.0)
     for replica_id, status in enumerate(({"phase": "joining", "inner_steps": 0}, {"phase": "x"})):
         (tmp_path / f"replica_{replica_id}").mkdir()
         (tmp_path / f"replica_{replica_id}" / STATUS).write_text(json.dumps(status))
@@ -102,7 +111,7 @@ def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path, m
 
 @pytest.mark.integration
 def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("composer_replication.launch.start_watch.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("composer_replication.launch.supervision.LOOK_EVERY_S", 0.1)
     trains = "import time; print('epoch 1'); time.sleep(2)"
     (tmp_path / "a.yaml").write_text("callbacks: {diloco: {start_timeout_s: 0.5}}")
     settings = read_settings(tmp_path / "a.yaml", ["sync_every=3"])
@@ -114,3 +123,58 @@ def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, monke
     assert "callbacks=[DiLoCoCallback()]" in said.out
     assert "replica_0/events.jsonl has no end with a result" in said.err and "epoch 1" in said.err
     assert "callbacks=[DiLoCoCallback()]" in said.err
+
+
+def test_several_processes_start_under_composers_launcher(tmp_path):
+    run_dir = tmp_path / "{odd}"
+    command = train_command(2, run_dir, 1)
+    assert command[:5] == [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2"]
+    # Composer formats this name: the folder's own braces must survive that.
+    output = command[command.index("--stdout") + 1]
+    assert output.format(rank=1) == str(run_dir / "replica_1" / "log_rank1.txt")
+    alone = train_command(1, run_dir, 1)
+    assert alone[-2:] == ["train", str(run_dir / "config.yaml")]
+    assert command[-6:] == ["--command_mode", *alone]
+
+
+class Addresses:
+    """Of a coordinator."""
+
+    address = "http://a:2"
+    lighthouse_addr = "http://a:1"
+
+
+def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("RANK", "3")
+    environ = environment(1, 2, 2, Addresses())
+    assert environ["TORCHFT_LIGHTHOUSE"] == "http://a:1"
+    assert environ["COMPOSER_REPLICATION_COORDINATOR"] == "http://a:2"
+    assert environ["OMP_NUM_THREADS"] == "2"
+    assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert "RANK" not in environ
+    assert environ["COMPOSER_REPLICATION_HOSTNAME"] == "127.0.0.1"
+    # More groups than cores: one thread for each group.
+    assert environment(1, 16, 1, Addresses())["OMP_NUM_THREADS"] == "1"
+    # Too few GPUs for each to have its own: who shares which is the user's business.
+    assert environment(1, 8, 1, Addresses())["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    # A command that starts its own ranks gets an equal share.
+    assert environment(1, 2, None, Addresses())["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert environment(1, 3, None, Addresses())["CUDA_VISIBLE_DEVICES"] == "5"
+    assert environment(1, 8, None, Addresses())["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    monkeypatch.setenv("COMPOSER_REPLICATION_HOSTNAME", "10.0.0.1")
+    own = environment(1, 2, 2, Addresses())["COMPOSER_REPLICATION_HOSTNAME"]
+    assert own == "10.0.0.1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert environment(1, 2, 2, Addresses())["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_group_gets_its_id_and_its_folder_from_the_environment(tmp_path):
+    assert group_environment("site-a", tmp_path, 15.0) == {
+        "REPLICA_GROUP_ID": "site-a",
+        "COMPOSER_REPLICATION_RUN_DIR": str(tmp_path),
+        "COMPOSER_REPLICATION_HANG_TIMEOUT_S": "15",
+        "PYTHONUNBUFFERED": "1",
+    }

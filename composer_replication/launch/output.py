@@ -1,0 +1,149 @@
+"""What a command writes: its log lines and its errors, and the exit status that goes with them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import signal
+import stat
+import sys
+import time
+import traceback
+import warnings
+from typing import TextIO
+
+from rich.console import Console
+
+from composer_replication import MissingExtraError
+from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.training.config import ConfigError
+
+FAILED = 1
+
+BAD_INPUT = 2
+"""The command was started wrongly: it would fail in the same way again."""
+
+INTERRUPTED = 130
+
+RANK_0_WAIT_S = 10.0
+"""How long a rank with bad input waits until rank 0 has found it too, in seconds."""
+
+PACKAGE = "composer_replication"
+
+
+class ShortNames(logging.Formatter):
+    """Formats a record with its time, level and logger, without the package in the logger's name.
+
+    Every line of a group's log begins with it, so it is short.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(module_name)s: %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.module_name = record.name.removeprefix(f"{PACKAGE}.")
+        return super().format(record)
+
+
+class CurrentStderr(logging.StreamHandler):
+    """Writes to what ``sys.stderr`` is now, since a live display replaces it for its duration.
+
+    A line that bypassed the display would stand in the middle of its table.
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
+
+
+def quiet_others() -> None:
+    """Log from INFO on in this package and from WARNING on elsewhere; show only our warnings."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    handler = CurrentStderr()
+    handler.setFormatter(ShortNames())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    ours = logging.getLogger(PACKAGE)
+    ours.setLevel(logging.INFO if is_first else logging.WARNING)
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module=rf"{PACKAGE}(\.|$)")
+
+
+def report_error(error: Exception) -> int:
+    """Print an error on stderr.
+
+    Returns:
+        The exit status: ``BAD_INPUT`` for bad input, ``FAILED`` for a run that failed.
+    """
+    if not is_known(error):
+        traceback.print_exception(error)
+        return FAILED
+    Console(stderr=True).print(
+        f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+    is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
+    return BAD_INPUT if is_bad_input else FAILED
+
+
+def is_known(error: BaseException | None) -> bool:
+    """Whether an error's message says everything, so that no traceback is needed."""
+    if error is None or not str(error):
+        return False
+    if isinstance(error, ConfigError | SettingsMismatch | FileNotFoundError | MissingExtraError):
+        return True
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, ValueError | OSError):
+        # One that a library raised deep inside a training step says little without a traceback.
+        return raised_by_us(error)
+    name = type(error).__name__  # by name: importing these classes would import torch
+    return name in ("SyncError", "DivergenceError") or (
+        name == "SimulationError" and is_known(error.__cause__)
+    )
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether this package raised the error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].partition(".")[0] == "composer_replication"
+
+
+def let_rank_0_end_first(wait_s: float = RANK_0_WAIT_S) -> None:
+    """Wait after bad input, on every rank but the first of its node, to be ended by the launcher.
+
+    Composer's launcher ends all ranks as soon as one has failed, and returns the status of the
+    lowest rank. All ranks find the same bad input. If another rank than 0 ends first, rank 0 is
+    ended by a signal, which looks like a crash: the group would be started again.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Composer's handler would only raise here
+        time.sleep(wait_s)
+
+
+class _LossyFile(io.FileIO):
+    """A file that drops what it cannot write."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def ignore_output_errors() -> None:
+    """Drop output instead of raising, if stdout or stderr is a file on a full or broken disk.
+
+    Composer's loggers print, and an error of a print in the training loop would end the group.
+    Terminals and pipes are not changed.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with contextlib.suppress(OSError, ValueError):  # a replaced stream has no file descriptor
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                stream.flush()
+                file = _LossyFile(stream.fileno(), "wb", closefd=False)
+                encoding, errors = stream.encoding, stream.errors
+                setattr(sys, name, io.TextIOWrapper(file, encoding, errors, write_through=True))
