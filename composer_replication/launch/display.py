@@ -123,7 +123,7 @@ class Display:
 
 
 def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> None:
-    """Print a run's settings as a table.
+    """Print a run's settings.
 
     Args:
         console: Where they are printed.

@@ -4,7 +4,6 @@ Real: the display, rich, the files of the groups. Replaced: the clock, and the t
 """
 
 import io
-import itertools
 import logging
 import re
 import sys
@@ -185,13 +184,8 @@ def test_the_display_compares_the_last_digests_that_all_have(tmp_path, is_termin
     assert "2 / 20" in said and "3.142" in said and ("training" in said) == is_terminal
 
 
-@pytest.mark.parametrize(("is_terminal", "width"), [(True, 80), (True, 160), (False, 80)])
-def test_the_settings_are_a_table_that_fits(is_terminal, width):
-    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width)
+def test_the_settings_are_printed_with_their_source():
+    console = Console(file=io.StringIO(), width=80)
     print_settings(console, DiLoCoSettings(sync_every=24), "tiny.yaml")
-    head, *lines = lines_of(console)
-    assert head == "Settings from tiny.yaml:"
-    assert all(line.startswith("  ") for line in lines)
-    assert max(map(len, lines)) <= (width if is_terminal else 100)
-    cells = list(itertools.chain.from_iterable(line.split() for line in lines))
-    assert cells[:2] == ["sync_every", "24"] and "max_sync_retries" in cells
+    (line,) = lines_of(console)
+    assert line.startswith("Settings from tiny.yaml: ") and "sync_every=24" in line
