@@ -28,8 +28,10 @@ from results import command_line, write
 from rich.console import Console
 from rich.table import Table
 
+from composer_replication.callback.run_folder import CONFIG
 from composer_replication.launch.run_record import Run, read_run
 from composer_replication.replica.json_files import read_json
+from composer_replication.training.config import read_value
 
 YEAR_S = 365.25 * 86_400
 MODELLED = ("kill", "first_round", "end")
@@ -152,17 +154,18 @@ def measured_costs(
     Raises:
         ValueError: The run has no goodput, or no config that says ``sync_every``.
     """
-    if not goodput or run.sync_every is None:
+    sync_every = read_value(run.run_dir / CONFIG, "callbacks.diloco.sync_every")
+    if not goodput or sync_every is None:
         raise ValueError(
             f"{run.run_dir} has no goodput or no sync_every: give the folder of a run of `launch` "
             "or `make chaos` with at least two syncs"
         )
     costs = goodput["costs"]
-    found = {**asdict(defaults), "sync_every": run.sync_every}
+    found = {**asdict(defaults), "sync_every": sync_every}
     found |= {"inner_step_s": costs["inner_step_s"], "sync_s": costs["sync_s"] + costs["wait_s"]}
     if costs["ends"]:
         # A measured start ends with the others' sync. It comes half a round later in the mean.
-        half_s = run.sync_every * costs["inner_step_s"] / 2
+        half_s = sync_every * costs["inner_step_s"] / 2
         found["restart_s"] = costs["dead_s"] + max(0.0, costs["starting_s"] - half_s)
     detections = list(detection_times(run, chaos))
     if detections:

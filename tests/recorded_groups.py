@@ -5,7 +5,7 @@ import time
 
 from run_events import write_events
 
-from composer_replication.launch.group_view import GroupView
+from composer_replication.launch.group_view import Groups, GroupView
 
 
 def sync_line(outer_step, *, digest="ab", participants=2, **changes):
@@ -22,6 +22,7 @@ def write_group(run_dir, replica_id, *, syncs=(), **status):
     folder = run_dir / f"replica_{replica_id}"
     folder.mkdir(parents=True, exist_ok=True)
     position = {"phase": "training", "batch": 25, "max_batches": 200, "inner_steps": 25}
+    position |= {"sync_every": 10}
     position |= {"outer_step": 2, "round": 2.5, "loss": 3.14159, "seconds_left": 75.0}
     position |= {"trained_at": time.time()}
     (folder / "status.json").write_text(json.dumps(position | status))
@@ -36,8 +37,16 @@ def view_of(folder, exit_status=None):
     return view
 
 
+def groups_of(run_dir, count):
+    """The display's view of all groups."""
+    groups = Groups(run_dir, count)
+    groups.update({})
+    return groups
+
+
 def recorded(run_dir, count, **status):
-    """Views of groups that have taken two outer steps."""
+    """Groups that have taken two outer steps."""
     syncs = [sync_line(step, participants=count) for step in (1, 2)]
-    folders = [write_group(run_dir, i, syncs=syncs, **status) for i in range(count)]
-    return [view_of(folder) for folder in folders]
+    for i in range(count):
+        write_group(run_dir, i, syncs=syncs, **status)
+    return groups_of(run_dir, count)

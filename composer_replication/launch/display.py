@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
+from composer_replication.callback.words import format_duration, plural
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.launch.group_news import GroupNews
-from composer_replication.launch.group_view import GroupView
-from composer_replication.launch.live_table import live_table
-from composer_replication.launch.overview import newest_outer_step, status_line
+from composer_replication.launch.group_view import Groups, GroupView
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,11 @@ LOOK_EVERY_S = 1.0
 """How often the groups are looked at where there is no table, in seconds."""
 LINE_EVERY_S = 30.0
 """Least time between two lines about the run, in seconds. In between there is an outer step."""
+
+OTHER_LINES = 5
+"""Lines of a terminal that the rows leave free: the heading, what stands below, the cursor's."""
+
+STYLES = {"good": "", "waiting": "yellow", "bad": "bold red"}
 
 
 class Display:
@@ -42,9 +47,12 @@ class Display:
 
     def __init__(self, console: Console, run_dir: Path, replicas: int) -> None:
         self._console = console
-        self._live = _live_on(console) if console.is_terminal else None
-        self._groups = [GroupView(run_dir / f"replica_{i}") for i in range(replicas)]
-        self._news = GroupNews()
+        # Without auto_refresh rich starts no thread of its own, so that the table does not flicker
+        # and nothing is drawn after the end. Warnings on the terminal are written above the table.
+        to_stderr = sys.stderr.isatty()
+        live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
+        self._live = live if console.is_terminal else None
+        self._groups = Groups(run_dir, replicas)
         self._looked_at = time.monotonic()
         self._line_at = self._looked_at - LINE_EVERY_S
         self._line_step = 0
@@ -99,9 +107,7 @@ class Display:
             return
         self._looked_at = time.monotonic()
         try:
-            for replica_id, group in enumerate(self._groups):
-                group.update(exit_statuses.get(replica_id))
-            for line in self._news.of(self._groups):
+            for line in self._groups.update(exit_statuses):
                 self.say(line)
             self._show(is_last)
         except OSError as error:  # a full or broken disk must not end the groups, which go on
@@ -110,16 +116,52 @@ class Display:
             self._has_failed = True
 
     def _show(self, is_last: bool) -> None:
+        step = self._groups.outer_step
         if self._live:
-            parts = live_table(self._groups, self._console.width, self._console.height)
-            self._live.update(Group(*parts), refresh=True)
-        elif is_last or self._is_line_due():
-            self._line_at, self._line_step = self._looked_at, newest_outer_step(self._groups)
-            self.say(status_line(self._groups))
+            self._live.update(live_table(self._groups, self._console.height), refresh=True)
+        elif is_last or (
+            step > self._line_step and self._looked_at >= self._line_at + LINE_EVERY_S
+        ):
+            self._line_at, self._line_step = self._looked_at, step
+            self.say(self._groups.status_line)
 
-    def _is_line_due(self) -> bool:
-        has_stepped = newest_outer_step(self._groups) > self._line_step
-        return has_stepped and self._looked_at >= self._line_at + LINE_EVERY_S
+
+def live_table(groups: Groups, height: int) -> Group:
+    """Return what a terminal shows of the groups: a row a group, and a line about all.
+
+    Args:
+        groups: The groups.
+        height: Of the terminal, in lines. If there are more groups, those with a problem are shown.
+    """
+    by_mood = sorted(groups.views, key=lambda view: view.mood == "good")
+    chosen = set(by_mood[: max(1, height - OTHER_LINES)])
+    shown = [view for view in groups.views if view in chosen]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("group", no_wrap=True)
+    table.add_column("state", no_wrap=True, min_width=16)
+    table.add_column("", min_width=4, max_width=40)
+    for name in ("round", "groups", "loss", "time left"):
+        table.add_column(name, no_wrap=True, justify="right", min_width=6)
+    for view in shown:
+        table.add_row(*_row(view))
+    left_out = len(groups.views) - len(shown)
+    style = STYLES["bad" if groups.differ else "good"]
+    below = [(f"and {plural(left_out, 'other group')}", "")] if left_out else []
+    lines = [
+        Text(text, style=style, no_wrap=True, overflow="ellipsis")
+        for text, style in (*below, (groups.overview, style))
+    ]
+    return Group(table, *lines)
+
+
+def _row(view: GroupView) -> Iterator[Text | ProgressBar]:
+    yield Text(view.name, style=STYLES[view.mood])
+    yield Text(view.state, style=STYLES[view.mood])
+    yield Text("") if view.done is None else ProgressBar(1.0, view.done, complete_style="cyan")
+    yield Text(view.round)
+    yield Text("-" if view.participants is None else f"{view.participants}")
+    yield Text("-" if view.loss is None else f"{view.loss:.3f}")
+    yield Text("-" if view.seconds_left is None else format_duration(view.seconds_left))
 
 
 def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> None:
@@ -132,9 +174,3 @@ def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> N
     """
     text = f"Settings from {source}: {settings}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _live_on(console: Console) -> Live:
-    # Without auto_refresh rich starts no thread of its own, so that the table does not flicker and
-    # nothing is drawn after the end. Warnings on the same terminal are written above the table.
-    return Live(Text(""), console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

@@ -1,15 +1,20 @@
-"""What the display knows about one replica group, from the files that the group writes."""
+"""What is known about the replica groups of a run while it goes on, and what is said about them."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from composer_replication.callback.run_folder import EVENTS, OUTER_STEP, REJECTED, STATUS, SYNC
-from composer_replication.callback.words import format_duration, format_roughly
-from composer_replication.launch.run_record import implied_sync_every
+from composer_replication.callback.words import (
+    format_duration,
+    format_roughly,
+    listed_groups,
+    plural,
+)
 from composer_replication.launch.supervision import LEFT_OUT, NOT_BACK, RESTARTING
 from composer_replication.replica.json_files import JsonLineReader, read_json
 
@@ -20,13 +25,14 @@ SILENT_AFTER_S = 10.0
 """A training group that has completed no step for so long is shown as silent. A group whose steps
 take long has five steps' time."""
 
-_ENDED_BADLY = (LEFT_OUT, NOT_BACK, REJECTED)
+SAY_SILENT_AFTER_S = 120.0
+"""A group in training that completes no step for so long is worth a line."""
 
-Mood = Literal["good", "waiting", "bad"]
+_ENDED_BADLY = ("failed", LEFT_OUT, NOT_BACK, REJECTED)
 
 
 class GroupView:
-    """What the display shows of one replica group, from its ``status.json`` and ``events.jsonl``.
+    """What is shown of one replica group, from its ``status.json`` and ``events.jsonl``.
 
     Args:
         folder: The group's folder, ``replica_<id>``.
@@ -34,14 +40,14 @@ class GroupView:
     Attributes:
         name: The group's id.
         status: The newest ``status.json``.
-        sync: The newest sync of ``events.jsonl``; empty before the first sync.
+        sync: The newest sync of ``events.jsonl``; empty before the first.
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._events = JsonLineReader(folder / EVENTS)
         self.name = folder.name.removeprefix("replica_")
-        self._metrics = JsonLineReader(folder / EVENTS)
         self.status: dict[str, Any] = {}
         self.sync: dict[str, Any] = {}
         self.digests: dict[int, str] = {}
@@ -60,13 +66,13 @@ class GroupView:
             self.status["phase"] = "finished"
         elif exit_status is not None and self.phase not in _ENDED_BADLY:
             self.status["phase"] = "failed"
-        for line in self._metrics.read():
-            if line.get("event") != SYNC:
+        for event in self._events.read():
+            if event.get("event") != SYNC:
                 continue
-            self.sync = line
-            if line.get("diloco/global_digest"):
-                self.digests.pop(line[OUTER_STEP], None)  # repeated after a resume
-                self.digests[line[OUTER_STEP]] = line["diloco/global_digest"]
+            self.sync = event
+            if event.get("diloco/global_digest"):
+                self.digests.pop(event[OUTER_STEP], None)  # repeated after a resume
+                self.digests[event[OUTER_STEP]] = event["diloco/global_digest"]
                 if len(self.digests) > MAX_DIGESTS:
                     del self.digests[next(iter(self.digests))]
 
@@ -81,14 +87,10 @@ class GroupView:
         trained_at = self.status.get("trained_at")
         if self.phase != "training" or trained_at is None:
             return 0.0
-        silent_s = time.time() - trained_at
-        return silent_s if silent_s > max(SILENT_AFTER_S, 5 * self._step_s) else 0.0
-
-    @property
-    def _step_s(self) -> float:
-        """Mean seconds of a batch, as far as the group's own estimate of its end implies it."""
         left = (self.status.get("max_batches") or 0) - self.status.get("batch", 0)
-        return (self.status.get("seconds_left") or 0.0) / left if left > 0 else 0.0
+        step_s = (self.status.get("seconds_left") or 0.0) / left if left > 0 else 0.0
+        silent_s = time.time() - trained_at
+        return silent_s if silent_s > max(SILENT_AFTER_S, 5 * step_s) else 0.0
 
     @property
     def state(self) -> str:
@@ -99,9 +101,9 @@ class GroupView:
         return f"no step for {format_roughly(self.silent_s)}" if self.silent_s else self.phase
 
     @property
-    def mood(self) -> Mood:
+    def mood(self) -> Literal["good", "waiting", "bad"]:
         """Whether the group trains, is awaited, or has failed."""
-        if self.phase in ("failed", *_ENDED_BADLY):
+        if self.phase in _ENDED_BADLY:
             return "bad"
         return "waiting" if self.phase == RESTARTING or self.silent_s else "good"
 
@@ -117,21 +119,15 @@ class GroupView:
         return None if number is None else int(number)
 
     @property
-    def rounds(self) -> int | None:
-        """Number of rounds that the group trains for; None if it is not known."""
-        batches, sync_every = self.status.get("max_batches"), implied_sync_every(self.status)
-        return math.ceil(batches / sync_every) if batches and sync_every else None
-
-    @property
     def round(self) -> str:
         """The group's round, and the number of rounds if it is known."""
         if "round" not in self.status:
             return "-"
-        sync_every = implied_sync_every(self.status)
-        if not self.rounds or not sync_every:
+        batches, sync_every = self.status.get("max_batches"), self.status.get("sync_every")
+        if not batches or not sync_every:
             return f"{int(self.status['round'])}"
         # A group that has joined later has its own count of steps, and the others' of batches.
-        return f"{int(self.status['batch'] / sync_every)} / {self.rounds}"
+        return f"{int(self.status['batch'] / sync_every)} / {math.ceil(batches / sync_every)}"
 
     @property
     def done(self) -> float | None:
@@ -145,19 +141,128 @@ class GroupView:
         return self.status.get("loss")
 
     @property
-    def sync_s(self) -> float | None:
-        """Seconds for which the newest sync blocked training; None before any."""
-        return self.sync.get("diloco/sync_seconds")
+    def seconds_left(self) -> float | None:
+        """The time until the group has trained all batches; None if not known or on hold."""
+        is_training = self.phase == "training" and not self.silent_s
+        return self.status.get("seconds_left") if is_training else None
+
+
+class Groups:
+    """All replica groups of a run.
+
+    Args:
+        run_dir: The run's folder.
+        replicas: Number of groups.
+
+    Attributes:
+        views: The groups by their ids.
+    """
+
+    def __init__(self, run_dir: Path, replicas: int) -> None:
+        self.views = [GroupView(run_dir / f"replica_{i}") for i in range(replicas)]
+        self._away_since: dict[str, float] = {}
+        self._silent: set[str] = set()
+        self._participants: int | None = None
+        self._differed = False
+
+    def update(self, exit_statuses: Mapping[int, int | None]) -> list[str]:
+        """Read what the groups have written.
+
+        Args:
+            exit_statuses: As for ``Display.refresh``.
+
+        Returns:
+            A line for each event since the last call: a return, another number of groups in a sync,
+            a long silence, different parameters.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        for replica_id, view in enumerate(self.views):
+            view.update(exit_statuses.get(replica_id))
+        return list(self._news())
+
+    def _news(self) -> Iterator[str]:
+        now = time.monotonic()
+        for view in self.views:
+            if view.phase == RESTARTING:
+                self._away_since.setdefault(view.name, now)
+            elif view.phase == "training" and view.name in self._away_since:
+                away = format_duration(now - self._away_since.pop(view.name))
+                yield f"group {view.name} is back after {away}, at outer step {view.outer_step}"
+        before, self._participants = self._participants, self.participants
+        if before not in (None, self._participants):
+            part = f"{self._participants} of {len(self.views)} groups took part, {before} before"
+            yield f"outer step {self.outer_step}: {part}"
+        silent = [view.name for view in self.views if view.silent_s > SAY_SILENT_AFTER_S]
+        new, self._silent = [name for name in silent if name not in self._silent], set(silent)
+        if new:
+            yield f"{listed_groups(new)}: no step for {format_roughly(SAY_SILENT_AFTER_S)}"
+        differed, self._differed = self._differed, self.differ
+        if self._differed and not differed:
+            yield f"the groups' {self._agreement}"
 
     @property
-    def compute_fraction(self) -> float | None:
-        """Part of the time since the sync before the newest that the group trained, 0 to 1."""
-        return self.sync.get("diloco/compute_fraction")
+    def outer_step(self) -> int:
+        """The newest outer step of any group; 0 before the first."""
+        return max(view.outer_step for view in self.views)
 
     @property
-    def time_left(self) -> str:
-        """The time until the group has trained all batches; "-" if it is not known or on hold."""
-        seconds = self.status.get("seconds_left")
-        if seconds is None or self.phase != "training" or self.silent_s:
-            return "-"
-        return format_duration(seconds)
+    def participants(self) -> int | None:
+        """Groups in the newest sync, as those that were in it report; None before any."""
+        syncs = [view.sync for view in self.views if view.participants is not None]
+        newest = max((sync[OUTER_STEP] for sync in syncs), default=0)
+        numbers = [s["diloco/num_participants"] for s in syncs if s[OUTER_STEP] == newest]
+        return int(min(numbers)) if numbers else None
+
+    @property
+    def overview(self) -> str:
+        """Which outer step was taken by how many groups, and whether their parameters are equal."""
+        if self.participants is None:
+            return ""
+        newest = f"outer step {self.outer_step}: {self.participants} of "
+        return ", ".join(filter(None, (newest + plural(len(self.views), "group"), self._agreement)))
+
+    @property
+    def differ(self) -> bool:
+        """Whether the parameters of the groups that have not died differ."""
+        return "DIFFER" in self._agreement
+
+    @property
+    def status_line(self) -> str:
+        """How the whole run does, in one line."""
+        rounds = max(self.views, key=lambda view: view.status.get("batch") or 0).round
+        losses = sorted(view.loss for view in self._present if view.loss is not None)
+        texts = dict.fromkeys(f"{loss:.3f}" for loss in losses[:1] + losses[-1:])
+        left = [view.seconds_left for view in self.views if view.seconds_left is not None]
+        in_trouble: dict[str, list[str]] = {}
+        for view in self.views:
+            if view.mood != "good":
+                in_trouble.setdefault(view.state, []).append(view.name)
+        parts = [
+            self.overview,
+            "" if rounds == "-" else f"round {rounds}",
+            f"loss {' to '.join(texts)}" if texts else "",
+            f"{format_duration(max(left))} left" if left else "",
+            *(f"group {', '.join(names)} {state}" for state, names in in_trouble.items()),
+        ]
+        return ", ".join(filter(None, parts)) or "starting"
+
+    @property
+    def _present(self) -> list[GroupView]:
+        """The groups whose newest values are not those of a process that has died."""
+        return [view for view in self.views if view.mood != "bad" and view.phase != RESTARTING]
+
+    @property
+    def _agreement(self) -> str:
+        """The comparison of digests at the newest outer step that all groups have one of."""
+        present = self._present
+        common = set.intersection(*(set(view.digests) for view in present)) if present else set()
+        if not common or len(present) < 2:
+            return ""
+        step = max(common)
+        digests = {view.digests[step] for view in present}
+        if len(digests) > 1:
+            return f"parameters DIFFER at step {step}"
+        at = "" if step == self.outer_step else f" at step {step}"
+        return f"parameters equal{at}: {digests.pop()[:8]}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication.callback.run_folder import (
-    CONFIG,
     CONTINUED,
     END,
     ERROR,
@@ -21,14 +20,12 @@ from composer_replication.callback.run_folder import (
     REJECTION,
     RESUME,
     START,
-    STATUS,
     SUMMARY,
     SYNC,
 )
 from composer_replication.callback.words import format_bytes, plural
 from composer_replication.launch.outer_readings import describe_outer_loop
-from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
-from composer_replication.training.config import read_value
+from composer_replication.replica.json_files import JsonLineReader, replace_json
 
 # Colours, and the rank that torch writes before every line of a traceback.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
@@ -37,6 +34,7 @@ _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE
 _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
 
 
+_SHARE = "share_of_time_in_inner_steps"
 _KEPT = {RESUME: "resumes", ERROR: "errors", REJECTION: "errors"}
 
 
@@ -110,15 +108,16 @@ class Run:
 
     Attributes:
         run_dir: The folder.
-        sync_every: Inner steps in a round; None if the folder does not say, or a round is a time.
         metrics: By replica group, its committed syncs in their order, and its other events.
-        outer_steps: Outer steps of the group that made most.
     """
 
     run_dir: Path
-    sync_every: int | None
     metrics: Mapping[str, GroupEvents]
-    outer_steps: int
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps of the group that made most."""
+        return max(group.outer_steps for group in self.metrics.values())
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
@@ -169,29 +168,7 @@ def read_run(run_dir: str | Path) -> Run:
         )
     ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
     groups = {id: GroupEvents(folders[id] / EVENTS) for id in ids}
-    return Run(
-        run_dir=run_dir,
-        sync_every=_sync_every(run_dir),
-        metrics=groups,
-        outer_steps=max(group.outer_steps for group in groups.values()),
-    )
-
-
-def _sync_every(run_dir: Path) -> int | None:
-    # A user's own training script leaves no config.
-    config = run_dir / CONFIG
-    sync_every = read_value(config, "callbacks.diloco.sync_every")
-    if sync_every is not None and read_value(config, "callbacks.diloco.round_seconds") is None:
-        return sync_every
-    statuses = [read_json(path) for path in run_dir.glob(f"replica_*/{STATUS}")]
-    return next(filter(None, map(implied_sync_every, statuses)), None)
-
-
-def implied_sync_every(status: Mapping[str, Any]) -> int | None:
-    """The inner steps of a round by a group's status; None if that tells no number."""
-    if "sync_every" in status:  # statuses of before lack it
-        return status["sync_every"]
-    return round(status["inner_steps"] / status["round"]) if status.get("round") else None
+    return Run(run_dir, groups)
 
 
 def thin_out(
@@ -254,7 +231,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
         "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
         "replicas": [
             {"replica_id": id, **{name: result.get(name) for name in fields}}
-            | {"restarts": restarts.get(id, 0), "inner_share": run.metrics[id].inner_share}
+            | {"restarts": restarts.get(id, 0), _SHARE: run.metrics[id].inner_share}
             for id, result in run.results.items()
         ],
         "eval": run.evaluation,

@@ -11,13 +11,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from recorded_groups import recorded, sync_line, write_group
+from recorded_groups import groups_of, recorded, sync_line, write_group
 from rich.console import Console
 from rich.text import Text
 
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch import display as display_module
-from composer_replication.launch.display import Display, print_settings
+from composer_replication.launch.display import Display, live_table, print_settings
 from composer_replication.launch.output import CurrentStderr
 
 
@@ -81,7 +81,7 @@ def test_a_line_in_a_file_is_short_for_any_number_of_groups(tmp_path, clock):
     recorded(tmp_path, 32)
     Display(console, tmp_path, 32).refresh({}, is_last=True)
     (line,) = lines_of(console)
-    assert line[10:].startswith("outer step 2: 32 of 32 groups, round 2 / 20")
+    assert line[10:].startswith("outer step 2: 32 of 32 groups, parameters equal")
     assert len(line) < 120
 
 
@@ -168,24 +168,79 @@ def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(tmp_
     assert caplog.text.count("Cannot show how the groups are doing") == 1
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-@pytest.mark.parametrize(
-    ("other", "verdict"),
-    [("ab", "equal at step 1: abababab"), ("cd", "DIFFERENT at step 1")],
-)
-def test_the_display_compares_the_last_digests_that_all_have(tmp_path, is_terminal, other, verdict):
-    write_group(tmp_path, 0, syncs=[sync_line(1), sync_line(2)])  # one outer step ahead
-    write_group(tmp_path, 1, syncs=[sync_line(1, digest=other)])
-    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, height=30)
-    with Display(console, tmp_path, 2) as shown:
-        shown.refresh({0: None, 1: None}, is_last=True)
-    said = console.file.getvalue()
-    assert "outer step 2: 2 of 2 groups, " in said and f"parameters {verdict}" in said
-    assert "2 / 20" in said and "3.142" in said and ("training" in said) == is_terminal
+def drawn(groups, width, height=30):
+    """The lines that a terminal would show."""
+    console = Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard"
+    )
+    with console.capture() as capture:
+        console.print(live_table(groups, height))
+    return [line.rstrip() for line in Text.from_ansi(capture.get()).plain.splitlines()]
 
 
-def test_the_settings_are_printed_with_their_source():
+def groups_in_trouble(run_dir):
+    """Groups with the longest texts that there are in each column."""
+    syncs = [sync_line(12345, participants=16)]
+    long = {"batch": 123_456, "max_batches": 200_000, "round": 12_345.0, "outer_step": 12_345}
+    long |= {"seconds_left": 359_000.0, "loss": 11.25}
+    troubles = [
+        {},
+        {"phase": "restarting", "restart_at": time.time() + 30},
+        {"phase": "restarting", "restart_at": 0.0},
+        {"trained_at": time.time() - 3000},
+        {"phase": "left out"},
+    ]
+    for i, trouble in enumerate(troubles):
+        write_group(run_dir, i, syncs=syncs, **long | trouble)
+    return groups_of(run_dir, len(troubles))
+
+
+def test_each_group_has_a_bar_and_what_matters(tmp_path):
+    lines = drawn(recorded(tmp_path, 4), 80)
+    assert lines[0].split() == "group state round groups loss time left".split()
+    assert len(lines) == 6
+    for replica_id, line in enumerate(lines[1:5]):
+        assert line.split()[:2] == [str(replica_id), "training"]
+        assert " ".join(line.split()).endswith(" 2 / 20 4 3.142 1 min 15 s")
+        assert "━━" in line
+    assert lines[5] == "outer step 2: 4 of 4 groups, parameters equal: abababab"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 160, 250])
+def test_nothing_is_wrapped_at_any_width_and_nothing_cut_from_80_on(tmp_path, width):
+    lines = drawn(groups_in_trouble(tmp_path), width)
+    assert len(lines) == 7, "a line was wrapped"
+    assert max(map(len, lines)) <= width
+    if width >= 80:
+        assert "…" not in "".join(lines)
+        assert all(state in "\n".join(lines) for state in ("restarts in 30 s", "starting again"))
+        assert "no step for 50 min" in lines[4] and "left out" in lines[5]
+
+
+def test_groups_whose_end_is_unknown_have_no_bar(tmp_path):
+    lines = drawn(recorded(tmp_path, 2, max_batches=None, seconds_left=None), 160)
+    assert "━" not in "".join(lines)
+    assert lines[1].split()[:2] == ["0", "training"] and lines[1].endswith("-")
+
+
+def test_of_more_groups_than_lines_those_in_trouble_are_shown(tmp_path):
+    recorded(tmp_path, 40)
+    write_group(tmp_path, 33, phase="left out")
+    lines = drawn(groups_of(tmp_path, 40), 80, height=24)
+    assert len(lines) <= 22
+    assert [line.split()[0] for line in lines[1:20]] == [*map(str, range(18)), "33"]
+    assert lines[20] == "and 21 other groups"
+
+
+def test_different_parameters_are_red(tmp_path):
+    for i, digest in enumerate("ab"):
+        write_group(tmp_path, i, syncs=[sync_line(2, digest=digest)])
+    *_, last = live_table(groups_of(tmp_path, 2), 24).renderables
+    assert "DIFFER" in str(last) and "red" in str(last.style)
+
+
+def test_the_settings_are_one_line():
     console = Console(file=io.StringIO(), width=80)
     print_settings(console, DiLoCoSettings(sync_every=24), "tiny.yaml")
     (line,) = lines_of(console)
-    assert line.startswith("Settings from tiny.yaml: ") and "sync_every=24" in line
+    assert line.startswith("Settings from tiny.yaml: DiLoCoSettings(sync_every=24,")

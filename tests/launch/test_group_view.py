@@ -1,28 +1,28 @@
-"""What the display reads about a group. Run: pytest tests/launch/test_group_view.py."""
+"""What is read and said about groups. Run: pytest tests/launch/test_group_view.py."""
 
+import re
 import time
 
 import pytest
-from recorded_groups import sync_line, view_of, write_group
+from recorded_groups import groups_of, recorded, sync_line, view_of, write_group
 from run_events import write_events
 
-from composer_replication.launch.group_view import GroupView
+from composer_replication.launch.group_view import Groups, GroupView
 
 
 def test_a_group_that_has_written_nothing_is_starting(tmp_path):
     view = view_of(tmp_path / "replica_3")
     assert (view.name, view.phase, view.state, view.mood) == ("3", "starting", "starting", "good")
-    assert (view.round, view.loss, view.time_left) == ("-", None, "-")
+    assert (view.round, view.loss, view.seconds_left) == ("-", None, None)
     assert (view.done, view.participants, view.outer_step) == (None, None, 0)
 
 
 def test_a_groups_progress_is_read_from_its_files(tmp_path):
     syncs = [sync_line(1), sync_line(2, participants=4)]
     view = view_of(write_group(tmp_path, 0, syncs=syncs, max_batches=195))
-    assert (view.state, view.round, view.rounds, view.loss) == ("training", "2 / 20", 20, 3.14159)
-    assert (view.done, view.time_left) == (25 / 195, "1 min 15 s")
+    assert (view.state, view.round, view.loss) == ("training", "2 / 20", 3.14159)
+    assert (view.done, view.seconds_left) == (25 / 195, 75.0)
     assert (view.outer_step, view.participants) == (2, 4)
-    assert (view.sync_s, view.compute_fraction) == (0.25, 0.9)
 
 
 def test_a_group_that_has_joined_late_is_in_the_round_of_the_others(tmp_path):
@@ -47,7 +47,7 @@ def test_a_group_without_a_known_end_has_neither_rounds_nor_a_done_part(tmp_path
 )
 def test_the_end_of_a_group_is_shown_as_what_it_means(tmp_path, phase, exit_status, shown, mood):
     view = view_of(write_group(tmp_path, 0, phase=phase), exit_status)
-    assert (view.state, view.mood, view.time_left) == (shown, mood, "-")
+    assert (view.state, view.mood, view.seconds_left) == (shown, mood, None)
 
 
 def test_a_group_that_died_counts_down_to_its_restart(tmp_path):
@@ -74,7 +74,7 @@ def test_a_group_that_completes_no_step_for_long_is_shown_so(
     view = view_of(write_group(tmp_path, 0, **status))
     assert view.state == state
     assert view.mood == ("good" if state == "training" else "waiting")
-    assert (view.time_left == "-") == (state != "training")
+    assert (view.seconds_left is None) == (state != "training")
 
 
 def test_only_training_can_be_silent(tmp_path):
@@ -94,3 +94,117 @@ def test_lines_that_are_no_syncs_are_passed_over(tmp_path):
     view = GroupView(folder)
     view.update(None)
     assert view.outer_step == 7
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict"),
+    [("ab", "equal at step 1: abababab"), ("cd", "DIFFER at step 1")],
+)
+def test_the_digests_of_the_last_step_that_all_have_are_compared(tmp_path, other, verdict):
+    write_group(tmp_path, 0, syncs=[sync_line(1), sync_line(2, digest="ef")])
+    write_group(tmp_path, 1, syncs=[sync_line(1, digest=other)], outer_step=1)
+    groups = groups_of(tmp_path, 2)
+    assert groups.overview == f"outer step 2: 2 of 2 groups, parameters {verdict}"
+    assert groups.differ == (other == "cd")
+
+
+def test_one_group_and_groups_without_digests_are_not_compared(tmp_path):
+    assert recorded(tmp_path / "one", 1).overview == "outer step 2: 1 of 1 group"
+    for i in range(2):
+        write_group(tmp_path, i, syncs=[sync_line(2, digest=None)])
+    assert groups_of(tmp_path, 2).overview == "outer step 2: 2 of 2 groups"
+
+
+def test_the_participants_are_those_of_the_newest_sync(tmp_path):
+    write_group(tmp_path, 0, syncs=[sync_line(3, participants=1)], outer_step=3)
+    for i in (1, 2):
+        write_group(tmp_path, i, syncs=[sync_line(8, participants=2)], outer_step=8)
+    groups = groups_of(tmp_path, 3)
+    assert groups.participants == 2
+    assert groups.overview.startswith("outer step 8: 2 of 3 groups")
+
+
+def test_before_the_first_sync_there_is_nothing_to_say(tmp_path):
+    groups = groups_of(tmp_path, 2)
+    assert (groups.overview, groups.participants, groups.status_line) == ("", None, "starting")
+
+
+def test_one_line_has_the_run_and_no_line_is_longer_for_more_groups(tmp_path):
+    two = recorded(tmp_path / "two", 2).status_line
+    assert two == (
+        "outer step 2: 2 of 2 groups, parameters equal: abababab, round 2 / 20, loss 3.142, "
+        "1 min 15 s left"
+    )
+    assert len(recorded(tmp_path / "many", 64).status_line) == len(two) + 2
+
+
+def test_the_line_has_the_range_of_losses_and_the_slowest_groups_time(tmp_path):
+    for i in range(3):
+        place = {"round": 2.0 + i, "batch": 20 + 10 * i, "seconds_left": 60.0 * i}
+        write_group(tmp_path, i, loss=3.0 - i / 2, **place)
+    line = groups_of(tmp_path, 3).status_line
+    assert line == "round 4 / 20, loss 2.000 to 3.000, 2 min 0 s left"
+
+
+@pytest.mark.parametrize("phase", ["restarting", "left out"])
+def test_a_group_that_died_does_not_count_with_its_old_values(tmp_path, phase):
+    place = {"outer_step": 2, "loss": 2.0, "seconds_left": 30.0}
+    for i in range(2):
+        write_group(tmp_path, i, syncs=[sync_line(1), sync_line(2)], **place)
+    write_group(tmp_path, 2, syncs=[sync_line(1, digest="cd")], phase=phase)
+    line = groups_of(tmp_path, 3).status_line
+    assert "parameters equal: abababab" in line and ", loss 2.000, 30 s left, group 2 " in line
+
+
+def test_what_is_wrong_is_named_with_its_groups(tmp_path):
+    silent = {"trained_at": time.time() - 3000}
+    for i, state in enumerate([{}, silent, silent, {"phase": "left out"}]):
+        write_group(tmp_path, i, **state)
+    line = groups_of(tmp_path, 4).status_line
+    assert line.endswith("group 1, 2 no step for 50 min, group 3 left out")
+
+
+def test_a_run_without_events_has_no_news(tmp_path):
+    groups = Groups(tmp_path, 2)
+    assert groups.update({}) == []
+    for phase in ("training", "evaluating"):
+        recorded(tmp_path, 2, phase=phase)
+        assert groups.update({}) == []
+
+
+def test_a_group_that_comes_back_is_announced_once(tmp_path):
+    groups = recorded(tmp_path, 2)
+    for phase in ("restarting", "joining"):
+        write_group(tmp_path, 1, phase=phase, restart_at=0.0)
+        assert groups.update({}) == []
+    write_group(tmp_path, 1, outer_step=9)
+    (line,) = groups.update({})
+    assert re.fullmatch(r"group 1 is back after \d+ s, at outer step 9", line)
+    assert groups.update({}) == []
+
+
+def test_another_number_of_groups_in_a_sync_is_news_once(tmp_path):
+    groups = recorded(tmp_path, 3)
+    for step in (3, 4):
+        for replica_id in (0, 2):
+            write_group(tmp_path, replica_id, syncs=[sync_line(step, participants=2)])
+        expected = "outer step 3: 2 of 3 groups took part, 3 before"
+        assert groups.update({}) == ([expected] if step == 3 else [])
+
+
+def test_a_long_silence_is_news_once(tmp_path):
+    groups = recorded(tmp_path, 3)
+    for silent, said in (((0, 2), "groups 0 and 2"), ((1,), "group 1")):
+        for replica_id in silent:
+            write_group(tmp_path, replica_id, trained_at=time.time() - 300)
+        assert groups.update({}) == [f"{said}: no step for 2 min"]
+        assert groups.update({}) == []
+
+
+def test_a_difference_is_news_once_and_again_after_it_has_ended(tmp_path):
+    groups, said = recorded(tmp_path, 2), []
+    for step, digest in [(3, "cd"), (4, "cd"), (5, "ab"), (6, "cd")]:
+        write_group(tmp_path, 0, syncs=[sync_line(step)])
+        write_group(tmp_path, 1, syncs=[sync_line(step, digest=digest)])
+        said += groups.update({})
+    assert said == [f"the groups' parameters DIFFER at step {step}" for step in (3, 6)]

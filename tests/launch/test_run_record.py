@@ -64,17 +64,20 @@ def test_groups_are_in_the_order_of_their_numbers(tmp_path):
     assert list(read_run(tmp_path).metrics) == [str(i) for i in range(11)]
 
 
-def test_the_length_of_a_round_is_known_without_a_config(tmp_path):
-    write_run(tmp_path)
-    assert read_run(tmp_path).sync_every == 10
-    text = "callbacks: {diloco: {sync_every: '${variables.h}'}}\nvariables: {h: 20}\n"
-    (tmp_path / "config.yaml").write_text(text)
-    assert read_run(tmp_path).sync_every == 20
-    (tmp_path / "config.yaml").unlink()
-    assert read_run(tmp_path).sync_every is None
-    status = {"inner_steps": 42, "round": 42 / 15}
-    (tmp_path / "replica_1" / "status.json").write_text(json.dumps(status))
-    assert read_run(tmp_path).sync_every == 15
+def test_the_share_of_time_in_inner_steps_leaves_out_syncs_and_stops(tmp_path):
+    folder = tmp_path / "replica_0"
+    blocked = {"diloco/sync_seconds": 0.5}
+    write_events(folder, "start", {"time": 10.0})
+    write_events(folder, "sync", *(sync(i, time=10.0 + 2 * i, **blocked) for i in (1, 2)))
+    write_events(folder, "start", {"time": 16.0})  # dead for two of these seconds
+    write_events(folder, "sync", sync(3, time=18.0, **blocked))
+    assert read_run(tmp_path).metrics["0"].inner_share == 4.5 / 8
+    write_events(folder, "continued", {"time": 500.0})  # the run was stopped until then
+    write_events(folder, "start", {"time": 510.0})
+    write_events(folder, "sync", sync(4, time=512.0, **blocked))
+    assert read_run(tmp_path).metrics["0"].inner_share == 6 / 10
+    rows = dict(describe(read_run(tmp_path)))
+    assert rows["time in inner steps"] == "group 0 60%"
 
 
 def test_the_text_has_bits_agreement_and_traffic(tmp_path):
