@@ -101,7 +101,6 @@ class DiLoCoCallback(Callback):
     ``diloco/healed``                1 if the group took over the global state in it
     ``diloco/outer_lr``              learning rate of the outer optimizer
     ``diloco/outer_momentum``        momentum of the outer optimizer
-    ``diloco/settings_version``      version of the settings in it; 0: no coordinator
     ``diloco/global_digest``         SHA-256 of the global parameters (run folder only)
     ===============================  ===================================================
     """

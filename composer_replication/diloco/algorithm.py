@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import takes
-from composer_replication.diloco.fingerprints import check_turns
 from composer_replication.diloco.fragments import model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
@@ -25,7 +24,6 @@ from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retries import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_saved_state, saved_state
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -242,29 +240,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def replaces_global(self) -> bool:
         """Whether ``make_local_global`` still has to take effect in a fragment."""
         return any(fragment.unsynced.replaces_global for fragment in self._outer.fragments)
-
-    def offer_settings(self, versions: Mapping[int, DiLoCoSettings]) -> None:
-        """Announce which versions of the settings this group knows.
-
-        After each sync, all groups adopt the newest version that all of them know. Only
-        ``sync_every``, ``outer_lr``, ``outer_momentum`` and ``outer_schedule`` can change that way.
-
-        Args:
-            versions: The settings by version, from 1. At the first call the newest version is the
-                one that this object was built with.
-
-        Raises:
-            ValueError: One of them would have more or fewer turns in flight.
-        """
-        if not versions:
-            return
-        for settings in versions.values():
-            check_turns(self.settings, settings)
-        known = self._outer.known_settings
-        known.update(versions)
-        self._outer.peer_table.known_version = max(known)
-        if not self._state.settings_version:
-            self._state.settings_version = max(versions)
 
     def _follow_schedule(self) -> None:
         """Set the length of a turn by the settings in force, and by this group's pace."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_replication.diloco.arguments import REMOVED
-from composer_replication.diloco.settings import DiLoCoSettings
 
 FIXED = (
     "num_fragments",
@@ -68,23 +67,3 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
         for key in keys
         if mine.get(key) != saved.get(key)
     ]
-
-
-def check_turns(before: DiLoCoSettings, after: DiLoCoSettings) -> None:
-    """Check that a change in mid-run leaves as many turns in flight.
-
-    Raises:
-        ValueError: It does not; the message has the values of ``sync_every`` that do.
-    """
-    turns = before.turns_in_flight
-    if after.turns_in_flight == turns:
-        return
-    count, delay = before.fragment_count, before.fragment_sync_delay
-    fits = f"at least {(delay // (turns + 1) + 1) * count}"
-    if turns:
-        fits += f" and at most {delay // turns * count}"
-    raise ValueError(
-        f"sync_every={after.sync_every} with fragment_sync_delay={delay} and {count} fragments "
-        f"would have {after.turns_in_flight} further turns in flight and not {turns}, which cannot "
-        f"change while the run goes on: use {fits}"
-    )

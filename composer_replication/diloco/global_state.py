@@ -25,12 +25,8 @@ from composer_replication.diloco.outer_state import (
     outer_state,
 )
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
-from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
-
-CHANGEABLE = ("outer_optimizer", "outer_schedule", "sync_every")
-"""Keys of the fingerprint that may change during a run."""
 
 
 class GlobalState:
@@ -62,8 +58,6 @@ class GlobalState:
         self.forget_staged()
         self.fingerprint = fingerprint
         self.outer_step = 0
-        self.settings_version = 0
-        """Version of the settings in force; 0 without a coordinator."""
         self.ledger = Ledger(len(fragments))
         self.compare_next = self.was_healed = False
         """Whether the next sync compares digests, and whether a heal has replaced this state since
@@ -106,7 +100,7 @@ class GlobalState:
     def version(self) -> Hashable:
         """Another one after every change of what ``state_dict`` returns; see ``HealSource``."""
         with self._whole:
-            return self._num_changes, self.settings_version
+            return self._num_changes
 
     @property
     def num_bytes(self) -> int:
@@ -160,7 +154,6 @@ class GlobalState:
                 )
             return {
                 "outer_step": self.outer_step,
-                "settings_version": self.settings_version,
                 "settings": self.fingerprint,
                 "ledger": self.ledger.rows(),
                 "fragments": [outer_state(f, copies=copies) for f in self._fragments],
@@ -224,15 +217,9 @@ class GlobalState:
         with self.changing():
             theirs = dict(state_dict["settings"])
             self._take_for_auto(theirs)
-            if self.settings_version and state_dict["settings_version"]:
-                # Both groups have the settings from the coordinator, and the donor's are in force.
-                changed = {key: theirs.get(key) for key in CHANGEABLE if key in theirs}
-                compare_fingerprints(self.fingerprint | changed, theirs, whose)
-            else:
-                compare_fingerprints(self.fingerprint, theirs, whose)
+            compare_fingerprints(self.fingerprint, theirs, whose)
             self._load(state_dict, keeps_hyperparameters=False)
             self.fingerprint = theirs
-            self.settings_version = state_dict["settings_version"]
             self.was_healed = True
         staged_from, _, digests = self._staged
         if staged_from is state_dict:
@@ -260,18 +247,6 @@ class GlobalState:
             self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
             # Peers that resume as well may have another checkpoint of the same outer step: compare.
             self.compare_next = True
-
-    def adopt(self, version: int, settings: DiLoCoSettings) -> None:
-        """Adopt another version of the settings."""
-        with self.changing():
-            for fragment in self._fragments:
-                fragment.set_hyperparameters(*settings.outer_numbers)
-            self.fingerprint["outer_optimizer"] = describe(self._fragments[0].optimizer)
-            self.fingerprint["outer_schedule"] = settings.fingerprint()["outer_schedule"]
-            if "sync_every" in self.fingerprint:
-                self.fingerprint["sync_every"] = settings.sync_every
-            self.settings_version = version
-        log.info("Settings version %d from outer step %d on", version, self.outer_step + 1)
 
     def _take_for_auto(self, theirs: Mapping[str, Any]) -> None:
         """Take the numbers of the run for what is ``auto``: the run has chosen them, at its start.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class OuterLoop:
         peer_table: The table that the fragments send.
         inner_steps: Inner steps of this group since the run began.
         reports: The syncs that nobody has asked for yet.
-        known_settings: The settings that this group knows, by version.
         ends_with_next_step: Whether the next inner step is the last one.
         has_healed: Whether this group has taken over the global state since its last report.
     """
@@ -97,7 +95,6 @@ class OuterLoop:
         self._is_idle = self._must_settle = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
-        self.known_settings: dict[int, DiLoCoSettings] = {}
         self.ends_with_next_step = self.has_healed = False
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         serve_state(manager, state)
@@ -202,8 +199,6 @@ class OuterLoop:
         self.reports.append(report)
         self.has_healed = False
         self._steps_lost = 0
-        if moved:  # a group that missed this commit gets the settings by a heal
-            self._adopt_agreed_settings()
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
         """Choose the inner steps of the next turn by the time that those of this one took."""
@@ -218,17 +213,7 @@ class OuterLoop:
     @property
     def settings(self) -> DiLoCoSettings:
         """The settings, with the ``sync_every`` that is in force; see ``DiLoCoSettings.at``."""
-        sync_every = self.state.fingerprint.get("sync_every", self._settings.sync_every)
-        known = self.known_settings.get(self.state.settings_version)
-        if known is not None:
-            sync_every = known.sync_every
-        return replace(self._settings, sync_every=sync_every).at(self.state.outer_step)
-
-    def _adopt_agreed_settings(self) -> None:
-        """Adopt the newest settings that all groups know: all have read the same table."""
-        version = self.peer_table.agreed_version
-        if version > self.state.settings_version and version in self.known_settings:
-            self.state.adopt(version, self.known_settings[version])
+        return self._settings.at(self.state.outer_step)
 
     # ---- what training does not keep --------------------------------------------------------
 

@@ -21,7 +21,6 @@ class PeerRow:
         is_joining: Whether it joins with this sync and contributes nothing.
         was_healed: Whether it has taken over the global state since its last sync.
         outer_step: Its outer step, modulo 2**22.
-        settings_version: The newest version of the settings that it knows, modulo 2**22.
         min_replica_size: Its ``min_replica_size``.
         is_replacing: Whether its local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
@@ -37,7 +36,6 @@ class PeerRow:
     is_joining: bool
     was_healed: bool
     outer_step: int
-    settings_version: int
     min_replica_size: int
     is_replacing: bool
     vitals: Vitals
@@ -54,7 +52,6 @@ class PeerRow:
             self.is_joining,
             self.was_healed,
             self.outer_step,
-            self.settings_version,
             self.min_replica_size,
             self.is_replacing,
             *self.vitals,
@@ -68,14 +65,14 @@ class PeerRow:
     @classmethod
     def decode(cls, numbers: Sequence[float], num_fragments: int) -> PeerRow:
         """The row of which ``encode`` made these numbers."""
-        _, more, joining, healed, step, version, min_size, replacing = map(int, numbers[:8])
-        size = 8 + len(Vitals._fields)
-        vitals, rest = Vitals(*numbers[8:size]), [int(number) for number in numbers[size:]]
+        _, more, joining, healed, step, min_size, replacing = map(int, numbers[:7])
+        size = 7 + len(Vitals._fields)
+        vitals, rest = Vitals(*numbers[7:size]), [int(number) for number in numbers[size:]]
         samples, settings, rest = rest[:6], rest[6:8], rest[8:]
         digests, frozen = rest[: 2 * num_fragments], rest[2 * num_fragments :]
         whole = ((high << BITS) + low for high, low in _pairs(samples))
         return cls(
-            bool(more), bool(joining), bool(healed), step, version, min_size, bool(replacing),
+            bool(more), bool(joining), bool(healed), step, min_size, bool(replacing),
             vitals, SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)), tuple(frozen),
         )  # fmt: skip
 

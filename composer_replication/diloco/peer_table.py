@@ -44,7 +44,7 @@ class Syncing(Protocol):
 class PeerTable:
     """Sends this group's row with a sync, and checks the rows of all its groups before the vote.
 
-    The table answers seven questions that torchft does not:
+    The table answers six questions that torchft does not:
 
     * Were all groups of the quorum in this sum? Under a quorum id that was used before, the
       connections can be those to other groups, or to fewer.
@@ -52,7 +52,6 @@ class PeerTable:
     * Do all groups hold the same? Their settings, ``min_replica_size`` and outer step are compared
       at every sync, and a digest of each fragment every ``digest_every`` outer steps, after a heal
       and after a resume.
-    * Which version of the settings do all groups know? All adopt it at the same outer step.
     * How much of each group's sample stream is in the model once the sync has committed?
     * Which parameters has each group frozen, and has one of them replaced its local parameters by
       an average that is to be the global ones?
@@ -67,8 +66,6 @@ class PeerTable:
     Attributes:
         is_training: Whether this group still trains. The outer loop sets it.
         step_s: Seconds that an inner step of this group takes. The outer loop sets it.
-        known_version: The newest version of the settings that this group knows.
-        agreed_version: The newest one that all groups of the last sync know.
         is_over: Whether no group of the last sync trains or has anything to send.
         are_all_joining: Whether no group of the last sync was in training.
         is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
@@ -92,7 +89,6 @@ class PeerTable:
         self.is_training = True
         self.step_s = math.nan
         self.is_over = self.are_all_joining = self.is_replacing = False
-        self.known_version = self.agreed_version = 0
         self.synced_samples: list[SyncedSamples] = []
         self.vitals: list[Vitals] = []
         self.frozen: dict[int, Tensor] = {}
@@ -118,7 +114,6 @@ class PeerTable:
             is_joining=fragment.is_joining,
             was_healed=self._state.was_healed,
             outer_step=self._state.outer_step % 2**BITS,
-            settings_version=self.known_version % 2**BITS,
             min_replica_size=self._manager._min_replica_size,
             is_replacing=fragment.unsynced.packed.is_replacing,
             vitals=self._own_vitals(fragment.mean),
@@ -166,7 +161,6 @@ class PeerTable:
         self._check_agreement(rows)
         self.is_over = not any(row.has_more for row in rows)
         self.are_all_joining = all(row.is_joining for row in rows)
-        self.agreed_version = min(row.settings_version for row in rows)
         self.is_replacing = any(row.is_replacing for row in rows)
         self.synced_samples = [row.samples for row in rows]
         self.vitals = [row.vitals for row in rows]

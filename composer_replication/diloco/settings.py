@@ -25,9 +25,6 @@ AUTO = "auto"
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
-CHANGEABLE = ("outer_lr", "outer_momentum", "outer_schedule", "sync_every")
-"""Settings that may change while groups are training."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoSettings:

@@ -48,7 +48,6 @@ class SyncReport:
         healed: Whether this group took the global state from a peer in this sync.
         outer_lr: Learning rate of the outer optimizer in this sync.
         outer_momentum: Its momentum in this sync; 0 if it has none of that name.
-        settings_version: Version of the settings in force in this sync; 0 without a coordinator.
         global_digest: SHA-256 of the global parameters after this sync, every ``digest_every``
             outer steps; None in between.
     """
@@ -75,7 +74,6 @@ class SyncReport:
     healed: bool
     outer_lr: float
     outer_momentum: float
-    settings_version: int
     global_digest: str | None
 
     @classmethod
@@ -117,7 +115,6 @@ class SyncReport:
             momentum_cosine=norms.momentum_cosine if moved else None,
             outer_lr=globals_.optimizer.param_groups[0]["lr"],
             outer_momentum=globals_.optimizer.param_groups[0].get("momentum", 0.0),
-            settings_version=state.settings_version,
             global_digest=state.digest() if has_digest else None,
             **directions(vitals, norms.mean),
             **counted,

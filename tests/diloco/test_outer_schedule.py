@@ -4,7 +4,6 @@ Real torchft schedule, simulated network; the reference is in plain Python.
 """
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -177,55 +176,6 @@ def test_auto_is_in_force_before_the_first_row_also_in_a_joiner():
     assert [one[n][:2] for n in (1, 3, 4)] == [(0.4, 0.8), (0.4, 0.8), (0.5, 0.0)]
     shared = one.keys() & other.keys()
     assert min(shared) == 2 and [one[n] for n in shared] == [other[n] for n in shared]
-
-
-def test_a_schedule_that_changes_while_the_run_goes_on_is_adopted_at_one_outer_step():
-    first = DiLoCoSettings(sync_every=2, **BASE, outer_schedule=ROWS)
-    versions = {
-        1: first,
-        2: replace(first, outer_schedule=[[8, 0.125, 0.0]]),
-        3: replace(first, outer_lr=0.25, outer_schedule=None),
-    }
-    heard = [{4: 2, 17: 3}, {7: 2, 16: 3}]
-
-    def replica(sim):
-        replica = Replica(sim)
-        replica.diloco.offer_settings({1: first})
-        with replica.diloco:
-            for step in range(24):
-                replica.train(step, step + 1)
-                version = heard[sim.replica_id].get(step)
-                replica.diloco.offer_settings({version: versions[version]} if version else {})
-        return replica.trace
-
-    one, other = simulate(replica, num_replicas=2)
-    assert one == other
-    # Both know version 2 in the sync of outer step 5, and version 3 in that of 10.
-    lrs = [0.5, 0.5, 0.25, 0.25, 1.0, 0.5, 0.5, 0.125, 0.125, 0.125, 0.25, 0.25]
-    assert [one[n][0] for n in range(1, 13)] == lrs
-
-
-def test_a_joiner_with_a_newer_schedule_follows_the_one_in_force_until_all_know_it():
-    first = DiLoCoSettings(sync_every=2, **BASE, outer_schedule=[[4, 0.25, 0.0]])
-    versions = {1: first, 2: replace(first, outer_lr=0.125, outer_schedule=[[1, 0.375, 0.5]])}
-
-    def replica(sim):
-        late = sim.replica_id == 1
-        own = versions[1 + late]
-        numbers = {"outer_lr": own.outer_lr, "outer_schedule": own.outer_schedule}
-        replica = Replica(sim, num_replicas=1, **numbers)
-        replica.diloco.offer_settings(versions if late else {1: first})
-        with replica.diloco:
-            for step in range(10 if late else 16):
-                replica.train(step, step + 1)
-                if step == 11:
-                    replica.diloco.offer_settings(versions)
-        return replica.trace
-
-    late = [Fault("late", replica_id=1, step=2)]
-    one, other = simulate(replica, num_replicas=2, faults=late)
-    assert [one[n][0] for n in range(1, 9)] == [0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.375]
-    assert len(other) >= 5 and all(values == one[n] for n, values in other.items() if n in one)
 
 
 @pytest.mark.parametrize(

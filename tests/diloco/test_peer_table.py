@@ -24,7 +24,6 @@ def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
         is_joining=False,
         was_healed=True,
         outer_step=largest,
-        settings_version=largest - 1,
         min_replica_size=3,
         is_replacing=False,
         vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9),

@@ -3,8 +3,6 @@
 Real torchft schedule, simulated network.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from common import TinyMLP, batch, load, mse, save
@@ -123,22 +121,6 @@ def test_a_joiner_takes_rounds_of_the_length_of_the_others(step):
     assert [one[n][1] for n in shared] == [other[n][1] for n in shared]
     lengths = [[trace[n + 1][0] - trace[n][0] for n in shared[:-1]] for trace in (one, other)]
     assert lengths[0] == lengths[1] == [2] * max(0, 3 - step) + [6] * (7 - max(3, step))
-
-
-def test_a_change_of_sync_every_is_for_the_rounds_after_the_warm_up():
-    first = DiLoCoSettings(**WARMUP)
-
-    def replica(sim):
-        one = Replica(sim)
-        one.diloco.offer_settings({1: first})
-        with one.diloco:
-            one.train(0, 3)
-            one.diloco.offer_settings({2: replace(first, sync_every=4)})
-            return one.train(3, 18)
-
-    first_trace, second = simulate(replica, num_replicas=2)
-    assert [at for at, _ in first_trace.values()] == [2, 4, 6, 10, 14, 18]
-    assert first_trace == second
 
 
 def test_groups_with_another_warm_up_do_not_start_together():
