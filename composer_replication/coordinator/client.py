@@ -18,7 +18,7 @@ from composer_replication.coordinator.client_http import (
 )
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
 from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.diloco.settings import AUTO, DiLoCoSettings
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 
 _MEMBER: dict[str, type] = {"replica_id": str}
@@ -64,7 +64,7 @@ class RunInfo:
     def check_settings(self, named: Mapping[str, Any], address: str) -> None:
         """Compare the settings that a config names with the coordinator's.
 
-        What it leaves open is no difference: ``auto``, and None where a value is chosen for it.
+        What it leaves open is no difference: None where a value is chosen for it.
 
         Raises:
             SettingsMismatch: One differs; the message lists both values of each.
@@ -75,7 +75,7 @@ class RunInfo:
         differing = [
             f"  {name}: {value!r} here, {run[name]!r} there"
             for name, value in named.items()
-            if name in run and value not in (run[name], AUTO)
+            if name in run and value != run[name]
             if not (name in chosen and value is None)
         ]
         if differing:

@@ -9,7 +9,6 @@ from typing import Any
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
-from composer_replication.diloco.outer_table import resolve
 from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ class RunSettings:
         source: Where they come from, for people.
         all_start: Whether all replica groups start with this service, so that settings may have
             changed since it was last served. Otherwise groups may be training with those of before.
-        num_replicas: How many replica groups the run begins with. What is ``auto`` is chosen by it
-            when the state folder is served for the first time, and kept from then on.
 
     Attributes:
         settings: The settings in force.
@@ -53,17 +50,12 @@ class RunSettings:
         settings: DiLoCoSettings,
         source: str,
         all_start: bool = False,
-        num_replicas: int | None = None,
     ) -> None:
         database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
             row = cursor.execute("SELECT settings FROM settings").fetchone()
-        # A folder of a version with fewer settings behaved as by the defaults of the others.
-        before = None if row is None else _as_stored(DiLoCoSettings()) | json.loads(row[0])
-        settings, auto = resolve(settings, num_replicas, before)
-        if auto:
-            log.info("%s", auto)
-        self.settings, self.source = settings, f"{source}; {auto}" if auto else source
+        before = None if row is None else _of_this_version(json.loads(row[0]))
+        self.settings, self.source = settings, source
         now = _as_stored(settings)
         changes = "" if before is None else _describe_changes(before, now)
         if changes and not all_start:
@@ -84,6 +76,12 @@ class RunSettings:
 def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:
     """The settings as they are read from the database: a tuple is a list there."""
     return json.loads(json.dumps(asdict(settings)))
+
+
+def _of_this_version(stored: dict[str, Any]) -> dict[str, Any]:
+    """Settings that another version has stored: without those that are gone, with new defaults."""
+    known = _as_stored(DiLoCoSettings())
+    return known | {name: value for name, value in stored.items() if name in known}
 
 
 def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> str:

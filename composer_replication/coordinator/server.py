@@ -108,9 +108,7 @@ class Coordinator:
             opened.callback(os.close, open_lock(own.state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(own.state_dir / STATE)))
             journal = Journal(database)
-            run_settings = RunSettings(
-                database, journal, own.settings, own.source, own.all_start, own.num_replicas
-            )
+            run_settings = RunSettings(database, journal, own.settings, own.source, own.all_start)
             versions = Versions(__version__, version("torchft-nightly"))
             registry = Registry(database, journal, versions, own.heartbeat_timeout_s)
             service = HttpService(own.bind, own.ssl_certfile, own.ssl_keyfile)

@@ -17,7 +17,6 @@ from composer_replication.diloco.joining import join
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.outer_optimizer import describe
-from composer_replication.diloco.outer_table import auto_names
 from composer_replication.diloco.own_model import own_model, settings_of
 from composer_replication.diloco.parameter_checks import check_none_thawed, left_out
 from composer_replication.diloco.peer_table import DivergenceError
@@ -87,7 +86,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(synced),
         }
-        self._state = GlobalState(owned, fingerprint, auto_names(arguments))
+        self._state = GlobalState(owned, fingerprint)
         self.hang_watch = HangWatch(arguments.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager), owned, self._state, settings, arguments, self.hang_watch

@@ -254,22 +254,6 @@ class GlobalParameters:
         if momentum is not None:
             self._momentum = self.views(momentum)
 
-    def set_hyperparameters(self, lr: float, momentum: float, nesterov: bool) -> None:
-        """Go on with other numbers than the optimizer was built with; see ``follow``.
-
-        Raises:
-            ValueError: The outer optimizer has no such numbers.
-        """
-        changed = {"lr": lr, "momentum": momentum}
-        unknown = sorted(changed.keys() - self.optimizer.defaults.keys())
-        if unknown:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} has no {', '.join(unknown)}: only an outer SGD "
-                "changes its settings in mid-run"
-            )
-        self.optimizer.defaults.update(changed, nesterov=nesterov)
-        self.follow(lr, momentum, nesterov)
-
     def follow(self, lr: float, momentum: float, nesterov: bool) -> None:
         """Take the next outer steps with these numbers, as a row of the schedule says.
 

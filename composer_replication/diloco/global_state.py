@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.looked_up import LookedUp, digest_of
-from composer_replication.diloco.outer_optimizer import describe, number_in
 from composer_replication.diloco.outer_schedule import row_at
 from composer_replication.diloco.outer_state import (
     Staged,
@@ -38,17 +37,10 @@ class GlobalState:
     Args:
         fragments: The global parameters of each fragment.
         fingerprint: The settings and the model, as plain containers.
-        auto: Which outer settings are ``auto`` here: what the run has is taken for them.
     """
 
-    def __init__(
-        self,
-        fragments: Sequence[GlobalParameters],
-        fingerprint: dict[str, Any],
-        auto: Collection[str] = (),
-    ) -> None:
+    def __init__(self, fragments: Sequence[GlobalParameters], fingerprint: dict[str, Any]) -> None:
         self._fragments = fragments
-        self._auto = auto
         self._whole = threading.RLock()
         self._is_in_outer_step = False
         self._num_changes = 0
@@ -216,7 +208,6 @@ class GlobalState:
         """
         with self.changing():
             theirs = dict(state_dict["settings"])
-            self._take_for_auto(theirs)
             compare_fingerprints(self.fingerprint, theirs, whose)
             self._load(state_dict, keeps_hyperparameters=False)
             self.fingerprint = theirs
@@ -234,7 +225,6 @@ class GlobalState:
         """
         with self.changing():
             saved = state_dict["settings"]
-            self._take_for_auto(saved)
             changes = adopt_changes(self.fingerprint, saved)
             for change in changes:
                 log.warning("Resuming with changed settings: %s", change)
@@ -247,33 +237,6 @@ class GlobalState:
             self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
             # Peers that resume as well may have another checkpoint of the same outer step: compare.
             self.compare_next = True
-
-    def _take_for_auto(self, theirs: Mapping[str, Any]) -> None:
-        """Take the numbers of the run for what is ``auto``: the run has chosen them, at its start.
-
-        Args:
-            theirs: The fingerprint of a group in training, or of a checkpoint.
-        """
-        optimizer, described = self._fragments[0].optimizer, theirs["outer_optimizer"]
-        if not self._auto or described.partition("(")[0] != type(optimizer).__name__:
-            return  # nothing to take; of another kind is found out by those who compare
-        mine = optimizer.defaults
-        lr, momentum = mine["lr"], mine["momentum"]
-        if "outer_lr" in self._auto:
-            lr = number_in(described, "lr")
-        if "outer_momentum" in self._auto:
-            momentum = number_in(described, "momentum")
-        numbers = lr, momentum, mine["nesterov"] and momentum > 0
-        if (lr, momentum) == (mine["lr"], mine["momentum"]):
-            return
-        names = ", ".join(self._auto)
-        log.info("%s auto: as this run began, outer_lr %g, outer_momentum %g", names, lr, momentum)
-        for fragment in self._fragments:
-            fragment.set_hyperparameters(*numbers)
-        self.fingerprint["outer_optimizer"] = describe(optimizer)
-        rows = self.fingerprint.get("outer_schedule")
-        if rows:
-            self.fingerprint["outer_schedule"] = [[0, *numbers], *rows[1:]]
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
         staged_from, staged, _ = self._staged

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -71,10 +70,3 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
     """Name and settings of an optimizer, equal for equal ones: part of the fingerprint."""
     settings = ", ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()))
     return f"{type(optimizer).__name__}({settings})"
-
-
-def number_in(description: str, name: str) -> float:
-    """Return a number that ``describe`` has written, for example ``lr``."""
-    found = re.search(rf"\b{name}=([^,)]+)", description)
-    assert found is not None, "asked only of optimizers that have it"
-    return float(found[1])

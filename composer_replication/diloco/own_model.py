@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Collection
 from functools import partial
@@ -19,24 +18,20 @@ from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
-from composer_replication.diloco.outer_table import resolve
 from composer_replication.diloco.parameter_checks import check_trained_by
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, count_shards, local_tensor
 
-log = logging.getLogger(__name__)
-
 
 def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSettings:
-    """Return the run's settings, with numbers where they are ``auto``.
+    """Return the run's settings.
 
     Args:
         arguments: All arguments of ``DiLoCo``.
         given: The names of those that were given, and not left to their defaults.
 
     Raises:
-        ValueError: A setting is out of range, or of an outer SGD that is not used, or it is
-            ``auto`` and the number of groups is not known.
+        ValueError: A setting is out of range, or of an outer SGD that is not used.
     """
     model, changed = arguments.model_fragments, {}
     if not isinstance(model, nn.Module) and model:
@@ -48,9 +43,6 @@ def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSet
             f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
             "these are of the SGD that DiLoCo makes without one"
         )
-    settings, auto = resolve(settings, arguments.num_replicas)
-    if auto:
-        log.info("%s", auto)
     if settings.overlap_warning:
         warnings.warn(settings.overlap_warning, stacklevel=4)
     return settings

@@ -21,7 +21,7 @@ WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
 SYNC_BUFFERS = ("none", "mean")
 
 AUTO = "auto"
-"""In place of a number: chosen from a table when the run begins, see ``outer_table``."""
+"""In place of ``round_seconds``: as long as the fastest group takes."""
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
@@ -59,9 +59,8 @@ class DiLoCoSettings:
             ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1]. None:
             0.5 with a delay, 0 without. With a delay, 0 throws away the inner steps taken
             meanwhile.
-        outer_lr: Learning rate of the outer SGD. ``auto``: from a table, by the number of replica
-            groups and ``sync_every``, once, when the run begins (``outer_table``).
-        outer_momentum: Momentum of the outer SGD, in [0, 1). ``auto``: as for ``outer_lr``.
+        outer_lr: Learning rate of the outer SGD.
+        outer_momentum: Momentum of the outer SGD, in [0, 1).
         outer_nesterov: Whether that momentum is Nesterov's.
         outer_schedule: Rows ``[outer_step, outer_lr, outer_momentum]``, outer steps ascending from
             1. The outer step of that number and all after it, up to the next row, take the row's
@@ -97,8 +96,8 @@ class DiLoCoSettings:
     fragment_patterns: Sequence[str | Sequence[str]] | None = None
     fragment_sync_delay: int = 0
     fragment_update_alpha: float = cast(float, None)  # a number once __post_init__ has run
-    outer_lr: float | Literal["auto"] = OUTER_LR
-    outer_momentum: float | Literal["auto"] = OUTER_MOMENTUM
+    outer_lr: float = OUTER_LR
+    outer_momentum: float = OUTER_MOMENTUM
     outer_nesterov: bool = True
     outer_schedule: Sequence[Sequence[float]] | None = None
     weight_by: str = cast(str, None)  # one of WEIGHT_BY once __post_init__ has run
@@ -114,11 +113,11 @@ class DiLoCoSettings:
         for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
         self._choose_alpha()
-        if self.outer_lr != AUTO:
-            check_number("outer_lr", self.outer_lr, 0.0, math.inf, alternative=AUTO)
-        if self.outer_momentum != AUTO:
-            momentum = self.outer_momentum
-            check_number("outer_momentum", momentum, 0.0, 1.0, below=True, alternative=AUTO)
+        for name in ("outer_lr", "outer_momentum"):
+            if getattr(self, name) == AUTO:
+                raise ValueError(f"{name}='auto' has been removed: give a number, or leave it out")
+        check_number("outer_lr", self.outer_lr, 0.0, math.inf)
+        check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
         object.__setattr__(self, "outer_schedule", check_outer_schedule(self.outer_schedule))
         check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
         for name in ("outer_nesterov", "error_feedback"):

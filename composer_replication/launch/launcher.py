@@ -17,7 +17,6 @@ from rich.console import Console
 from composer_replication.callback.run_folder import CONFIG, make_run_folder
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
-from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.coordinator_command import (
     TOKEN_FILE,
     settings_of,
@@ -85,12 +84,10 @@ def launch_groups(
     """
     check_launch(job, replicas)
     run_dir = make_run_folder(job.config, job.name)
-    config, auto = with_numbers(job.config | {"run_dir": str(run_dir)}, run_dir, replicas)
+    config = job.config | {"run_dir": str(run_dir)}
     save_config(config, run_dir / CONFIG)
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
-    if auto:
-        console.print(auto, markup=False, soft_wrap=True)
     print_settings(console, settings_of(config), job.source)
     say = partial(console.print, style="red", markup=False, soft_wrap=True)
     began = time.monotonic()
@@ -99,7 +96,7 @@ def launch_groups(
     group = pick(ReplicaOptions, diloco_section(config))
     coordinator = make_coordinator(
         settings_of(config),
-        f"{job.source}; {auto}" if auto else job.source,
+        job.source,
         num_replicas=replicas,
         min_replicas=group.min_replica_size,
         state_dir=run_dir,

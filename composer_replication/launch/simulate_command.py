@@ -12,7 +12,6 @@ from rich.console import Console
 from composer_replication.callback.run_folder import CONFIG, make_run_folder
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.launch.auto_numbers import with_numbers
 from composer_replication.launch.display import Display, print_settings
 from composer_replication.launch.outcome import finish
 from composer_replication.training.config import diloco_section, save_config
@@ -31,9 +30,6 @@ def simulate_groups(config: dict[str, Any], config_path: Path, replicas: int) ->
     """
     run_dir = make_run_folder(config, config_path)
     config["run_dir"] = str(run_dir)
-    config, auto = with_numbers(config, run_dir, replicas)
-    if auto:
-        print(auto)
     save_config(config, run_dir / CONFIG)
     began = time.monotonic()
     # Imported here: it takes seconds, and a run folder that is in use should be an error before.

@@ -67,14 +67,6 @@ def config(tmp_path):
 
 
 @pytest.mark.slow
-def test_auto_is_what_the_table_has_for_one_group():
-    logged = InMemoryLogger()
-    fit(diloco={"outer_lr": "auto", "outer_momentum": "auto"}, max_duration="4ba", loggers=logged)
-    keys = "diloco/outer_lr", "diloco/outer_momentum"
-    assert [{value for _, value in logged.data[key]} for key in keys] == [{0.4}, {0.8}]
-
-
-@pytest.mark.slow
 def test_three_lines_of_yaml_train_and_autoresume_goes_on(config, tmp_path):
     result = train(load_config(config))
     assert result["replica_id"] == "0"

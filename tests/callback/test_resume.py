@@ -36,7 +36,6 @@ from torchmetrics import MeanSquaredError
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco import block_cuts
-from composer_replication.diloco.outer_table import nearest_row
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
 
@@ -355,26 +354,6 @@ def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(
                     assert same(value, resumed[key]), (start, batch, key)
 
 
-@pytest.mark.slow
-def test_auto_in_a_resumed_group_is_what_the_run_began_with_whatever_num_replicas_says(tmp_path):
-    auto = {"outer_lr": "auto", "outer_momentum": "auto"}
-    train_and_save(tmp_path, diloco=auto, num_replicas=2)
-
-    def replica(sim, logged, **diloco):
-        path = str(tmp_path / "0" / "ba3.pt")
-        more = {"num_replicas": 8, "start_timeout_s": 0.1, "on_start_timeout": "start"}
-        fit(sim, diloco=auto | more | diloco, load_path=path, max_duration="9ba", loggers=logged)
-
-    def numbers(**diloco):
-        logged = InMemoryLogger()
-        simulate(lambda sim: replica(sim, logged, **diloco), num_replicas=1)
-        keys = "diloco/outer_lr", "diloco/outer_momentum"
-        return set(zip(*([n for _, n in logged.data[key]] for key in keys), strict=True))
-
-    run, eight = nearest_row(2, 4)[2:], nearest_row(8, 4)[2:]
-    assert run != eight
-    assert numbers() == {run}
-    assert numbers(outer_lr=0.25) == {(0.25, run[1])}
 
 
 @pytest.mark.slow

@@ -33,7 +33,6 @@ from composer_replication.coordinator.run_settings import RejectedError, RunSett
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.outer_health import HEALTH
-from composer_replication.diloco.outer_table import TABLE
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.outer_readings import READINGS
 
@@ -180,20 +179,6 @@ def test_a_state_folder_of_a_version_with_fewer_settings_is_served_on(tmp_path, 
     client, database = make(tmp_path, clock)
     assert client.get("/v1/info").json()["settings"]["weight_by"] == "uniform"
     database.close()
-
-
-@pytest.mark.parametrize("sync_every", [30, 100])
-@pytest.mark.parametrize("groups", [2, 4, 8])
-@pytest.mark.slow
-def test_auto_is_chosen_once_for_the_run_and_kept(tmp_path, clock, groups, sync_every):
-    auto = {"sync_every": sync_every, "outer_lr": "auto", "outer_momentum": "auto"}
-    (row,) = (row for row in TABLE if row[:2] == (groups, sync_every))
-    for replicas in (groups, 2 if groups == 8 else 8):
-        settings = dataclasses.replace(SETTINGS, **auto)
-        client, database = make(tmp_path, clock, settings=settings, num_replicas=replicas)
-        told = client.get("/v1/info").json()["settings"]
-        assert (told["outer_lr"], told["outer_momentum"]) == row[2:]
-        database.close()
 
 
 # ---- replica groups ----------------------------------------------------------------------------

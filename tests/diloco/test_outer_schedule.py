@@ -165,19 +165,6 @@ def test_groups_with_other_schedules_do_not_start_together():
         simulate(replica, num_replicas=2)
 
 
-def test_auto_is_in_force_before_the_first_row_also_in_a_joiner():
-    # The run began with one group, and the other thinks of eight: it would take 0.8 before row 3.
-    def replica(sim):
-        auto = {"outer_lr": "auto", "outer_momentum": "auto", "outer_schedule": [[4, 0.5, 0.0]]}
-        return run(sim, num_replicas=8 if sim.replica_id else 1, **auto)
-
-    late = [Fault("late", replica_id=1, step=2)]
-    one, other = simulate(replica, num_replicas=2, faults=late)
-    assert [one[n][:2] for n in (1, 3, 4)] == [(0.4, 0.8), (0.4, 0.8), (0.5, 0.0)]
-    shared = one.keys() & other.keys()
-    assert min(shared) == 2 and [one[n] for n in shared] == [other[n] for n in shared]
-
-
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
