@@ -118,7 +118,7 @@ def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
     line = block("docs/outer-loop.md", "composer-replication simulate")
     _, name, config, *of_the_page = shlex.split(line)
     small = ["model.d_model=16", "max_duration=5ba", "callbacks.diloco.sync_every=2"]
-    small += ["callbacks.diloco.warmup_sync_every=1", "callbacks.diloco.warmup_outer_steps=1"]
+    small += ["callbacks.diloco.schedule=null"]
     lengths = [f"{part}.max_seq_len=16" for part in ("model", "train_loader", "eval_loader")]
     folder = tmp_path / "run"
     overrides = [*small, *lengths, "eval_subset_num_batches=1", f"run_dir={folder}"]

@@ -41,8 +41,10 @@ def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_par
     assert (own.inner, own.lr) == (optimizer["name"], optimizer["lr"])
     assert own.batch == 2 * config["global_train_batch_size"]
     assert config["max_duration"] == f"{own.steps}ba"
-    assert (own.sync_every, own.early) == (settings["sync_every"], settings["warmup_sync_every"])
-    assert settings["warmup_outer_steps"] * own.early == load("cells").EARLY_STEPS
+    assert own.early == settings["sync_every"]
+    (row,) = settings["schedule"]
+    assert own.sync_every == row["sync_every"]
+    assert (row["outer_step"] - 1) * own.early == load("cells").EARLY_STEPS
     assert (own.outer_lr, own.outer_momentum) == (settings["outer_lr"], settings["outer_momentum"])
 
 

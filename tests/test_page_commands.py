@@ -27,8 +27,7 @@ SMALL = [
     *("model.d_model=16", "eval_subset_num_batches=1", "max_duration=4ba"),
     *(f"{section}.max_seq_len=16" for section in ("model", "train_loader", "eval_loader")),
     "callbacks.diloco.sync_every=2",
-    "callbacks.diloco.warmup_sync_every=1",
-    "callbacks.diloco.warmup_outer_steps=1",
+    "callbacks.diloco.schedule=null",
 ]
 
 

@@ -73,7 +73,6 @@ class Group:
         self._end: Endpoint | None = None
         self._method: Method | None = None
         self._diloco: DiLoCo | None = None
-        self._is_first = False
         self._visit = ExitStack()
 
     @staticmethod
@@ -159,7 +158,6 @@ class Group:
             num_replicas=GROUPS,
             wire_format=method.wire_format,
         )
-        self._is_first = True
         self._visit.callback(setattr, self, "_diloco", None)
         self._visit.enter_context(self._diloco)
 
@@ -191,10 +189,7 @@ class Group:
                 self._optimizer.step()
         seconds = time.perf_counter() - began
         reports = self._diloco.pop_finished_syncs()
-        # In the first round of a visit the last syncs are still in flight.
-        missing = self._diloco.settings.turns_in_flight if self._is_first else 0
-        self._is_first = False
-        if len(reports) != self._method.num_fragments - missing:
+        if len(reports) != self._method.num_fragments:
             raise RuntimeError(
                 f"{len(reports)} syncs committed in a round, not {self._method.num_fragments}"
             )

@@ -70,7 +70,7 @@ def pack(
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
-    momentum = momentum_of(fragments, always=bool(state["settings"].get("outer_schedule")))
+    momentum = momentum_of(fragments, always=bool(state["settings"].get("schedule")))
     progress = {key: state[key] for key in _PLAIN} | {
         "format": FORMAT,
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
@@ -100,7 +100,7 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
         return layout.save(name, shard)
 
     trained = [name for name, t in layout.live.items() if t.requires_grad]
-    has_momentum = settings.outer_momentum or settings.outer_schedule
+    has_momentum = settings.outer_momentum or settings.schedule
     with_momentum = trained if has_momentum else []
     with_residual = list(layout.live) if settings.keeps_residual else []
     saved = {

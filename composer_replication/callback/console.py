@@ -131,14 +131,13 @@ class Console:
             length = f"as long as the fastest group takes for {length},"
         elif seconds is not None:
             length = f"{seconds:g} s, at most {length},"
-        elif warmup := self._settings.warmup_sync_every:
-            count = self._settings.warmup_outer_steps
-            length += f" ({warmup} until outer step {count})"
+        rows = [row for row in self._settings.schedule or () if "sync_every" in row]
+        if rows:
+            later = (f"{row['sync_every']} from outer step {row['outer_step']}" for row in rows)
+            length += f" ({', '.join(later)})"
         ends_with = "a sync" if self._members else "an outer step"
         of = "the whole model" if num_fragments == 1 else f"each of {num_fragments} fragments"
         overlap = f", overlapped with {plural(delay, 'inner step')}" if delay else ""
-        if self._settings.turns_in_flight:
-            overlap += f", {self._settings.turns_in_flight + 1} in flight"
         return f"{length} and {ends_with} of {of}{overlap}"
 
     def _traffic(self, num_elements: int) -> str:

@@ -22,7 +22,7 @@ from composer_replication.diloco.parameter_checks import check_none_thawed, left
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retries import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
-from composer_replication.diloco.saved_state import load_saved_state, saved_state
+from composer_replication.diloco.saved_state import in_flight_state, load_saved_state, saved_state
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -77,7 +77,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             arguments.inner_optimizer,
             [global_parameters.optimizer for global_parameters in owned],
             settings.sync_every,
-            fragment_sync_delay=settings.delay_in_turn,
+            fragment_sync_delay=settings.fragment_sync_delay,
             fragment_update_alpha=settings.fragment_update_alpha,
         )
         synced = [global_parameters.local for global_parameters in owned]
@@ -86,12 +86,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(synced),
         }
-        self._state = GlobalState(owned, fingerprint)
+        self._state = GlobalState(owned, fingerprint, settings)
         self.hang_watch = HangWatch(arguments.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager), owned, self._state, settings, arguments, self.hang_watch
         )
-        self._fragments = cast(Any, [self._outer.turns])  # whichever fragment has its turn
+        self._fragments = cast(Any, [self._outer])  # whichever fragment has its turn
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
@@ -110,9 +110,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._samples = 0
         counted = self._local_step
         with self._outer.clock.blocking():
-            if counted + 1 == self._sync_every - self._fragment_sync_delay:
-                self._outer.turns.before_quorum()  # torchft's hook asks for one
-            if counted + 1 == self._sync_every and self._outer.turns.is_unsent:
+            if counted + 1 == self._sync_every and self._outer.is_unsent:
                 # torchft's hook sends only at one inner step of a round, which has passed.
                 self._manager.allow_state_dict_read()
                 self._outer.send()
@@ -147,7 +145,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             if self.has_joined_others:
                 # The others apply this sync after the delay: this puts the next sync at the same
                 # time in all groups.
-                self._local_step = -self.settings.delay_in_turn
+                self._local_step = -self.settings.fragment_sync_delay
             elif self._outer.has_healed:
                 self._local_step = 0  # all are resuming, and this group's checkpoint was older
 
@@ -164,7 +162,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         self._outer.sync_idle()
         self._follow_schedule()
-        self._local_step = -self.settings.delay_in_turn
+        self._local_step = -self.settings.fragment_sync_delay
 
     def final_sync(self) -> None:
         """Synchronise the inner steps since the last syncs, and end on the global parameters.
@@ -241,10 +239,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return any(fragment.unsynced.replaces_global for fragment in self._outer.fragments)
 
     def _follow_schedule(self) -> None:
-        """Set the length of a turn by the settings in force, and by this group's pace."""
-        self.settings = self._outer.settings
-        self._sync_every = self._outer.round_length.steps_in_turn(self.settings)
-        self._fragment_sync_delay = self.settings.delay_in_turn
+        """Set the inner steps until the next sync by the schedule, and by this group's pace."""
+        self._sync_every = self._outer.steps_before_sync
 
     # ---- what others read -------------------------------------------------------------------
 
@@ -303,7 +299,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, the state has to be written before
                 the next inner step; that saves host memory of twice the model's size.
         """
-        in_flight = self._outer.turns.state_dict()
+        in_flight = in_flight_state(self._outer.in_flight)
         return saved_state(self._state, self._outer.fragments, in_flight, copies=copies) | {
             "inner_steps": self.inner_steps,
             "local_step": self._local_step,
@@ -327,5 +323,5 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
         before_prepare = self._sync_every - self._fragment_sync_delay - 1
         is_in_turn = before_prepare < self._local_step < self._sync_every
-        if not self._outer.turns.load_state_dict(in_flight, is_in_turn=is_in_turn):
+        if not self._outer.load_in_flight(in_flight, is_due=is_in_turn):
             self._local_step = min(self._local_step, before_prepare)

@@ -17,6 +17,12 @@ Part = TypeVar("Part")
 REMOVED: dict[str, str] = {
     "max_missed_outer_steps": "leave it out, a group that missed an outer step loses the inner "
     "steps since its last sync",
+    "outer_schedule": "write its rows as schedule: [{outer_step: 61, outer_lr: 0.5, "
+    "outer_momentum: 0.9}]",
+    "warmup_outer_steps": "give the short rounds as sync_every, and schedule: [{outer_step: "
+    "warmup_outer_steps + 1, sync_every: ...}]",
+    "warmup_sync_every": "give it as sync_every, and the later rounds as schedule: [{outer_step: "
+    "warmup_outer_steps + 1, sync_every: ...}]",
     "merge": "leave it out, the groups' pseudo-gradients are averaged",
     "tls_dir": (
         "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "

@@ -38,9 +38,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
       takes next finds no gradients;
     * ``_merge_parameters``: nothing is left to do.
 
-    With a delay longer than a turn, other fragments are sent before this one is applied. If the
-    groups connect anew meanwhile, it sends what it has packed again.
-
     Nothing is applied before the vote, so a sync that did not commit leaves no trace and can be
     tried again.
 
@@ -100,17 +97,14 @@ class FragmentSync(_StreamingDiLoCoFragment):
             settings.wire_format,
             settings.error_feedback,
         )
-        self.mean.has_others_in_flight = settings.turns_in_flight > 0
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
         self.unsynced = Unsynced(settings.weight_by)
-        self._has_too_few = self._is_packed = False
+        self._has_too_few = False
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
-        self.sends_again = False
-        """Whether it is to send again what it has packed, and not to pack anew."""
         self.frozen: list[bool] = []
         """Whether this group had frozen each tensor at the last pseudo-gradient."""
         self.synced_samples = SyncedSamples(0, 0, 0)
@@ -129,6 +123,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         by the table.
         """
         self.committed = False
+        self._allreduce_work = []  # of an attempt that failed
         self._has_too_few = self._manager.num_participants() < self._manager._min_replica_size
         try:
             super().prepare_sync()
@@ -136,34 +131,17 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self._report(error)
             raise
 
-    def send_again(self, *, packs_anew: bool) -> None:
-        """Start the sync in flight again, whose connections are closed or whose vote failed.
-
-        Args:
-            packs_anew: Whether the pseudo-gradient is that of the present local parameters, and not
-                the one that was sent before.
-        """
-        self._allreduce_work = []
-        self.sends_again = self._is_packed and not packs_anew  # not if there were too few groups
-        self.prepare_sync()
-        self.sends_again = False
-
     def abandon(self) -> None:
         """Forget the sync in flight: nobody waits for its mean, its memory is not used again."""
         self._allreduce_work = []
         self.mean.abandon()
-        self.unsynced.packed, self._is_packed = Packed(), False
-
-    def wait_for_table(self) -> None:
-        """Wait for the table of this sync alone, and read it."""
-        self._allreduce_work[-1].wait()
+        self.unsynced.packed = Packed()
 
     def _save_grads(self) -> None:
         self.frozen = self.globals.freezing.own()
         if self._has_too_few:
             return
         packed = self.unsynced.packed = self._pack()
-        self._is_packed = True
         sources = self.globals.own_parts(), self.globals.share.own(packed.local or self.local())
         contribution = 0.0 if self.is_joining else self.unsynced.contribution()
         self.mean.pack(self._pseudo_gradient, sources, contribution)
@@ -196,8 +174,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             if self.is_in_flight:  # not yet at the vote
                 self._report(error)
             raise
-        if self.committed or not self._settings.turns_in_flight:
-            self.unsynced.packed.local, self._is_packed = None, False  # no longer in flight
+        self.unsynced.packed.local = None  # no longer in flight
         self._clock.vote_over()
         return self.committed
 
@@ -225,8 +202,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
             return Packed(position=self._state.ledger.position)
         if self.unsynced.unsent is not None:
             return self.unsynced.unsent
-        if self.sends_again:
-            return self.unsynced.packed
         kept = None
         if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]

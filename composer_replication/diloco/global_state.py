@@ -15,7 +15,6 @@ from torch import Tensor
 from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.looked_up import LookedUp, digest_of
-from composer_replication.diloco.outer_schedule import row_at
 from composer_replication.diloco.outer_state import (
     Staged,
     cut,
@@ -24,6 +23,7 @@ from composer_replication.diloco.outer_state import (
     outer_state,
 )
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
+from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,16 @@ class GlobalState:
     Args:
         fragments: The global parameters of each fragment.
         fingerprint: The settings and the model, as plain containers.
+        settings: The run's settings, of which the schedule is followed.
     """
 
-    def __init__(self, fragments: Sequence[GlobalParameters], fingerprint: dict[str, Any]) -> None:
-        self._fragments = fragments
+    def __init__(
+        self,
+        fragments: Sequence[GlobalParameters],
+        fingerprint: dict[str, Any],
+        settings: DiLoCoSettings,
+    ) -> None:
+        self._fragments, self._settings = fragments, settings
         self._whole = threading.RLock()
         self._is_in_outer_step = False
         self._num_changes = 0
@@ -158,20 +164,20 @@ class GlobalState:
         return state | {"fragments": [gather(fragment, own) for fragment, own in pairs]}
 
     def begin_outer_step(self) -> None:
-        """Lock the state for an outer step, which takes the numbers of its row of the schedule.
+        """Lock the state for an outer step, which takes the numbers that the schedule has for it.
 
         Without the lock a joiner could be sent parameters of which only a part has moved.
         """
         self._whole.acquire()
         self._is_in_outer_step = True
-        rows = self.fingerprint.get("outer_schedule")
-        if not rows:
+        if not self._settings.changes_outer_numbers:
             return
-        first, *numbers = row_at(rows, self.outer_step + 1)
+        before, step = self._fragments[0].optimizer.param_groups[0], self.outer_step + 1
+        numbers = self._settings.outer_numbers_at(step)
+        if numbers[:2] != (before["lr"], before["momentum"]):
+            log.info("From outer step %d on: outer_lr %g, outer_momentum %g", step, *numbers[:2])
         for fragment in self._fragments:
             fragment.follow(*numbers)
-        if first == self.outer_step + 1:
-            log.info("From outer step %d on: outer_lr %g, outer_momentum %g", first, *numbers[:2])
 
     def end_outer_step(self, synced_samples: Iterable[SyncedSamples]) -> None:
         """Count the outer step, record the samples of its groups, and unlock the state."""
@@ -230,7 +236,7 @@ class GlobalState:
                 log.warning("Resuming with changed settings: %s", change)
             has_other_outer = any(
                 self.fingerprint.get(key) != saved.get(key)
-                for key in ("outer_optimizer", "outer_schedule")
+                for key in ("outer_optimizer", "schedule")
             )
             pairs = zip(self._fragments, state_dict["fragments"], strict=True)
             own = [cut(fragment, saved) for fragment, saved in pairs]

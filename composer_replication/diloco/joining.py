@@ -70,7 +70,7 @@ def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
             barrier.vote_to_start(device)
             if manager.should_commit():
                 loop.settle()
-                loop.turns.set_torchft_step()
+                loop.set_torchft_step()
                 return False
         error = manager.errored()
         barrier.wait(getattr(error, "original_exception", error), why_not_committed(manager))

@@ -17,6 +17,7 @@ from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
+from composer_replication.diloco.saved_state import load_in_flight
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_clock import SyncClock, SyncSeconds
 from composer_replication.diloco.sync_report import SyncReport
@@ -26,26 +27,29 @@ from composer_replication.diloco.torchft_api import (
     longest_wait_s,
     serve_state,
 )
-from composer_replication.diloco.turns import Turns
 
 log = logging.getLogger(__name__)
 
 
 class OuterLoop:
-    """Runs the syncs of all fragments, turn by turn.
+    """Runs the syncs of all fragments, one at a time.
+
+    torchft's hook (``local_sgd.py``, ``_step_post_hook``) calls ``prepare_sync`` and
+    ``perform_sync``, as if this were the fragment whose turn it is.
 
     Args:
         manager: The torchft manager, or its simulated double.
-        global_parameters: Those of each fragment, in the order of their turns.
+        global_parameters: Those of each fragment, in the order of their syncs.
         state: The global state of all fragments.
         settings: The run's settings.
         arguments: What ``DiLoCo`` was built with.
         hang_watch: Allows a sync the time for which it may wait for others.
 
     Attributes:
-        fragments: The fragments in the order of their turns.
-        round_length: The inner steps of this group's turns.
-        turns: What is sent in a quorum, and what its vote ends.
+        fragments: The fragments in the order of their syncs.
+        round_length: How many inner steps this group takes between two syncs.
+        in_flight: The fragment that has been sent and has not taken its outer step, or that a
+            checkpoint has left to be sent again; None if there is none.
         clock: The clock that the fragments report quorums and votes to.
         peer_table: The table that the fragments send.
         inner_steps: Inner steps of this group since the run began.
@@ -88,9 +92,8 @@ class OuterLoop:
             )
             for index, globals_ in enumerate(global_parameters)
         )
-        self.turns = Turns(
-            manager, self.fragments, state, self.clock, settings.turns_in_flight, self.settle
-        )
+        self.in_flight: FragmentSync | None = None
+        self._has_failed = False
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
         self._is_idle = self._must_settle = False
         self.inner_steps = 0
@@ -121,27 +124,48 @@ class OuterLoop:
         for fragment in self.fragments:
             fragment.unsynced.count(samples)
 
+    def prepare_sync(self) -> None:
+        """Send the fragment whose turn it is, in a quorum. It waits for the group's own ranks only.
+
+        The turn is that of the outer step, and not of the manager's step as in torchft: a join
+        commits, but is no outer step.
+        """
+        self.clock.quorum_formed()
+        try:
+            self.settle()
+        except BaseException as error:  # else peers wait for this group until their timeout
+            self.manager.report_error(error)  # pyright: ignore[reportArgumentType]
+            raise
+        if self.in_flight is None:
+            self.in_flight = self.fragments[self.state.outer_step % len(self.fragments)]
+        self.in_flight.prepare_sync()
+
+    def perform_sync(self) -> bool:
+        """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
+        assert self.in_flight is not None, "torchft performs what it has prepared"
+        committed = self.in_flight.perform_sync()
+        self._has_failed = not committed
+        return committed
+
     def send(self) -> None:
-        """Begin a turn: compute the next fragment's pseudo-gradient and send it."""
-        self.turns.before_quorum()
+        """Ask for a quorum, and send the fragment whose turn it is."""
         self.manager.start_quorum()
-        self.turns.prepare_sync()
+        self.prepare_sync()
 
     def sync(self) -> None:
-        """Run one turn from quorum to vote, and retry it until it commits."""
+        """Run one sync from quorum to vote, and retry it until it commits."""
         with self.clock.blocking():
-            self.turns.before_quorum()
             self.manager.start_quorum()
             self.sync_in_quorum()
             self.finish_sync()
 
     def sync_in_quorum(self) -> None:
-        """Make one attempt at a turn: send, wait for the mean, vote, and step if it commits."""
-        self.turns.prepare_sync()
-        self.turns.perform_sync()
+        """Make one attempt at a sync: send, wait for the mean, vote, and step if it commits."""
+        self.prepare_sync()
+        self.perform_sync()
 
     def finish_sync(self) -> None:
-        """Retry the turn until it commits, then report its sync.
+        """Retry the sync until it commits, then report it.
 
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
@@ -149,29 +173,44 @@ class OuterLoop:
         retries = SyncRetries(
             self.manager, self.state, self._settings.max_sync_retries, self._give_up_after_s
         )
-        while self.turns.has_failed:
+        while self._has_failed:
             retries.wait()
             self.manager.start_quorum()
             retries.check_limit(self.fragments[0].is_joining)
             # If a peer has committed the sync, this quorum has healed this group, and the next
             # fragment has its turn.
             self.sync_in_quorum()
+        fragment, self.in_flight = self.in_flight, None
+        assert fragment is not None, "a sync has been performed"
         if self.fragments[0].is_joining and self.peer_table.are_all_joining:
-            self.turns.take_back(has_healed=self.has_healed)
+            # Nobody has sent anything. What a checkpoint had in flight is still to be sent, but
+            # for a group that has taken over another one's checkpoint.
+            fragment.abandon()
+            if fragment.unsynced.unsent is not None and not self.has_healed:
+                self.in_flight = fragment
+            self.set_torchft_step()
             self.clock.read()
             self._synced_at = self.inner_steps
-        elif (fragment := self.turns.end()) is not None:
+        else:
             self._account(fragment, retries.count)
+
+    def set_torchft_step(self) -> None:
+        """Set torchft's step to that of the next sync, after a commit that was no outer step.
+
+        torchft counts commits, and the groups with the highest count heal the others. A join, a
+        start and an end also commit. Without this, groups that wait for others to resume would
+        count up meanwhile, and would heal a group that comes with a newer checkpoint. The + 1 is
+        for the cold start: to torchft, a group at step 0 has no state.
+        """
+        step = self.state.outer_step + 1
+        self.manager.load_state_dict(self.manager.state_dict() | {"step": step})
 
     def _account(self, fragment: FragmentSync, retries: int) -> None:
         moved = fragment.total_contribution > 0
-        counts = moved or self.turns.turns_in_flight > 0  # those in flight have the next turns
-        if counts and not moved:
-            self.state.begin_outer_step()
-        if counts:  # ends what FragmentSync._set_grads has begun
+        if moved:  # ends what FragmentSync._set_grads has begun
             self.state.end_outer_step(self.peer_table.synced_samples)
         else:
-            self.turns.set_torchft_step()
+            self.set_torchft_step()
         if fragment.mean.is_finite:
             fragment.discard_synced_steps()
             self._sick_in_a_row = 0
@@ -191,7 +230,7 @@ class OuterLoop:
             has_digest=self._digest_every > 0 and self.state.outer_step % self._digest_every == 0,
             num_participants=self.manager.num_participants(),
             inner_steps=self.inner_steps,
-            sync_every=self.round_length.steps_in_turn(self.settings) * len(self.fragments),
+            sync_every=self.steps_before_sync * len(self.fragments),
             steps_lost=self._steps_lost,
             retries=retries,
             healed=self.has_healed,
@@ -208,12 +247,12 @@ class OuterLoop:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
         self.peer_table.step_s = self.round_length.step_s
-        self.round_length.choose(self.settings, self.peer_table.vitals)
+        self.round_length.choose(self.peer_table.vitals)
 
     @property
-    def settings(self) -> DiLoCoSettings:
-        """The settings, with the ``sync_every`` that is in force; see ``DiLoCoSettings.at``."""
-        return self._settings.at(self.state.outer_step)
+    def steps_before_sync(self) -> int:
+        """Inner steps that this group takes between the last sync and the next one."""
+        return self.round_length.steps_before(self.state.outer_step + 1)
 
     # ---- what training does not keep --------------------------------------------------------
 
@@ -259,7 +298,9 @@ class OuterLoop:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
         self.state.take_over(state, "the replica groups in training")
         log.info("Took over the global state after outer step %d", self.state.outer_step)
-        self.turns.drop()
+        if self.in_flight is not None:  # the others have its mean
+            self.in_flight.abandon()
+            self.in_flight = None
         self._steps_lost += max(fragment.unsynced.inner_steps for fragment in self.fragments)
         for fragment in self.fragments:
             fragment.forget_local()
@@ -297,9 +338,6 @@ class OuterLoop:
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
                 break
             self.sync()
-        if self.turns.in_flight:  # to which nobody has contributed anything
-            self.turns.drop()
-            self.turns.set_torchft_step()
         self.peer_table.is_training, self.ends_with_next_step = True, False
         for fragment in self.fragments:
             fragment.take_global()
@@ -318,8 +356,33 @@ class OuterLoop:
             self._is_idle = False
 
     def _land(self) -> None:
-        """Finish the turn that has begun, if one has."""
-        if self.turns.is_open:
+        """Finish the sync in flight, if there is one; that of a checkpoint is sent first."""
+        if self.in_flight is not None:
             with self.clock.blocking():
-                self.turns.perform_sync()
+                if self.is_unsent:
+                    self.send()
+                self.perform_sync()
                 self.finish_sync()
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether a checkpoint has left a sync in flight that is still to be sent."""
+        return self.in_flight is not None and self.in_flight.unsynced.unsent is not None
+
+    def load_in_flight(self, saved: dict[str, Any] | None, *, is_due: bool) -> bool:
+        """Continue with the sync in flight of a checkpoint: it is sent again in the next quorum.
+
+        Args:
+            saved: What ``in_flight_state`` returned.
+            is_due: Whether the schedule is between a sync's quorum and its vote. Under other
+                settings than the checkpoint's it may not be: the pseudo-gradient is then computed
+                anew.
+
+        Returns:
+            Whether there is one.
+        """
+        self.in_flight = load_in_flight(saved, self.fragments) if is_due else None
+        self.set_torchft_step()
+        return self.in_flight is not None

@@ -38,6 +38,8 @@ def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSet
         changed["num_fragments"] = len(model)
     settings = pick(DiLoCoSettings, vars(arguments) | changed)
     unused = [name for name in given if name.startswith("outer_") and name != "outer_optimizer"]
+    if settings.changes_outer_numbers:
+        unused.append("outer_lr or outer_momentum in the schedule")
     if arguments.outer_optimizer is not None and unused:
         raise ValueError(
             f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
@@ -60,7 +62,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
             optimizer ascends, or the manager cannot send the wire format.
     """
     check_can_quantize(arguments.manager, settings.wire_format)
-    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(*settings.outer_numbers)
+    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(*settings.outer_base)
     check_sign(outer_optimizer)
     split = split_all(arguments.model_fragments, settings, arguments.also_synced)
     fragments = [parameters for parameters, _ in split]

@@ -25,14 +25,14 @@ class RoundLength:
     Each group measures how long its inner steps take. With ``round_seconds`` a turn lasts
     ``round_seconds / num_fragments``. With ``auto`` it lasts as long as the fastest group of the
     last sync takes for ``sync_every / num_fragments`` inner steps. Each group takes as many as it
-    can in that time, within ``settings.steps_in_turn``. Without ``round_seconds`` all take
+    can in that time, within ``settings.steps_allowed``. Without ``round_seconds`` all take
     ``sync_every / num_fragments``.
 
     Only the time between syncs counts, so the groups also ask for a quorum at the same time.
 
     A joiner has measured nothing in its first turn. It counts on the pace of the slowest group, for
     which the others wait once at most, and does not waste most of a turn. In a run that begins
-    nobody has measured anything, and the first turn is as short as ``steps_in_turn`` allows.
+    nobody has measured anything, and the first turn is as short as ``steps_allowed`` has it.
 
     Args:
         settings: The run's settings.
@@ -43,7 +43,8 @@ class RoundLength:
 
     def __init__(self, settings: DiLoCoSettings) -> None:
         self._measured: deque[float] = deque(maxlen=TURNS)
-        self._steps = settings.steps_in_turn.start
+        self._settings = settings
+        self._steps = settings.steps_allowed(1).start
         self.step_s = math.nan
 
     def measure(self, step_s: float) -> None:
@@ -51,32 +52,29 @@ class RoundLength:
         self._measured.append(step_s)
         self.step_s = median([median(self._measured), *list(self._measured)[-2:]])
 
-    def choose(self, settings: DiLoCoSettings, vitals: Sequence[Vitals]) -> None:
+    def choose(self, vitals: Sequence[Vitals]) -> None:
         """Choose the inner steps of the next turn.
 
         Args:
-            settings: The settings in force.
             vitals: What the groups of the last sync said about themselves.
         """
         paces = [group.step_s for group in vitals if group.step_s > 0] or [math.nan]
-        if settings.round_seconds == AUTO:
-            turn_s = min(paces) * settings.steps_between_syncs
+        if self._settings.round_seconds == AUTO:
+            turn_s = min(paces) * self._settings.steps_between_syncs()
         else:
-            turn_s = float(settings.round_seconds or math.nan) / settings.fragment_count
+            seconds = float(self._settings.round_seconds or math.nan)
+            turn_s = seconds / self._settings.fragment_count
         steps = turn_s / (self.step_s if self._measured else max(paces))
         if math.isfinite(steps):
             self._steps = round(steps)
 
-    def steps_in_turn(self, settings: DiLoCoSettings) -> int:
-        """The inner steps that the group takes between two syncs, at the settings in force.
+    def steps_before(self, outer_step: int) -> int:
+        """The inner steps that the group takes between two syncs, before this outer step.
 
-        Args:
-            settings: Without ``round_seconds`` they give the number themselves. With it, they bound
-                the number that was chosen.
+        Without ``round_seconds`` the settings give the number. With it, they bound the number that
+        was chosen.
         """
-        if settings.round_seconds is None:
-            return settings.steps_between_syncs
-        allowed = settings.steps_in_turn
+        allowed = self._settings.steps_allowed(outer_step)
         return max(allowed.start, min(allowed.stop - 1, self._steps))
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,13 +62,11 @@ class Ledger:
         self.entries: dict[int, SyncedSamples] = {}
         self.stream = self.position = 0
         self._synced = [0] * num_fragments
-        self._in_flight: dict[int, int] = {}
 
     def read_from(self, stream: int) -> None:
         """Start a new stream, of which nothing has been trained on."""
         self.stream, self.position = stream, 0
         self._synced = [0] * len(self._synced)
-        self.forget_sent()
 
     def stop_reading(self) -> None:
         """End the stream: what was trained on and not synchronised stays unrecorded."""
@@ -77,22 +75,15 @@ class Ledger:
     def send(self, fragment: int, packed_at: int, contributes: bool) -> SyncedSamples:
         """What holds of this group's stream once a fragment's sync, now sent, has committed.
 
-        The syncs that are in flight already commit before it.
-
         Args:
             fragment: The fragment that is synchronised.
             packed_at: The position when its pseudo-gradient was packed.
             contributes: Whether that pseudo-gradient is in the mean.
         """
-        self._in_flight.pop(fragment, None)
+        synced = list(self._synced)
         if contributes:
-            self._in_flight[fragment] = packed_at
-        synced = [self._in_flight.get(each, at) for each, at in enumerate(self._synced)]
+            synced[fragment] = packed_at
         return SyncedSamples(self.stream, min(synced), max(synced))
-
-    def forget_sent(self) -> None:
-        """Forget the syncs in flight: they are sent again, or never."""
-        self._in_flight.clear()
 
     def commit(self, synced_samples: Iterable[SyncedSamples]) -> None:
         """Record what the groups of a committed sync have sent."""
@@ -104,7 +95,6 @@ class Ledger:
     def has_synced(self, fragment: int, packed_at: int) -> None:
         """Remember that this group's samples up to ``packed_at`` are in a fragment."""
         self._synced[fragment] = packed_at
-        self._in_flight.pop(fragment, None)
 
     def rows(self) -> list[list[int]]:
         """The entries as plain containers: stream, position, in_part."""

@@ -65,57 +65,44 @@ def load_saved_state(
     state.ledger.load_local_state(saved["reading"])
 
 
-def in_flight_state(fragments: Sequence[FragmentSync], num_turns: int) -> dict[str, Any] | None:
+def in_flight_state(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """What a resumed group has to send again; None if nothing is in flight.
 
     Without a delay a sync is in flight only if it was interrupted. It is then computed anew.
 
     Args:
-        fragments: Those in flight, the oldest first.
-        num_turns: How many turns they are of, without the one that has begun.
+        fragment: The one in flight.
     """
-    packs = [(fragment, packed) for fragment in fragments if (packed := fragment.in_flight)]
-    local = {
-        name: tensor
-        for fragment, packed in packs
-        if packed.local is not None
-        for name, tensor in zip(fragment.globals.theta, packed.local, strict=True)
-    }
-    if not packs or not (local or num_turns):
+    packed = None if fragment is None else fragment.in_flight
+    if fragment is None or packed is None or packed.local is None:
         return None
-    plain = [
-        {"fragment": fragment.fragment_id, **vars(packed), "local": None}
-        for fragment, packed in packs
-    ]
-    return {"packs": plain, "num_turns": num_turns, "local": local}
+    local = dict(zip(fragment.globals.theta, packed.local, strict=True))
+    return {"fragment": fragment.fragment_id, **vars(packed), "local": local}
 
 
 def load_in_flight(
     saved: dict[str, Any] | None, fragments: Sequence[FragmentSync]
-) -> tuple[list[FragmentSync], int]:
-    """Have the fragments' next syncs send what ``in_flight_state`` returned.
+) -> FragmentSync | None:
+    """Have a fragment's next sync send what ``in_flight_state`` returned.
 
     Args:
-        saved: What it returned, perhaps of a version that had one sync in flight at most.
-        fragments: All, in the order of their turns.
+        saved: What it returned; or what the previous version did, which has several packs.
+        fragments: All, in the order of their syncs.
 
     Returns:
-        The fragments, the oldest first, and how many turns they are of, without the one that has
-        begun.
+        The fragment; None if nothing was in flight.
     """
+    if saved is not None and "packs" in saved:
+        packs = saved["packs"]
+        saved = packs[0] | {"local": saved["local"]} if len(packs) == 1 else None
     if not saved:
-        return [], 0
-    if "packs" not in saved:
-        saved = {"packs": [{**saved, "local": None}], "num_turns": 0, "local": saved["local"]}
-    loaded = []
-    for pack in saved["packs"]:
-        fragment = fragments[pack["fragment"]]
-        values = {key: value for key, value in pack.items() if key not in ("fragment", "local")}
-        local = [saved["local"].get(name) for name in fragment.globals.theta]
-        # A group that had just joined had sent nothing, and so has no local parameters there.
-        fragment.unsynced.unsent = Packed(**values, local=None if None in local else local)
-        loaded.append(fragment)
-    return loaded, saved["num_turns"]
+        return None
+    saved = dict(saved)
+    fragment, local = fragments[saved.pop("fragment")], saved.pop("local")
+    fragment.unsynced.unsent = Packed(
+        **saved, local=[local[name] for name in fragment.globals.theta]
+    )
+    return fragment
 
 
 def _residual(fragment: FragmentSync) -> dict[str, Tensor]:

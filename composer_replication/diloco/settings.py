@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
 from composer_replication.diloco.checks import check_integer, check_number
-from composer_replication.diloco.outer_schedule import check_outer_schedule
-from composer_replication.diloco.schedule_checks import (
-    check_round_seconds,
-    check_schedule,
-    check_warmup,
-)
+from composer_replication.diloco.schedule import check_fits, check_rows, value_at
 
 WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
 
@@ -35,10 +30,6 @@ class DiLoCoSettings:
 
     Args:
         sync_every: Inner steps in a round. Every fragment is synchronised once a round.
-        warmup_sync_every: Inner steps in a round while the run begins, below ``sync_every``: the
-            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217).
-        warmup_outer_steps: For how many outer steps. Each sync of a fragment is one. None, as
-            without ``warmup_sync_every``: all rounds are equally long.
         round_seconds: Make a round a time instead of a number of inner steps, for groups of unequal
             speed: each takes as many inner steps as it can in that time, in seconds, and all arrive
             at a sync together. ``auto``: as long as the fastest group takes for ``sync_every``
@@ -52,9 +43,8 @@ class DiLoCoSettings:
             that matches it. A LoRA parameter that no pattern matches is also matched under the
             name that PEFT saves it with (``lora_A.weight``, without the adapter's name).
         fragment_sync_delay: Inner steps between computing a fragment's pseudo-gradient and applying
-            the outer step (tau in 2501.18512), below ``sync_every``. With 0 the sync waits for the
-            allreduce at once. With more than the ``sync_every / num_fragments`` inner steps between
-            two syncs, several fragments are in flight (H = P = 24 and tau = 2 in 2604.21428).
+            the outer step (tau in 2501.18512), below ``sync_every / num_fragments``: one fragment
+            is in flight at a time. With 0 the sync waits for the allreduce at once.
         fragment_update_alpha: The share of the local parameters that a sync keeps:
             ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1]. None:
             0.5 with a delay, 0 without. With a delay, 0 throws away the inner steps taken
@@ -62,11 +52,12 @@ class DiLoCoSettings:
         outer_lr: Learning rate of the outer SGD.
         outer_momentum: Momentum of the outer SGD, in [0, 1).
         outer_nesterov: Whether that momentum is Nesterov's.
-        outer_schedule: Rows ``[outer_step, outer_lr, outer_momentum]``, outer steps ascending from
-            1. The outer step of that number and all after it, up to the next row, take the row's
-            numbers; those before the first row take ``outer_lr`` and ``outer_momentum``. Each sync
-            of a fragment is an outer step. Momentum 0 forgets the momentum so far. None: no
-            schedule.
+        schedule: Rows such as ``{outer_step: 61, sync_every: 30}``, each with any of
+            ``sync_every``, ``outer_lr`` and ``outer_momentum``. They hold for the outer step of
+            that number, with the inner steps before it, and for all after it, until a row changes
+            them again. Each sync of a fragment is an outer step. Short rounds at the start help:
+            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217).
+            Momentum 0 forgets the momentum so far. None: no schedule.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
             (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
             last synchronised. With ``uniform`` a joiner's first round counts fully, although the
@@ -89,8 +80,6 @@ class DiLoCoSettings:
     """
 
     sync_every: int = 100
-    warmup_sync_every: int | None = None
-    warmup_outer_steps: int | None = None
     round_seconds: float | Literal["auto"] | None = None
     num_fragments: int = 1
     fragment_patterns: Sequence[str | Sequence[str]] | None = None
@@ -99,7 +88,7 @@ class DiLoCoSettings:
     outer_lr: float = OUTER_LR
     outer_momentum: float = OUTER_MOMENTUM
     outer_nesterov: bool = True
-    outer_schedule: Sequence[Sequence[float]] | None = None
+    schedule: Sequence[Mapping[str, Any]] | None = None
     weight_by: str = cast(str, None)  # one of WEIGHT_BY once __post_init__ has run
     sync_buffers: str = "none"
     bucket_cap_mb: float = 32.0
@@ -118,7 +107,7 @@ class DiLoCoSettings:
                 raise ValueError(f"{name}='auto' has been removed: give a number, or leave it out")
         check_number("outer_lr", self.outer_lr, 0.0, math.inf)
         check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
-        object.__setattr__(self, "outer_schedule", check_outer_schedule(self.outer_schedule))
+        object.__setattr__(self, "schedule", check_rows(self.schedule))
         check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
         for name in ("outer_nesterov", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
@@ -131,18 +120,29 @@ class DiLoCoSettings:
         self._check_schedule()
 
     def _check_schedule(self) -> None:
-        fits = self.sync_every, self.fragment_count, self.fragment_sync_delay
-        check_schedule(*fits)
-        check_warmup(self.warmup_sync_every, self.warmup_outer_steps, *fits)
+        count, delay = self.fragment_count, self.fragment_sync_delay
+        check_fits(self.sync_every, count, delay)
+        for number, row in enumerate(self.schedule or ()):
+            if "sync_every" not in row:
+                continue
+            if self.round_seconds is not None:
+                raise ValueError(
+                    f"schedule[{number}]: sync_every={row['sync_every']} with "
+                    f"round_seconds={self.round_seconds}: rounds are a time there, use one of both"
+                )
+            try:
+                check_fits(row["sync_every"], count, delay)
+            except ValueError as error:
+                raise ValueError(f"schedule[{number}]: {error}") from None
         if self.round_seconds is None:
             return
-        if self.warmup_sync_every is not None:
+        if self.round_seconds != AUTO:
+            check_number("round_seconds", self.round_seconds, 1e-3, math.inf, alternative=AUTO)
+        if self.weight_by == "uniform":
             raise ValueError(
-                f"warmup_sync_every={self.warmup_sync_every} with "
-                f"round_seconds={self.round_seconds}: rounds are a time there, use one of the two"
+                f"round_seconds={self.round_seconds} with weight_by=uniform: groups that train "
+                "less than others would count as much, use weight_by=steps, samples or tokens"
             )
-        delay, between = self.fragment_sync_delay, self.steps_between_syncs
-        check_round_seconds(self.round_seconds, self.weight_by, delay, between)
 
     def _choose_weights(self) -> None:
         if self.weight_by is None:
@@ -179,36 +179,21 @@ class DiLoCoSettings:
         """Number of fragments, from ``num_fragments`` or ``fragment_patterns``."""
         return self.num_fragments if self.fragment_patterns is None else len(self.fragment_patterns)
 
-    def at(self, outer_step: int) -> DiLoCoSettings:
-        """The settings of the round after an outer step: ``sync_every`` is that of the warm-up."""
-        if outer_step >= (self.warmup_outer_steps or 0):
-            return self
-        warmup = cast(int, self.warmup_sync_every)
-        return replace(self, sync_every=warmup, warmup_sync_every=None, warmup_outer_steps=None)
+    def sync_every_at(self, outer_step: int) -> int:
+        """Inner steps in a round that ends with this outer step, from 1."""
+        return value_at(self.schedule, "sync_every", outer_step, self.sync_every)
 
-    @property
-    def steps_between_syncs(self) -> int:
-        """Inner steps between two syncs, each of another fragment."""
-        return self.sync_every // self.fragment_count
+    def steps_between_syncs(self, outer_step: int = 1) -> int:
+        """Inner steps between two syncs, each of another fragment, before this outer step."""
+        return self.sync_every_at(outer_step) // self.fragment_count
 
-    @property
-    def steps_in_turn(self) -> range:
-        """How many inner steps a group may take between two syncs."""
-        most = self.steps_between_syncs
+    def steps_allowed(self, outer_step: int) -> range:
+        """How many inner steps a group may take between two syncs, before this outer step."""
+        most = self.steps_between_syncs(outer_step)
         if self.round_seconds is None:
             return range(most, most + 1)
-        # torchft's hook sends before the end of a turn, by the delay.
-        return range(max(math.ceil(most / 10), self.delay_in_turn + 1), most + 1)
-
-    @property
-    def delay_in_turn(self) -> int:
-        """Inner steps between the end of a fragment's turn and its pseudo-gradient before it."""
-        return self.fragment_sync_delay % self.steps_between_syncs
-
-    @property
-    def turns_in_flight(self) -> int:
-        """How many further turns a sync is in flight when its own has ended."""
-        return self.fragment_sync_delay // self.steps_between_syncs
+        # torchft's hook sends the fragment by the delay before the outer step.
+        return range(max(math.ceil(most / 10), self.fragment_sync_delay + 1), most + 1)
 
     @property
     def discards_overlapped_steps(self) -> bool:
@@ -233,36 +218,44 @@ class DiLoCoSettings:
         return self.error_feedback and self.wire_format != WIRE_FORMATS[0]
 
     @property
-    def outer_numbers(self) -> tuple[Any, Any, bool]:
+    def outer_base(self) -> tuple[float, float, bool]:
         """What the outer SGD is built with: learning rate, momentum, whether that is Nesterov's.
 
         Without momentum torch refuses Nesterov's, and plain SGD is the same.
         """
-        momentum = self.outer_momentum
-        return self.outer_lr, momentum, self.outer_nesterov and momentum != 0
+        return self.outer_lr, self.outer_momentum, self.outer_nesterov and self.outer_momentum != 0
+
+    @property
+    def changes_outer_numbers(self) -> bool:
+        """Whether the schedule changes the learning rate or the momentum of the outer SGD."""
+        return any("outer_lr" in row or "outer_momentum" in row for row in self.schedule or ())
+
+    def outer_numbers_at(self, outer_step: int) -> tuple[float, float, bool]:
+        """The same for an outer step, from 1."""
+        lr = value_at(self.schedule, "outer_lr", outer_step, self.outer_lr)
+        momentum = value_at(self.schedule, "outer_momentum", outer_step, self.outer_momentum)
+        return lr, momentum, self.outer_nesterov and momentum != 0
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that must be equal in all groups, as plain containers.
 
         The outer optimizer is not among them: it may be the user's own, so ``DiLoCo`` describes it.
-        The schedule has a row 0, the numbers in force before its own first row, and says of each
-        row whether its momentum is Nesterov's: it is all that a group needs to follow it.
-        ``sync_every`` may differ if ``weight_by`` weights groups by what they have trained, and
-        the same number of turns is in flight.
+        The number of inner steps may differ if ``weight_by`` weights groups by what they have
+        trained.
         """
         agreed = asdict(self)
-        for name in ("max_sync_retries", "outer_lr", "outer_momentum", "outer_nesterov"):
+        for name in ("max_sync_retries", "outer_lr", "outer_momentum"):
             del agreed[name]
-        if self.outer_schedule:
-            rows = ([*row, self.outer_nesterov and row[2] > 0] for row in self.outer_schedule)
-            agreed["outer_schedule"] = [[0, *self.outer_numbers], *rows]
+        if self.schedule is None:
+            del agreed["outer_nesterov"]  # the description of the outer optimizer has it
+        else:
+            agreed["schedule"] = [dict(row) for row in self.schedule]
         if self.fragment_patterns is not None:
             agreed["fragment_patterns"] = [
                 [entry] if isinstance(entry, str) else list(entry)
                 for entry in self.fragment_patterns
             ]
         if self.weight_by != "uniform":
-            del agreed["sync_every"]
-        if self.turns_in_flight:
-            agreed["turns_in_flight"] = self.turns_in_flight
+            for each in (agreed, *(agreed["schedule"] or ())):
+                each.pop("sync_every", None)
         return agreed

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count, repeat
 from typing import Any
 
@@ -18,7 +18,6 @@ from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import sync_clock
-from composer_replication.diloco.inner_optimizer import load_state, save_state
 from composer_replication.simulation import Fault
 from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
@@ -70,17 +69,13 @@ def train(cell: Cell) -> dict[str, Any]:
 def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
     model = _model(cell)
     inner = _inner(cell, model)
-    if cell.heal_inner_state == "donor":
-        load, save = partial(load_state, inner), partial(save_state, inner)
-        sim.manager.register_state_dict_fn("inner", load, save)
     diloco = DiLoCo(
         sim.manager,
         model,
         inner,
         num_replicas=cell.groups,
-        sync_every=cell.sync_every,
-        warmup_sync_every=cell.early or None,
-        warmup_outer_steps=EARLY_STEPS // cell.early if cell.early else None,
+        sync_every=cell.early or cell.sync_every,
+        schedule=_schedule(cell),
         num_fragments=cell.num_fragments,
         fragment_sync_delay=cell.delay,
         fragment_update_alpha=cell.alpha,
@@ -93,6 +88,22 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         losses = _steps(cell, model, inner, rank=sim.replica_id)
         diloco.final_sync()
         return model, losses, diloco.global_digest()
+
+
+def _schedule(cell: Cell) -> list[dict[str, int]] | None:
+    """Short rounds at the start, if the cell has such.
+
+    Raises:
+        ValueError: The cell needs what the package has no more.
+    """
+    if cell.merge != "mean" or cell.heal_inner_state != "own":
+        raise ValueError(
+            f"merge={cell.merge}, heal_inner_state={cell.heal_inner_state}: this arm trained with "
+            "version 0.1.0, which had them; its results are in results.jsonl"
+        )
+    if not cell.early:
+        return None
+    return [{"outer_step": EARLY_STEPS // cell.early + 1, "sync_every": cell.sync_every}]
 
 
 class _Clock:

@@ -167,9 +167,9 @@ def test_a_round_that_is_a_time_is_named_and_its_steps_are_in_the_metrics(printe
 
 
 def test_a_warm_up_is_named(printed):
-    lines = printed(train, 2, sync_every=2, warmup_sync_every=1, warmup_outer_steps=2)
+    lines = printed(train, 2, sync_every=1, schedule=[{"outer_step": 3, "sync_every": 2}])
     of = "and a sync of the whole model"
-    assert f"[diloco] A round is 2 inner steps (1 until outer step 2) {of}" in lines
+    assert f"[diloco] A round is 1 inner step (2 from outer step 3) {of}" in lines
 
 
 def test_a_group_that_trains_alone_says_so(printed, monkeypatch):

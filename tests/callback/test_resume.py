@@ -323,7 +323,12 @@ def ours_in(path):
 
 
 # Where a run is stopped its momentum is 0 or has just come back.
-SCHEDULED = STREAMING | {"outer_schedule": [[1, 0.5, 0.0], [3, 0.7, 0.9]]}
+SCHEDULED = STREAMING | {
+    "schedule": [
+        {"outer_step": 1, "outer_lr": 0.5, "outer_momentum": 0.0},
+        {"outer_step": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
+    ]
+}
 
 
 @pytest.mark.slow

@@ -189,31 +189,31 @@ def test_bounds_are_a_tenth_of_sync_every_and_more_than_the_delay():
     def settings(**named):
         return DiLoCoSettings(round_seconds=10, **named)
 
-    assert settings(sync_every=100).steps_in_turn == range(10, 101)
-    assert settings(sync_every=100, num_fragments=4).steps_in_turn == range(3, 26)
-    assert settings(sync_every=100, fragment_sync_delay=20).steps_in_turn == range(21, 101)
-    assert DiLoCoSettings(sync_every=100, num_fragments=4).steps_in_turn == range(25, 26)
+    assert settings(sync_every=100).steps_allowed(1) == range(10, 101)
+    assert settings(sync_every=100, num_fragments=4).steps_allowed(1) == range(3, 26)
+    assert settings(sync_every=100, fragment_sync_delay=20).steps_allowed(1) == range(21, 101)
+    assert DiLoCoSettings(sync_every=100, num_fragments=4).steps_allowed(1) == range(25, 26)
 
 
 @pytest.mark.parametrize(("round_seconds", "of_a_joiner"), [("auto", 20), (15.0, 24)])
 def test_a_turn_follows_from_the_paces_that_are_known(round_seconds, of_a_joiner):
     settings = DiLoCoSettings(sync_every=50, round_seconds=round_seconds)
     length = RoundLength(settings)
-    length.choose(settings, [Vitals(), Vitals()])
-    assert length.steps_in_turn(settings) == 5  # nobody has measured anything
-    length.choose(settings, [Vitals(), Vitals(step_s=0.25), Vitals(step_s=0.625)])
-    assert length.steps_in_turn(settings) == of_a_joiner  # at the pace of the slowest group
+    length.choose([Vitals(), Vitals()])
+    assert length.steps_before(1) == 5  # nobody has measured anything
+    length.choose([Vitals(), Vitals(step_s=0.25), Vitals(step_s=0.625)])
+    assert length.steps_before(1) == of_a_joiner  # at the pace of the slowest group
     length.measure(0.5)
-    length.choose(settings, [Vitals(), Vitals(step_s=0.25)])
-    assert length.steps_in_turn(settings) == (25 if round_seconds == "auto" else 30)
+    length.choose([Vitals(), Vitals(step_s=0.25)])
+    assert length.steps_before(1) == (25 if round_seconds == "auto" else 30)
 
 
 def test_without_a_pace_of_any_group_it_stays_as_it_is():
     settings = DiLoCoSettings(sync_every=50, round_seconds="auto")
     length = RoundLength(settings)
     length.measure(0.5)
-    length.choose(settings, [Vitals(), Vitals()])
-    assert length.steps_in_turn(settings) == 5
+    length.choose([Vitals(), Vitals()])
+    assert length.steps_before(1) == 5
 
 
 def test_weights_follow_the_steps_unless_they_are_set():

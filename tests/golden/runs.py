@@ -180,6 +180,12 @@ def fall_idle(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
         diloco.sync_idle()
 
 
+def rows(*numbers: tuple[int, float, float]) -> list[dict[str, float]]:
+    """A schedule of the outer learning rate and momentum."""
+    names = ("outer_step", "outer_lr", "outer_momentum")
+    return [dict(zip(names, row, strict=True)) for row in numbers]
+
+
 FAULTS = {
     kind: Fault(kind, replica_id=1, step=2)
     for kind in (
@@ -223,11 +229,11 @@ RUNS: dict[str, Callable[[], tuple[str, int]]] = {
         3, sync_buffers="mean", wire_format="int8", **THREE
     ),
     "schedule": simulated(
-        2, outer_schedule=[[2, 0.5, 0.6], [3, 0.4, 0.0], [4, 0.6, 0.3]], sync_every=3
+        2, schedule=rows((2, 0.5, 0.6), (3, 0.4, 0.0), (4, 0.6, 0.3)), sync_every=3
     ),
-    "schedule, 3 fragments": simulated(2, outer_schedule=[[4, 0.5, 0.5]], **THREE, **DELAYED),
+    "schedule, 3 fragments": simulated(2, schedule=rows((4, 0.5, 0.5)), **THREE, **DELAYED),
     "short rounds at the start": simulated(
-        2, warmup_sync_every=3, warmup_outer_steps=3, outer_momentum=0.5
+        2, sync_every=3, schedule=[{"outer_step": 4, "sync_every": 6}], outer_momentum=0.5
     ),
     "plain outer SGD": simulated(2, outer_lr=0.9, outer_momentum=0.0),
     "outer momentum, not Nesterov's": simulated(3, outer_nesterov=False),

@@ -223,9 +223,12 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
 
 
 def test_a_schedule_is_the_same_in_all_groups_whoever_comes_and_goes(start):
-    schedule = "[[6, 0.5, 0.0], [9, 0.25, 0.5]]"
+    schedule = (
+        "[{outer_step: 6, outer_lr: 0.5, outer_momentum: 0.0}, "
+        "{outer_step: 9, outer_lr: 0.25, outer_momentum: 0.5}]"
+    )
     settings = "sync_every: 30, outer_lr: 0.8, outer_momentum: 0.6, num_fragments: 2"
-    run = start(f"{{{settings}, outer_schedule: {schedule}}}")
+    run = start(f"{{{settings}, schedule: {schedule}}}")
     first = 0.8, 0.6
     groups = [run.start(i) for i in range(2)]
     run.wait_for_syncs(2)

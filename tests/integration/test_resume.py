@@ -48,7 +48,13 @@ SETTINGS = {
 UNENCODED = list(SETTINGS)
 # Stopped after outer step 1, while the momentum is 0; it comes back in outer step 3.
 SETTINGS["schedule"] = (
-    SETTINGS["in_flight"][0] | {"outer_schedule": [[1, 0.5, 0.0], [3, 0.7, 0.9]]},
+    SETTINGS["in_flight"][0]
+    | {
+        "schedule": [
+            {"outer_step": 1, "outer_lr": 0.5, "outer_momentum": 0.0},
+            {"outer_step": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
+        ]
+    },
     7,
 )
 # Three fragments in flight, of which the last has just been sent.

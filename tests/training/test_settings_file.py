@@ -43,11 +43,12 @@ def test_a_config_of_ours_gives_what_its_groups_have(path):
 
 def test_a_file_of_settings_alone_is_enough(written):
     path = written("sync_every: 20\nouter_lr: 0.5\n")
-    config, source = load_settings(path, ["sync_every=30", "outer_schedule=[[1,0.5,0.9]]"])
+    rows = "schedule=[{outer_step: 1, outer_lr: 0.5}]"
+    config, source = load_settings(path, ["sync_every=30", rows])
     assert settings_of(config) == DiLoCoSettings(
-        sync_every=30, outer_lr=0.5, outer_schedule=[[1, 0.5, 0.9]]
+        sync_every=30, outer_lr=0.5, schedule=[{"outer_step": 1, "outer_lr": 0.5}]
     )
-    assert source == f"{path} --set sync_every=30 --set outer_schedule=[[1,0.5,0.9]]"
+    assert source == f"{path} --set sync_every=30 --set {rows}"
 
 
 def test_no_file_is_needed():

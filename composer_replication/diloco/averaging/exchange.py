@@ -24,8 +24,7 @@ class Exchange:
 
     Each bucket takes two messages. A thread computes what goes into the second one, so that
     training continues meanwhile. All groups must start their collectives in the same order,
-    therefore the caller starts no other collective before ``wait`` has returned. A caller that has
-    to, since more syncs are in flight, has no thread, and calls ``advance`` first.
+    therefore the caller starts no other collective before ``wait`` has returned.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -33,7 +32,6 @@ class Exchange:
         contribution: This group's weight. With 0 its values are zeros.
         keeps_error: Whether the buckets keep their rounding errors, for error feedback.
         memory: uint8, as large as the ``memory_bytes`` of all buckets together.
-        has_thread: Whether a thread starts the second messages, and not ``advance`` or ``wait``.
     """
 
     def __init__(
@@ -43,8 +41,6 @@ class Exchange:
         contribution: float,
         keeps_error: bool,
         memory: Tensor,
-        *,
-        has_thread: bool = True,
     ) -> None:
         self.buckets = buckets
         self._manager = manager
@@ -58,26 +54,16 @@ class Exchange:
                 for bucket, part in zip(buckets, parts, strict=True)
             ]
         self._following: list[Any] = []
-        self._is_advanced = False
         # Without a thread the second messages would start only when training next waits, and the
         # sync would not overlap with it.
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
-        self._has_thread = has_thread
-        if has_thread:
-            self._thread.start()
+        self._thread.start()
 
     def _run(self) -> None:
-        self.advance()
+        self._start_all_second()
         self._wait_for_second()
 
-    def advance(self) -> None:
-        """Wait for the first messages, and start the second ones.
-
-        A caller without a thread calls it in all groups at the same place among their collectives.
-        """
-        if self._is_advanced:
-            return
-        self._is_advanced = True
+    def _start_all_second(self) -> None:
         try:
             with torch.no_grad(), get_stream_context(self._stream):
                 for bucket, work in zip(self.buckets, self._works, strict=True):
@@ -115,8 +101,5 @@ class Exchange:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the last message. Errors are reported to the manager, not raised."""
         del timeout  # the manager's timeout bounds each message
-        if self._has_thread:
-            self._thread.join()
-        else:
-            self._run()
+        self._thread.join()
         return True

@@ -100,13 +100,8 @@ class QuantizedMean(WeightedMean):
             self.contribution,
             keeps_error,
             memory,
-            has_thread=not self.has_others_in_flight,
         )
         return [self._exchange]
-
-    def advance(self) -> None:
-        if self._exchange is not None and self.has_others_in_flight:
-            self._exchange.advance()
 
     def _message_memory(self, num_bytes: int) -> Tensor:
         if self._messages is None or self._messages.num_elements != -(-num_bytes // 4):

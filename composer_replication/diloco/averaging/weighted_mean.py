@@ -75,8 +75,6 @@ class WeightedMean:
         self._bucket = elements_of(bucket_cap_mb)
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
         self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
-        self.has_others_in_flight = False
-        """Whether other means are sent before this one is finished."""
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
@@ -147,13 +145,6 @@ class WeightedMean:
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         return [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
-
-    def advance(self) -> None:
-        """Start those messages that need others to have arrived; here there are none.
-
-        With ``has_others_in_flight`` it is called in all groups at the same place among their
-        collectives. Otherwise a thread starts such messages.
-        """
 
     @property
     def is_finite(self) -> bool:

@@ -1,4 +1,4 @@
-"""A schedule of the outer settings. Run: pytest tests/diloco/test_outer_schedule.py
+"""A schedule of the outer numbers, and its checks. Run: pytest tests/diloco/test_schedule.py
 
 Real torchft schedule, simulated network; the reference is in plain Python.
 """
@@ -10,13 +10,19 @@ import torch
 from common import Constant, load, save, take_step
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.outer_schedule import MAX_ROWS, row_at
+from composer_replication.diloco.schedule import MAX_ROWS, value_at
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 BASE = {"outer_lr": 0.5, "outer_momentum": 0.75}
 ROWS = [[3, 0.25, 0.5], [5, 1, 0], [7, 0.5, 0.75]]
 """The momentum goes down, to nothing, and comes back."""
+
+
+def dicts(rows):
+    """Rows of a schedule, from a step, a learning rate and a momentum each."""
+    names = ("outer_step", "outer_lr", "outer_momentum")
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def move(replica_id, step):
@@ -35,7 +41,7 @@ class Replica:
             "num_replicas": sim.num_replicas,
             "num_fragments": num_fragments,
             "sync_every": 2 * num_fragments,
-            "outer_schedule": ROWS,
+            "schedule": dicts(ROWS),
             "digest_every": 1,
         } | settings
         self.diloco = DiLoCo(sim.manager, self.model, self.inner, **BASE | settings)
@@ -99,8 +105,8 @@ def test_each_outer_step_is_taken_with_its_row(num_fragments, caplog):
 
 
 def test_without_a_row_that_applies_a_schedule_changes_no_bit():
-    plain = simulate(lambda sim: run(sim, outer_schedule=None), num_replicas=2)
-    later = simulate(lambda sim: run(sim, outer_schedule=[[99, 0.1, 0.1]]), num_replicas=2)
+    plain = simulate(lambda sim: run(sim, schedule=None), num_replicas=2)
+    later = simulate(lambda sim: run(sim, schedule=dicts([[99, 0.1, 0.1]])), num_replicas=2)
     assert plain == later
 
 
@@ -147,54 +153,94 @@ def test_a_schedule_that_is_left_out_at_a_resume_leaves_nothing_behind(caplog):
     (saved,) = simulate(replica, num_replicas=1)
 
     def resumed(sim):
-        replica = Replica(sim, outer_schedule=None)
+        replica = Replica(sim, schedule=None)
         load(saved, replica.diloco, replica.model)
         with replica.diloco:
             replica.train(10, 12)
         return replica.trace[6][:2]
 
     assert simulate(resumed, num_replicas=1) == [(0.5, 0.75)]
-    assert "Resuming with changed settings: outer_schedule: [[0, 0.5, 0.75, True]" in caplog.text
+    assert "schedule: [{'outer_step': 3" in caplog.text
 
 
 def test_groups_with_other_schedules_do_not_start_together():
     def replica(sim):
-        run(sim, outer_schedule=ROWS if sim.replica_id else ROWS[:2])
+        run(sim, schedule=dicts(ROWS if sim.replica_id else ROWS[:2]))
 
-    with pytest.raises(SimulationError, match="outer_schedule: .* here, .* there"):
+    with pytest.raises(SimulationError, match="schedule: .* here, .* there"):
         simulate(replica, num_replicas=2)
 
 
+def test_a_row_leaves_what_it_does_not_name():
+    schedule = [{"outer_step": 2, "outer_lr": 0.25}, {"outer_step": 4, "outer_momentum": 0.5}]
+    (trace,) = simulate(lambda sim: run(sim, steps=10, schedule=schedule), num_replicas=1)
+    numbers = [trace[n][:2] for n in range(1, 6)]
+    assert numbers == [(0.5, 0.75), (0.25, 0.75), (0.25, 0.75), (0.25, 0.5), (0.25, 0.5)]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "message"),
+    ("settings", "message"),
     [
+        ({"schedule": "[]"}, r"schedule='\[\]': give a list of rows such as \{outer_step: 61"),
+        ({"schedule": [7]}, r"schedule\[0\]=7: write a row with outer_step and any of sync_ev"),
+        ({"schedule": [{"outer_step": 3}]}, r"schedule\[0\]=\{'outer_step': 3\}: write a row"),
+        ({"schedule": [{"sync_every": 3}]}, r"schedule\[0\]=.*: write a row with outer_step"),
         (
-            "[[1, 0.7, 0.9]]",
-            r"outer_schedule='\[\[1, 0.7, 0.9\]\]': give a list of rows \[outer_st",
+            {"schedule": [{"outer_step": 3, "outer_lrs": 1}]},
+            r"schedule\[0\]: outer_lrs cannot change during a run: did you mean outer_lr\?",
         ),
-        ([7], r"outer_schedule\[0\]=7: write a row \[outer_step, outer_lr, outer_momentum\]"),
-        ([[1, 0.7]], r"outer_schedule\[0\]=\[1, 0.7\]: write a row"),
-        ([[0, 0.7, 0.9]], r"outer_schedule\[0\]: outer_step=0: use an integer of at least 1"),
-        ([[1.5, 0.7, 0.9]], r"outer_schedule\[0\]: outer_step=1.5: use an integer"),
-        ([[1, -0.7, 0.9]], r"outer_schedule\[0\]: outer_lr=-0.7: use a number 0 or more"),
-        ([[1, 0.7, 0.9], [9, 0.7, 1]], r"outer_schedule\[1\]: outer_momentum=1: use a number betw"),
         (
-            [[9, 0.7, 0.9], [9, 0.4, 0.9]],
-            r"outer_schedule\[1\]: outer_step=9 does not come after 9",
+            {"schedule": [{"outer_step": 3, "wire_format": "int8"}]},
+            r"wire_format cannot change during a run: use sync_every, outer_lr, outer_momentum",
         ),
-        ([[n + 1, 1, 0] for n in range(MAX_ROWS + 1)], "has 65 rows: use at most 64"),
+        ({"schedule": dicts([[0, 0.7, 0.9]])}, r"schedule\[0\]: outer_step=0: use an integer of"),
+        ({"schedule": dicts([[1, -0.7, 0.9]])}, r"schedule\[0\]: outer_lr=-0.7: use a number 0"),
+        (
+            {"schedule": dicts([[1, 0.7, 0.9], [9, 0.7, 1]])},
+            r"schedule\[1\]: outer_momentum=1: use a number between 0 and 1",
+        ),
+        (
+            {"schedule": dicts([[9, 0.7, 0.9], [9, 0.4, 0.9]])},
+            r"schedule\[1\]: outer_step=9 does not come after 9: put the rows in ascending order",
+        ),
+        ({"schedule": dicts([[n + 1, 1, 0] for n in range(MAX_ROWS + 1)])}, "has 65 rows: use at"),
+        (
+            {"num_fragments": 4, "schedule": [{"outer_step": 3, "sync_every": 30}]},
+            r"schedule\[0\]: sync_every=30 is not divisible by num_fragments=4: use 28 or 32",
+        ),
+        (
+            {"fragment_sync_delay": 9, "schedule": [{"outer_step": 3, "sync_every": 8}]},
+            r"schedule\[0\]: fragment_sync_delay=9 is not below .* = 8 / 1 = 8.*: use at most 7",
+        ),
+        (
+            {"round_seconds": 60, "schedule": [{"outer_step": 3, "sync_every": 8}]},
+            r"schedule\[0\]: sync_every=8 with round_seconds=60: rounds are a time there",
+        ),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused_with_value_and_fix(schedule, message):
+def test_a_schedule_that_cannot_be_is_refused_with_value_and_fix(settings, message):
     with pytest.raises(ValueError, match=message):
-        DiLoCoSettings(outer_schedule=schedule)
+        DiLoCoSettings(**settings)
+
+
+def test_a_delay_with_several_fragments_in_flight_is_refused_with_both_fixes():
+    with pytest.raises(ValueError, match="24 / 24 = 1, .*: use at most 0, or num_fragments=8"):
+        DiLoCoSettings(sync_every=24, num_fragments=24, fragment_sync_delay=2)
 
 
 def test_equal_schedules_are_equal_however_they_are_written():
-    one = DiLoCoSettings(outer_schedule=[[4, 1, 0]])
-    assert one == DiLoCoSettings(outer_schedule=((4, 1.0, 0.0),))
-    assert DiLoCoSettings(outer_schedule=[]) == DiLoCoSettings()
-    # All that a group needs to follow it.
-    rows = one.fingerprint()["outer_schedule"]
-    assert rows == [[0, 0.7, 0.9, True], [4, 1.0, 0.0, False]]
-    assert [row_at(rows, n)[0] for n in (1, 3, 4, 5)] == [0, 0, 4, 4]
+    one = DiLoCoSettings(schedule=dicts([[4, 1, 0]]))
+    assert one == DiLoCoSettings(schedule=(dict(reversed(dicts([[4, 1.0, 0.0]])[0].items())),))
+    assert DiLoCoSettings(schedule=[]) == DiLoCoSettings()
+    assert one.fingerprint()["schedule"] == dicts([[4, 1.0, 0.0]])
+    assert [value_at(one.schedule, "outer_lr", n, 0.7) for n in (1, 3, 4, 5)] == [0.7, 0.7, 1, 1]
+
+
+def test_an_outer_optimizer_of_ones_own_has_no_scheduled_numbers():
+    def replica(sim):
+        model = Constant()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        DiLoCo(sim.manager, model, inner, torch.optim.Adam, schedule=dicts([[4, 1, 0]]))
+
+    with pytest.raises(SimulationError, match="in the schedule and an outer_optimizer of your own"):
+        simulate(replica, num_replicas=1)

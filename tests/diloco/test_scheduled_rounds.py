@@ -1,4 +1,4 @@
-"""Shorter rounds while a run begins. Run: pytest tests/diloco/test_warmup.py
+"""Rounds whose length a schedule changes. Run: pytest tests/diloco/test_scheduled_rounds.py
 
 Real torchft schedule, simulated network.
 """
@@ -8,10 +8,9 @@ import torch
 from common import TinyMLP, batch, load, mse, save
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.simulation.simulation import Fault, SimulationError
+from composer_replication.simulation.simulation import Fault
 
-WARMUP = {"sync_every": 6, "warmup_sync_every": 2, "warmup_outer_steps": 3}
+SHORT_FIRST = {"sync_every": 2, "schedule": [{"outer_step": 4, "sync_every": 6}]}
 
 
 class Replica:
@@ -21,7 +20,7 @@ class Replica:
         self.who = sim.replica_id
         self.model = TinyMLP()
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        settings = {"num_replicas": sim.num_replicas, "digest_every": 1} | WARMUP | settings
+        settings = {"num_replicas": sim.num_replicas, "digest_every": 1} | SHORT_FIRST | settings
         self.diloco = DiLoCo(sim.manager, self.model, self.inner, **settings)
         self.trace, self.contributions = {}, []
 
@@ -49,44 +48,26 @@ def run(sim, steps=30, **settings):
         ({"fragment_sync_delay": 1}, [2, 4, 6, 12, 18, 24, 30]),
         # Each sync of a fragment is an outer step: three of them end inside the second round.
         ({"num_fragments": 2}, [1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]),
-        # With two in flight each ends with the turn after its own: 3, 3, 3, 4, ... steps.
+        # Longer, and shorter again.
         (
-            {"num_fragments": 2, "fragment_sync_delay": 4}
-            | {"sync_every": 8, "warmup_sync_every": 6},
-            [6, 9, 12, 16, 20, 24, 28],
+            {
+                "schedule": [
+                    {"outer_step": n, "sync_every": h} for n, h in ((2, 4), (4, 10), (5, 2))
+                ]
+            },
+            [2, 6, 10, 20, 22, 24, 26, 28, 30],
         ),
     ],
 )
-def test_the_first_rounds_are_shorter(settings, steps):
+def test_rounds_have_the_length_of_their_outer_step(settings, steps):
     first, second = simulate(lambda sim: run(sim, **settings), num_replicas=2)
     assert [at for at, _ in first.values()] == steps
     assert first == second
 
 
-def test_several_in_flight_are_sent_by_the_delay_of_the_rounds_in_force():
-    # A delay of 4 is a turn of 3 steps and one step, or a turn of 4. So in the warm-up fragments
-    # are sent one step before a turn ends, at 2, 5, 8 and 11, and after it at 16, 20, 24, 28. Each
-    # contributes the steps since it was sent last: fragment 0 sends 2, 6, 8, 8, fragment 1 sends 5,
-    # 6, 9, 8.
-    def replica(sim):
-        settings = {"num_fragments": 2, "fragment_sync_delay": 4, "weight_by": "steps"}
-        one = Replica(sim, **settings, sync_every=8, warmup_sync_every=6)
-        with one.diloco:
-            one.train(0, 32)
-        return one.contributions
-
-    first, second = simulate(replica, num_replicas=2)
-    assert first == second == [2, 5, 6, 6, 8, 9, 8, 8]
-
-
-def test_the_outer_steps_of_the_warm_up_are_those_of_a_run_with_short_rounds():
+def test_the_outer_steps_before_a_row_are_those_of_a_run_without_it():
     warm = simulate(run, num_replicas=2)
-    short = simulate(
-        lambda sim: run(
-            sim, steps=6, sync_every=2, warmup_sync_every=None, warmup_outer_steps=None
-        ),
-        num_replicas=2,
-    )
+    short = simulate(lambda sim: run(sim, steps=6, schedule=None), num_replicas=2)
     assert [dict(list(trace.items())[:3]) for trace in warm] == short
 
 
@@ -121,33 +102,3 @@ def test_a_joiner_takes_rounds_of_the_length_of_the_others(step):
     assert [one[n][1] for n in shared] == [other[n][1] for n in shared]
     lengths = [[trace[n + 1][0] - trace[n][0] for n in shared[:-1]] for trace in (one, other)]
     assert lengths[0] == lengths[1] == [2] * max(0, 3 - step) + [6] * (7 - max(3, step))
-
-
-def test_groups_with_another_warm_up_do_not_start_together():
-    def replica(sim):
-        run(sim, warmup_outer_steps=3 + sim.replica_id)
-
-    with pytest.raises(SimulationError, match="warmup_outer_steps: .* here, .* there"):
-        simulate(replica, num_replicas=2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"warmup_outer_steps": None}, "give warmup_outer_steps too, or leave both out"),
-        ({"warmup_sync_every": None}, "give warmup_sync_every too, or leave both out"),
-        ({"warmup_sync_every": 6}, "is not below sync_every=6: use at most 5"),
-        ({"warmup_sync_every": 0}, "warmup_sync_every=0"),
-        ({"warmup_outer_steps": 0}, "warmup_outer_steps=0"),
-        ({"num_fragments": 3}, "sync_every=2 is not divisible by num_fragments=3: use 3"),
-        ({"fragment_sync_delay": 3}, "fragment_sync_delay=3 is not below sync_every=2"),
-        ({"round_seconds": 60}, "with round_seconds=60: rounds are a time there"),
-        (
-            {"sync_every": 8, "warmup_sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 2},
-            "would have 1 further turns in flight and not 0",
-        ),
-    ],
-)
-def test_a_warm_up_that_does_not_fit_is_refused_with_the_fix(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DiLoCoSettings(**WARMUP | settings)
