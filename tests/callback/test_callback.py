@@ -98,7 +98,6 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "final_sync": False,
         "heal_inner_state": "donor",
         "eval_weights": "local",
-        "on_bad_state": "fresh",
         "digest_every": 13,
         "run_dir": "/runs/1",
         "run_id": "exp-7",

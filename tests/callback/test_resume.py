@@ -359,8 +359,6 @@ def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(
                     assert same(value, resumed[key]), (start, batch, key)
 
 
-
-
 @pytest.mark.slow
 def test_groups_that_have_waited_long_for_others_take_over_from_a_newer_checkpoint(tmp_path):
     train_and_save(tmp_path, num_replicas=3, max_duration="12ba")
