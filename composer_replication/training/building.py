@@ -54,7 +54,7 @@ class Found:
         try:
             return inspect.signature(self.partial.func).parameters
         except ValueError:  # some of C's tell nothing
-            return {}
+            return inspect.signature(lambda **unknown: None).parameters
 
     def build(self, **offered: Any) -> Any:
         """Call it.
@@ -114,17 +114,19 @@ def _partial(where: str, component: Mapping[str, Any]) -> functools.partial[Any]
         # Hydra would copy objects, and make containers of its own of lists: it gets none.
         return instantiate({"_convert_": "all", **component}, _partial_=True)
     except InstantiationException as error:
-        root: BaseException = error
-        while root.__cause__ is not None:
-            root = root.__cause__
-        if not isinstance(root, (*OF_THE_CONFIG, InstantiationException)):
-            raise root from None
+        raised: BaseException = error
+        while isinstance(raised, InstantiationException) and raised.__cause__ is not None:
+            error, raised = raised, raised.__cause__
         # Hydra's text has several lines: what, "full_key: ..." and advice of its own.
         what = re.split(r", set env var|:\n|\n", str(error))[0]
+        if what.startswith("Error locating"):
+            raised = raised.__cause__ or raised  # whatever a module of the user's own raises
+        elif not isinstance(raised, (*OF_THE_CONFIG, InstantiationException)):
+            raise raised from None
         key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
         place = f"{where}.{key[1]}" if key else where
-        said = f"{place}: {what}" if root is error else f"{place}: {what}: {root}"
-        raise ConfigError(" ".join(said.split())) from error
+        said = f"{place}: {what}" if raised is error else f"{place}: {what}: {raised}"
+        raise ConfigError(" ".join(said.split())) from raised
 
 
 @contextlib.contextmanager

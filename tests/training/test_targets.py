@@ -210,9 +210,17 @@ def test_an_error_of_a_callable_is_one_of_the_config_and_not_of_a_group(loaded):
 
 def test_a_module_that_cannot_be_imported_is_named_with_the_reason(loaded, tmp_path, monkeypatch):
     (tmp_path / "half.py").write_text("import a_module_that_is_missing\ndef mlp(width): ...\n")
+    (tmp_path / "sick.py").write_text("raise RuntimeError('no license')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"model.mlp: .*'half.mlp': .*a_module_that_is_missing"):
         built(loaded("model.mlp._target_=half.mlp"))
+    with pytest.raises(ConfigError, match=r"model.mlp: .*'sick.mlp': no license"):
+        built(loaded("model.mlp._target_=sick.mlp"))
+
+
+def test_a_callable_whose_signature_c_does_not_tell_is_called():
+    options = {"x": {"_target_": "builtins.dict", "a": 1}}
+    assert build_one("scheduler", {"_target_": "builtins.dict", **options}) == {"x": {"a": 1}}
 
 
 def test_a_fault_that_may_pass_is_none_of_the_config(loaded, tmp_path, monkeypatch):
