@@ -1,10 +1,10 @@
 """A job that trains for a tenth of the time, so that eight replica groups run on two cores.
 
-    composer-replication chaos --replicas 8 --duration 600 --faults-per-minute 4 \\
+    python -m tests.chaos --replicas 8 --duration 600 --faults-per-minute 4 \\
         --set sync_every=20 --set round_seconds=auto -- python benchmarks/paced_job.py
 
 Each group stands for a machine of its own. An inner step is a pause of 0.1 s and about 0.01 s of
-training of a byte-level GPT with one layer. It trains until ``chaos`` ends it, or for the number of
+training of a byte-level GPT with one layer. It trains until chaos ends it, or for the number of
 inner steps that is given: ``paced_job.py 500ba``.
 """
 

@@ -127,19 +127,14 @@ class ReplicaGroups:
 
     def end(self, replica_id: ReplicaId) -> None:
         """Kill what is left of a group that has ended: ranks and loader workers."""
-        pid = self._leaders.pop(replica_id, None)
-        if pid is not None:
-            _send(self._processes_of({pid}), psutil.Process.kill)
+        _send(self.members(replica_id), psutil.Process.kill)
+        if self._leaders.pop(replica_id, None) is not None:
             self._update_watchdog()
 
     def members(self, replica_id: ReplicaId) -> set[psutil.Process]:
         """All processes of a group; empty if it has ended."""
         pid = self._leaders.get(replica_id)
         return set() if pid is None else self._processes_of({pid})
-
-    def signal(self, replica_id: ReplicaId, number: int) -> None:
-        """Send a signal to all processes of a group."""
-        _send(self.members(replica_id), lambda process: process.send_signal(number))
 
     def _update_watchdog(self) -> None:
         if self._watchdog.poll() is not None:  # somebody has killed it, and the groups go on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -202,10 +203,10 @@ class RandomFaultInjector:
             speed = SLOW_SPEED * self._speeds.get(fault.victims[0], 1.0)
             self._throttles[fault.victims[0]] = Throttle(max(speed, SLOWEST))
         elif kind == "stop":
-            supervisor.groups.signal(fault.victims[0], signal.SIGSTOP)
+            _signal(supervisor, fault.victims[0], signal.SIGSTOP)
         else:
             number = signal.SIGTERM if kind == "end" else signal.SIGKILL
-            supervisor.groups.signal(fault.victims[0], number)
+            _signal(supervisor, fault.victims[0], number)
             return
         self._active.append(fault)
 
@@ -228,7 +229,7 @@ class RandomFaultInjector:
         if fault.kind == "disk_full":
             _limit_files(supervisor, fault, psutil.RLIM_INFINITY)
         else:
-            supervisor.groups.signal(victim, signal.SIGCONT)
+            _signal(supervisor, victim, signal.SIGCONT)
             self._throttles.pop(victim, None)
             if victim in self._speeds:
                 self._throttles[victim] = Throttle(self._speeds[victim])
@@ -239,7 +240,14 @@ class RandomFaultInjector:
         for replica_id, throttle in self._throttles.items():
             if replica_id not in stopped:
                 number = signal.SIGCONT if throttle.runs(now) else signal.SIGSTOP
-                supervisor.groups.signal(replica_id, number)
+                _signal(supervisor, replica_id, number)
+
+
+def _signal(supervisor: Supervisor, replica_id: int, number: int) -> None:
+    """Send a signal to all processes of a group."""
+    for process in supervisor.groups.members(replica_id):
+        with suppress(psutil.Error):  # the process has ended
+            process.send_signal(number)
 
 
 def _limit_files(supervisor: Supervisor, fault: InjectedFault, size: int) -> None:
@@ -248,9 +256,7 @@ def _limit_files(supervisor: Supervisor, fault: InjectedFault, size: int) -> Non
     With a limit of 0 every write fails, as on a full disk.
     """
     for process in supervisor.groups.members(fault.victims[0]):
-        try:
+        with suppress(psutil.Error):
             _, most = process.rlimit(psutil.RLIMIT_FSIZE)
             soft = most if size == psutil.RLIM_INFINITY else size
             process.rlimit(psutil.RLIMIT_FSIZE, (soft, most))
-        except psutil.Error:
-            continue  # the process has ended

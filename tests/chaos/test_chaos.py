@@ -10,6 +10,7 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from chaos.driver import run_chaos
@@ -62,11 +63,8 @@ class Stand:
     def is_training(self, replica_id):
         return replica_id not in self.away
 
-    def signal(self, replica_id, number):
-        self.sent.append((replica_id, number))
-
     def members(self, replica_id):
-        return set()
+        return [SimpleNamespace(send_signal=lambda number: self.sent.append((replica_id, number)))]
 
 
 def injector_of(
