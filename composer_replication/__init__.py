@@ -25,7 +25,6 @@ EXTRA_OF = {
     "torchmetrics": "composer",
     "tqdm": "composer",
     "fastapi": "coordinator",
-    "h11": "coordinator",
     "pydantic": "coordinator",
     "starlette": "coordinator",
     "uvicorn": "coordinator",

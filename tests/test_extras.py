@@ -34,7 +34,6 @@ CORE = (
 
 DISTRIBUTION = {
     "composer": "mosaicml",
-    "h11": "uvicorn",
     "hydra": "hydra-core",
     "mlflow": "mlflow-skinny",
     "starlette": "fastapi",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -10,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from composer_replication.coordinator.connections import (
-    BACKLOG,
-    FILES_RUN_OUT,
-    BoundedProtocol,
-    raise_file_limit,
-)
+BACKLOG = 128
+"""Connections that may wait to be accepted."""
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's HTTP protocol, which also closes a connection on which no request comes at all.
+
+    uvicorn itself waits for the next request ``timeout_keep_alive``, and for the first one for
+    ever, so that silent connections would use up ``limit_concurrency``.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
 
 class HttpService:
@@ -42,7 +52,6 @@ class HttpService:
             missing = "--ssl-certfile" if ssl_certfile is None else "--ssl-keyfile"
             raise ValueError(f"{missing} is missing: HTTPS needs a certificate and its key")
         self._files = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
-        raise_file_limit()
         self._socket = _listen(bind)
         self.port: int = self._socket.getsockname()[1]
         self._server: uvicorn.Server | None = None
@@ -55,12 +64,13 @@ class HttpService:
             ValueError: The certificate cannot be used.
             OSError: The server has not started.
         """
-        logging.getLogger("asyncio").addFilter(FILES_RUN_OUT)
         config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=_Protocol,
             ws="none",
             backlog=BACKLOG,
+            limit_concurrency=500,  # the usual limit of 1,024 files also serves the lighthouse
+            timeout_keep_alive=10,
             # A line for every request, or for every malformed one, would hide our own log lines.
             log_level="error",
             access_log=False,
