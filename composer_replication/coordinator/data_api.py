@@ -12,7 +12,7 @@ from composer_replication.coordinator.api_types import Count, ErrorBody, GroupNa
 from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.leases import Lease
-from composer_replication.coordinator.work_units.progress import DatasetProgress
+from composer_replication.coordinator.work_units.work_units import DatasetProgress
 
 
 def _each_once(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -8,8 +8,7 @@ from collections.abc import Set
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.work_units.streams import OpenStream
-from composer_replication.coordinator.work_units.tables import check_count
+from composer_replication.coordinator.work_units.tables import OpenStream, check_count
 from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
 
 _SCHEMA = """

@@ -30,7 +30,7 @@ def lease_all(units, stream, epoch=0):
 
 
 def counts(units, epoch=0):
-    progress = units.progress("c4")[epoch]
+    progress = units.dataset("c4").epochs[epoch]
     assert progress.done + progress.leased + progress.available == progress.length == LENGTH
     return progress.done, progress.leased, progress.available
 

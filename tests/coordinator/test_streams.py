@@ -63,7 +63,7 @@ class Service:
         return {stream.stream for stream in self.streams.units.open_streams()}
 
     def done(self):
-        return sum(epoch.done for epoch in self.streams.units.progress("c4"))
+        return sum(epoch.done for epoch in self.streams.units.dataset("c4").epochs)
 
     def returned(self):
         return [
@@ -221,12 +221,12 @@ def test_a_restarted_service_knows_who_was_replaced(service, a, b):
 
 def test_a_group_that_gives_up_its_stream_says_what_the_model_has(service, a, b):
     assert service.streams.release(b, {b: (3, 3), a: (1, 1), 2**40: (1, 1)}) == [2**40]
-    (epoch,) = service.streams.units.progress("c4")
+    (epoch,) = service.streams.units.dataset("c4").epochs
     assert (service.open(), epoch.done, epoch.leased) == ({a}, 4, 15)
     assert service.returned() == ["13 uncommitted samples of replica group 1 are available again"]
     with pytest.raises(UnknownStream):
         service.streams.release(2**40, {a: (5, 5)})
-    assert service.streams.units.progress("c4")[0].done == 4, "nothing of it is noted"
+    assert service.streams.units.dataset("c4").epochs[0].done == 4, "nothing of it is noted"
 
 
 def test_a_stream_that_is_all_in_the_model_ends_silently(service, a):
@@ -251,7 +251,7 @@ def test_the_largest_outer_step_is_remembered_until_a_rewind(service, a):
     for _ in range(2):
         service.streams.rewind(5, {a: (5, 5)})
     assert service.streams.outer_step == 5
-    assert service.streams.units.progress("c4")[0].done == 5
+    assert service.streams.units.dataset("c4").epochs[0].done == 5
     events = [event["text"] for event in service.journal.events()]
     assert events[1:] == ["the run continues from outer step 5, not 9"]
     with pytest.raises(UnknownStream):

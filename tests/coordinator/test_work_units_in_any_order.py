@@ -32,10 +32,12 @@ from hypothesis.stateful import (
 )
 
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.work_units.progress import EpochProgress
-from composer_replication.coordinator.work_units.streams import OpenStream
-from composer_replication.coordinator.work_units.tables import StreamClosed
-from composer_replication.coordinator.work_units.work_units import Returned, WorkUnits
+from composer_replication.coordinator.work_units.tables import OpenStream, StreamClosed
+from composer_replication.coordinator.work_units.work_units import (
+    EpochProgress,
+    Returned,
+    WorkUnits,
+)
 
 EPOCHS = st.sampled_from([0, 0, 0, 1, 2])
 
@@ -262,7 +264,7 @@ class Coordinator(RuleBasedStateMachine):
         lines = self.truth.expected()
         for line in lines:
             assert line.done + line.leased + line.available == LENGTH
-        assert self.units.progress("c4") == lines
+        assert self.units.dataset("c4").epochs == lines
 
     @invariant()
     def the_open_streams_are_known(self):

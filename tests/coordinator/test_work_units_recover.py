@@ -17,9 +17,12 @@ from coordinator.small_units import (
 
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.work_units import leases as unit_leases
-from composer_replication.coordinator.work_units.progress import EpochProgress
-from composer_replication.coordinator.work_units.streams import OpenStream
-from composer_replication.coordinator.work_units.tables import StreamClosed, UnknownStream
+from composer_replication.coordinator.work_units.tables import (
+    OpenStream,
+    StreamClosed,
+    UnknownStream,
+)
+from composer_replication.coordinator.work_units.work_units import EpochProgress
 
 # Rewinding and reopening.
 
@@ -165,13 +168,13 @@ def test_damaged_epochs_and_datasets_are_told(units, a, database):
     units.lease(a, 0, 0)
     with database.transaction() as cursor:
         cursor.execute("UPDATE epochs SET done = 'x'")
-    assert units.progress("c4") == []
+    assert units.dataset("c4").epochs == []
     with pytest.raises(StorageError, match="Epoch 0 of dataset 'c4' is damaged"):
         units.lease(a, 1, 0)
     with database.transaction() as cursor:
         cursor.execute("UPDATE datasets SET unit_size = 0")
     assert units.datasets() == []
-    for call in (lambda: units.progress("c4"), lambda: units.lease(a, 1, 0)):
+    for call in (lambda: units.dataset("c4").epochs, lambda: units.lease(a, 1, 0)):
         with pytest.raises(StorageError, match="Dataset .* is damaged"):
             call()
 
@@ -210,4 +213,4 @@ def test_a_million_units_cost_nothing_until_they_are_leased(units, path):
     stream = units.open_stream("a", "large", "0", "one")
     units.lease(stream, 0, 0)
     assert path.stat().st_size + path.with_name(path.name + "-wal").stat().st_size < 1e6
-    assert units.progress("large") == [EpochProgress(0, 64_000_000, 0, 64, 63_999_936, 0, 0)]
+    assert units.dataset("large").epochs == [EpochProgress(0, 64_000_000, 0, 64, 63_999_936, 0, 0)]

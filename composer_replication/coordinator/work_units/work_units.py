@@ -12,7 +12,9 @@ reports of the ledger may be repeated, get lost, or arrive in any order.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from composer_replication.coordinator.database import Database
@@ -25,27 +27,23 @@ from composer_replication.coordinator.work_units.accounting import (
     update_stream,
 )
 from composer_replication.coordinator.work_units.leases import empty_lease, grant, read_lease
-from composer_replication.coordinator.work_units.progress import (
-    DatasetProgress,
-    EpochProgress,
-    add_dataset,
-    progress_of,
-    progress_of_all,
-)
-from composer_replication.coordinator.work_units.streams import (
-    OpenStream,
-    add_stream,
-    all_streams,
-    find_stream,
-    get_stream,
-    open_streams,
-)
 from composer_replication.coordinator.work_units.tables import (
+    MAX_UNITS,
     SCHEMA,
+    DatasetMismatch,
+    DatasetRow,
+    EpochRow,
+    OpenStream,
     StreamClosed,
     UnknownStream,
+    add_stream,
+    all_streams,
     check_count,
     find_dataset,
+    find_stream,
+    get_stream,
+    is_valid_row,
+    open_streams,
 )
 
 LedgerEntries = Mapping[int, tuple[int, int]]
@@ -62,6 +60,43 @@ class Returned(NamedTuple):
 
     samples: int
     in_part: int
+
+
+@dataclass(frozen=True)
+class EpochProgress:
+    """Samples of an epoch; ``done``, ``leased`` and ``available`` add up to ``length``.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        length: Samples of the dataset.
+        done: Samples that are in the model and not leased.
+        leased: Samples that an open stream holds and that are not in the model.
+        available: Samples that the next leases may have.
+        trained_in_part: Samples that closed streams left in some fragments of the model only. They
+            are trained on again.
+        trained_twice: How often a sample was in the model once more than it should be.
+    """
+
+    epoch: int
+    length: int
+    done: int
+    leased: int
+    available: int
+    trained_in_part: int
+    trained_twice: int
+
+
+@dataclass(frozen=True)
+class DatasetProgress:
+    """A dataset and the progress of every epoch that has begun. All sizes are in samples."""
+
+    dataset_id: str
+    length: int
+    seed: int
+    unit_size: int
+    epochs: list[EpochProgress]
+    trained_in_part: int
+    trained_twice: int
 
 
 class WorkUnits:
@@ -98,8 +133,30 @@ class WorkUnits:
         check_count("length", length, least=1)
         check_count("seed", seed)
         check_count("unit_size", unit_size, least=1)
+        if (num_units := -(-length // unit_size)) > MAX_UNITS:
+            raise RejectedError(
+                f"unit_size={unit_size} makes {num_units:,} units of {length:,} samples, and at "
+                f"most {MAX_UNITS:,} are allowed: use a unit_size of "
+                f"{-(-length // MAX_UNITS)} or more."
+            )
+        requested = {"length": length, "seed": seed, "unit_size": unit_size}
         with self._database.transaction() as cursor:
-            add_dataset(cursor, dataset_id, length, seed, unit_size)
+            cursor.execute(
+                "INSERT OR IGNORE INTO datasets (dataset_id, length, seed, unit_size)"
+                " VALUES (?, ?, ?, ?)",
+                (dataset_id, *requested.values()),
+            )
+            dataset = find_dataset(cursor, dataset_id)
+        differing = [
+            f"{name} {getattr(dataset, name)}, not {value}"
+            for name, value in requested.items()
+            if getattr(dataset, name) != value
+        ]
+        if differing:
+            raise DatasetMismatch(
+                f"Dataset {dataset_id!r} exists with {' and '.join(differing)}. "
+                "Use the same values, or another dataset_id for other data."
+            )
 
     def open_stream(self, name: str, dataset_id: str, replica_id: str, session: str) -> int:
         """Open a stream of samples for one incarnation of a replica group.
@@ -283,14 +340,6 @@ class WorkUnits:
         with self._database.transaction() as cursor:
             return open_streams(cursor)
 
-    def progress(self, dataset_id: str) -> list[EpochProgress]:
-        """Return the progress of every epoch of a dataset that has begun.
-
-        Raises:
-            RejectedError: There is no such dataset.
-        """
-        return self.dataset(dataset_id).epochs
-
     def dataset(self, dataset_id: str) -> DatasetProgress:
         """Return a dataset and its progress.
 
@@ -298,9 +347,32 @@ class WorkUnits:
             RejectedError: There is no such dataset.
         """
         with self._database.transaction() as cursor:
-            return progress_of(cursor, find_dataset(cursor, dataset_id))
+            return _progress_of(cursor, find_dataset(cursor, dataset_id))
 
     def datasets(self) -> list[DatasetProgress]:
         """Return all datasets and their progress, in the order in which they were added."""
         with self._database.transaction() as cursor:
-            return progress_of_all(cursor)
+            rows = cursor.execute("SELECT * FROM datasets ORDER BY key").fetchall()
+            found = filter(is_valid_row, map(DatasetRow._make, rows))
+            return [_progress_of(cursor, dataset) for dataset in found]
+
+
+def _progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress:
+    rows = cursor.execute(
+        "SELECT * FROM epochs WHERE dataset = ? ORDER BY epoch", (dataset.key,)
+    ).fetchall()
+    epochs = [
+        EpochProgress(
+            row.epoch,
+            dataset.length,
+            row.done,
+            row.leased,
+            dataset.length - row.done - row.leased,
+            row.trained_in_part,
+            row.trained_twice,
+        )
+        for row in filter(is_valid_row, map(EpochRow._make, rows))
+    ]
+    in_part = sum(epoch.trained_in_part for epoch in epochs)
+    twice = sum(epoch.trained_twice for epoch in epochs)
+    return DatasetProgress(*dataset[1:], epochs, in_part, twice)

@@ -25,10 +25,10 @@ from coordinator.small_units import (
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.work_units.leases import Lease
-from composer_replication.coordinator.work_units.streams import OpenStream
 from composer_replication.coordinator.work_units.tables import (
     MAX_UNITS,
     DatasetMismatch,
+    OpenStream,
     UnknownStream,
 )
 from composer_replication.coordinator.work_units.work_units import Returned, WorkUnits
@@ -62,7 +62,7 @@ def test_a_dataset_of_more_units_than_fit_is_refused_with_a_size_that_does(units
 
 
 def test_an_unknown_dataset_is_refused(units):
-    for call in (units.progress, lambda d: units.open_stream("a", d, "0", "one")):
+    for call in (units.dataset, lambda d: units.open_stream("a", d, "0", "one")):
         with pytest.raises(ValueError, match="There is no dataset 'pile': create it first"):
             call("pile")
 
@@ -136,12 +136,12 @@ def test_a_lease_is_of_the_earliest_epoch_that_has_anything(units, a, b):
     units.close(a)
     got = [units.lease(b, number, epoch=2) for number in range(1, 1 + 3 * NUM_UNITS)]
     assert [lease.epoch for lease in got] == [0] * 5 + [1] * 4 + [2] * 5 + [2]
-    assert [p.epoch for p in units.progress("c4")] == [0, 1, 2]
+    assert [p.epoch for p in units.dataset("c4").epochs] == [0, 1, 2]
 
 
 def test_an_epoch_that_is_not_asked_for_is_not_begun(units, a):
     units.lease(a, 0, epoch=5)
-    assert [p.epoch for p in units.progress("c4")] == [5]
+    assert [p.epoch for p in units.dataset("c4").epochs] == [5]
     assert units.lease(a, 1, epoch=0).epoch == 0
 
 
@@ -170,7 +170,7 @@ def test_a_closed_stream_keeps_its_leases_and_gets_no_more(units, a):
     assert units.lease(a, 0, 0) == first
     for number in (1, 1, 2):
         assert units.lease(a, number, 4) == Lease(number, 4, 0, 0, 0, first.stop, is_open=False)
-    assert [p.epoch for p in units.progress("c4")] == [0]
+    assert [p.epoch for p in units.dataset("c4").epochs] == [0]
     units.reopen(a, 0, "one")
     assert units.lease(a, 1, 0).unit == unit_order(0)[1], "what was empty then is not kept"
 
@@ -308,7 +308,7 @@ def test_samples_left_in_part_are_counted_by_epoch(units, a):
     units.lease(a, NUM_UNITS, epoch=1)
     units.commit({a: (LENGTH - 2, LENGTH + 1)})
     units.close(a)
-    assert [p.trained_in_part for p in units.progress("c4")] == [2, 1]
+    assert [p.trained_in_part for p in units.dataset("c4").epochs] == [2, 1]
 
 
 def test_a_late_commit_of_a_closed_stream_counts_if_nobody_has_the_samples(units, a, b):
