@@ -150,7 +150,7 @@ class Streams:
         """Whether others need a dead group's samples now, or it can never come back to them."""
         if self._registry.has_ended(stream.replica_id, stream.session):
             return True
-        epochs = self.units.progress(stream.dataset_id)
+        epochs = self.units.dataset(stream.dataset_id).epochs
         return any(epoch.available == 0 and epoch.leased > 0 for epoch in epochs)
 
     def _has_passed(self, outer_step: int) -> bool:

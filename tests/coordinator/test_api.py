@@ -557,8 +557,8 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
         cursor.execute("UPDATE streams SET key = 1")
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app)
     seen = set()
-    for result in schema.get_all_operations():
-        operation = result.ok()
+    operations = [result.ok() for result in schema.get_all_operations()]
+    for operation in operations:
 
         @hypothesis_settings(
             max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -574,7 +574,7 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
         check()
     database.close()
     labels = {label for label, _ in seen}
-    assert len(labels) == 20
+    assert len(labels) == len(operations) > 10
     assert {kind for _, kind in seen} == {2, 4}
 
 
