@@ -76,12 +76,7 @@ def test_bad_input_is_answered_at_once_in_one_paragraph(config, command, overrid
 
 @at_once
 def test_a_lighthouse_that_does_not_answer_is_noticed_before_composer_is_imported(config):
-    answer = run(
-        "train",
-        config,
-        "callbacks.diloco.lighthouse_addr=http://localhost:1",
-        "callbacks.diloco.connect_timeout=0.1",
-    )
+    answer = run("train", config, "callbacks.diloco.lighthouse_addr=http://localhost:1")
     assert answer.returncode == 1
     assert "no lighthouse answers at http://localhost:1" in answer.stderr
 

@@ -195,7 +195,7 @@ def _start_refusal_of(options: ReplicaOptions, state: State, known_step: int) ->
 def _warn_of_earlier_quorums(options: ReplicaOptions) -> None:
     if options.lighthouse_addr is None:
         return
-    members = read_status(options.lighthouse_addr, options.connect_timeout).members
+    members = read_status(options.lighthouse_addr).members
     step = max((member.step for member in members), default=0)
     if step:
         # Only a warning, because a lighthouse can outlive a run and serve the next one.

@@ -103,19 +103,6 @@ class RunInfo:
         if differing:
             raise RejectedByCoordinatorError(f"another model: {'; '.join(differing)}")
 
-    def check_heartbeats(self, interval_s: float) -> None:
-        """Check that a group does not look dead between two heartbeats.
-
-        Raises:
-            ValueError: The interval is too long.
-        """
-        if 2 * interval_s > self.heartbeat_timeout_s:
-            raise ValueError(
-                f"heartbeat_interval_s={interval_s:g} is above half of the "
-                f"coordinator's heartbeat timeout of {self.heartbeat_timeout_s:g} s: this group "
-                f"would look dead. Use at most {self.heartbeat_timeout_s / 2:g}"
-            )
-
     def check_versions(self) -> None:
         """Compare what is installed here with what the coordinator runs on.
 

@@ -38,16 +38,13 @@ def ask_for_run(options: ReplicaOptions) -> RunInfo:
     Raises:
         CoordinatorAwayError: It does not answer.
         SettingsMismatch: It lacks a setting that this version has, or the other way round.
-        ValueError: It rejects the token, or this group would look dead to it between two
-            heartbeats.
+        ValueError: It rejects the token.
     """
     client = client_of(options)
     try:
-        info = ask_on_rank_0(client.info)
+        return ask_on_rank_0(client.info)
     finally:
         client.close()
-    info.check_heartbeats(options.heartbeat_interval_s)
-    return info
 
 
 class Membership:
@@ -76,6 +73,10 @@ class Membership:
         RejectedByCoordinatorError: It rejects; the message says why.
     """
 
+    HEARTBEATS_IN_LIMIT = 3
+    """How many heartbeats a group sends in the silence after which the coordinator would count it
+    as dead."""
+
     def __init__(
         self,
         options: ReplicaOptions,
@@ -87,8 +88,8 @@ class Membership:
         self.replica_id = replica_id_of(options)
         self.session = uuid.uuid4().hex
         self.stream = 0
-        self._interval_s = options.heartbeat_interval_s
         self._timeout_s = info.heartbeat_timeout_s
+        self._interval_s = self._timeout_s / self.HEARTBEATS_IN_LIMIT
         self._registration = self._describe(synced, world_size)
         # The thread and training share these. Each is replaced as a whole, so they need no lock.
         self._progress: Mapping[str, Any] = {}

@@ -15,6 +15,9 @@ Result = TypeVar("Result")
 Part = TypeVar("Part")
 
 REMOVED: dict[str, str] = {
+    "connect_timeout": "leave it out, connecting may take 5 s, and timeout limits the rest",
+    "heartbeat_interval_s": "leave it out, it is a third of the coordinator's "
+    "--heartbeat-timeout-s",
     "max_missed_outer_steps": "leave it out, a group that missed an outer step loses the inner "
     "steps since its last sync",
     "outer_schedule": "write its rows as schedule: [{outer_step: 61, outer_lr: 0.5, "
@@ -24,6 +27,8 @@ REMOVED: dict[str, str] = {
     "warmup_sync_every": "give it as sync_every, and the later rounds as schedule: [{outer_step: "
     "warmup_outer_steps + 1, sync_every: ...}]",
     "merge": "leave it out, the groups' pseudo-gradients are averaged",
+    "quorum_retries": "leave it out, a lighthouse that is away is asked again once a second",
+    "quorum_timeout": "leave it out, give_up_after_s limits the whole wait for a quorum",
     "tls_dir": (
         "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "
         "give the coordinator --ssl-certfile and --ssl-keyfile for HTTPS"

@@ -104,7 +104,7 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
         hang_timeout_s: How long this group may go without a completed step, sync, save or
             evaluation batch, in seconds. After that its process counts as hung and ends, with a
             traceback of every thread in its log. A process that is busy gets five times as long,
-            and one that waits for other groups gets ``quorum_timeout`` and ``timeout`` in addition.
+            and one that waits for other groups gets an hour and ``timeout`` in addition.
             ``math.inf``, in YAML ``.inf``: no limit. None: 1800.
         backup_device: Where global parameters and outer state are stored. None: in host memory.
         pin_memory: Whether they are in pinned memory, if there is an accelerator.

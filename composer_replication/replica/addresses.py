@@ -70,7 +70,7 @@ def listen(hostname: str | None) -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeout: float) -> None:
+def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
     """Check that peers can reach this machine under a name.
 
     The name must resolve to this machine. It must not be a loopback address, unless the lighthouse
@@ -80,12 +80,11 @@ def check_hostname(hostname: str, port: int, lighthouse_addr: str, connect_timeo
         hostname: The name that this group is going to advertise.
         port: A port on which this process listens.
         lighthouse_addr: ``http://host:port`` of the lighthouse.
-        connect_timeout: Limit of connecting to the port, in seconds.
 
     Raises:
         ValueError: Peers could not reach this group under the name.
     """
-    if not can_connect(hostname.strip("[]"), port, connect_timeout):
+    if not can_connect(hostname.strip("[]"), port):
         raise ValueError(
             f"hostname={hostname!r} does not lead to this machine: set hostname "
             "(callbacks.diloco.hostname) to a name or address under which the other groups reach it"

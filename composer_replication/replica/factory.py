@@ -31,7 +31,7 @@ from composer_replication.replica.addresses import (
 from composer_replication.replica.group_layout import check_on_rank_0, check_ranks
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import check_lighthouse, read_status
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
 from composer_replication.replica.options import (
     NO_TOKEN,
@@ -46,6 +46,12 @@ from composer_replication.replica.process_group import host_store, make_process_
 from composer_replication.replica.single_group import SingleGroupManager
 
 log = logging.getLogger(__name__)
+
+QUORUM_TIMEOUT_S = 3600.0
+"""How long torchft waits for a quorum, in seconds, before this group asks again."""
+
+QUORUM_RETRIES = 3600
+"""How often in that time a lighthouse that is away is asked: once a second."""
 
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 
@@ -114,19 +120,18 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
     process_group = make_process_group(own.backend or "gloo", own.timeout, own.hostname)
-    check_lighthouse(lighthouse_addr, own.connect_timeout)
+    check_lighthouse(lighthouse_addr)
     tokens = _tokens(own.token, lighthouse_addr)
     _check_ranks(own, replica_id, lighthouse_addr)
     own_name = own.hostname or socket.gethostname()
     transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id)
     try:
-        check_hostname(own_name, transport.port, lighthouse_addr, own.connect_timeout)
+        check_hostname(own_name, transport.port, lighthouse_addr)
         prefetch = Prefetch(
             transport,
             lighthouse_addr=lighthouse_addr,
             rank=own.rank,
             timeout=own.timeout,
-            connect_timeout=own.connect_timeout,
         )
         prefetch.fetch()
     except BaseException:
@@ -143,8 +148,8 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             min_replica_size=own.min_replica_size,
             use_async_quorum=False,
             timeout=timedelta(seconds=own.timeout),
-            quorum_timeout=timedelta(seconds=own.quorum_timeout),
-            connect_timeout=timedelta(seconds=own.connect_timeout),
+            quorum_timeout=timedelta(seconds=QUORUM_TIMEOUT_S),
+            connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
             rank=own.rank,
             world_size=own.world_size,
             store_addr=store.host if store else own.store_addr,
@@ -154,7 +159,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             hostname=own.hostname,
             checkpoint_transport=transport,
             init_sync=False,  # the cold start is DiLoCo's, ADR-006
-            quorum_retries=own.quorum_retries,
+            quorum_retries=QUORUM_RETRIES,
             tokens=tokens,
             give_up_after_s=own.give_up_after_s,
             store=store,
@@ -181,7 +186,7 @@ def _train_alone(own: ManagerArguments) -> SingleGroupManager:
 
 def _check_ranks(own: ManagerArguments, replica_id: str, lighthouse_addr: str) -> None:
     def check() -> None:
-        status = read_status(lighthouse_addr, own.connect_timeout)
+        status = read_status(lighthouse_addr)
         check_ranks(status, replica_id, own.world_size)
 
     if own.world_size == 1:
@@ -191,7 +196,7 @@ def _check_ranks(own: ManagerArguments, replica_id: str, lighthouse_addr: str) -
         own.store_addr,
         own.store_port,
         wait_for_workers=False,
-        timeout=timedelta(seconds=own.connect_timeout),
+        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
     )
     check_on_rank_0(check, store, own.rank, own.world_size)
 

@@ -22,12 +22,16 @@ STRAGGLER_TIMEOUT_S = 60.0
 """How long a quorum waits for a group that is alive and has not asked for one, in seconds."""
 
 
-def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
+CONNECT_TIMEOUT_S = 5.0
+"""Limit of connecting to a lighthouse, a coordinator's or a group's address, in seconds."""
+
+
+def check_lighthouse(lighthouse_addr: str, limit_s: float = CONNECT_TIMEOUT_S) -> None:
     """Check that something listens at a lighthouse's address. Imports neither torch nor torchft.
 
     Args:
         lighthouse_addr: ``http://host:port``.
-        connect_timeout: How long to try, in seconds. The lighthouse may just be starting.
+        limit_s: How long to try, in seconds. The lighthouse may just be starting.
 
     Raises:
         ValueError: The address has another form.
@@ -42,10 +46,10 @@ def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
         raise ValueError(
             f"lighthouse_addr={lighthouse_addr!r}: use http://host:port, as the lighthouse says"
         )
-    deadline = time.monotonic() + connect_timeout
+    deadline = time.monotonic() + limit_s
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(0.5, connect_timeout)).close()
+            socket.create_connection((host, port), timeout=max(0.5, limit_s)).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
@@ -57,10 +61,10 @@ def check_lighthouse(lighthouse_addr: str, connect_timeout: float) -> None:
             time.sleep(0.2)
 
 
-def can_connect(host: str, port: int, timeout_s: float) -> bool:
-    """Whether something accepts a TCP connection at this address within ``timeout_s`` seconds."""
+def can_connect(host: str, port: int, limit_s: float = CONNECT_TIMEOUT_S) -> bool:
+    """Whether something accepts a TCP connection at this address within ``limit_s`` seconds."""
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        socket.create_connection((host, port), timeout=limit_s).close()
     except OSError:
         return False
     return True
@@ -110,7 +114,7 @@ _HEARTBEAT = re.compile(r'class="heartbeat([^"]*)">\s*(\S+): seen')
 _SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
 
 
-def read_status(lighthouse_addr: str, timeout_s: float = 5.0) -> LighthouseStatus:
+def read_status(lighthouse_addr: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LighthouseStatus:
     """Read the lighthouse's status page, the only place where torchft lists the members.
 
     Nobody waits for a group that reads the page. A group that asks for a quorum becomes a member.

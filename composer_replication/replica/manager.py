@@ -109,6 +109,8 @@ class ReplicaManager(InterruptibleManager):
         self._tokens = tuple(tokens)
         self._is_shut_down = False
         self.connection = 0
+        self._waits_since = time.monotonic()
+        """Since when this group waits for a quorum."""
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
         self._board = NoticeBoard(hostname, tokens)
@@ -168,7 +170,7 @@ class ReplicaManager(InterruptibleManager):
         if error := self.errored():
             self._watch.faults.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
-        began = time.monotonic()
+        self._waits_since = began = time.monotonic()
         while True:
             try:
                 super().start_quorum(allow_heal, shrink_only, timeout)
@@ -180,7 +182,7 @@ class ReplicaManager(InterruptibleManager):
             except QuorumFailed as error:
                 self._quorum_future = None
                 log.warning("No quorum: %s. Asking again", error)
-                self._check_give_up(began)
+                self._check_give_up()
                 time.sleep(1.0)  # a lighthouse that is away fails at once: do not spin
             except BaseException:
                 self._quorum_future = None
@@ -202,19 +204,20 @@ class ReplicaManager(InterruptibleManager):
 
     def wait_quorum(self) -> None:
         """Wait for the quorum, and log every ``LOG_EVERY_S`` what the lighthouse waits for."""
-        began = time.monotonic()
-        future = self._quorum_future
+        future, logged_at = self._quorum_future, time.monotonic()
         assert future is not None, "wait_quorum comes after start_quorum"
         # With a timeout, so that Python handles signals between two waits.
-        while not futures.wait([future], timeout=self.LOG_EVERY_S).done:
-            waited = time.monotonic() - began
-            situation = read_status(self._lighthouse_addr).situation
-            log.warning("Waiting for a quorum for %.0f s: %s", waited, situation)
-            self._check_give_up(began)
+        while not futures.wait([future], timeout=min(1.0, self.LOG_EVERY_S)).done:
+            self._check_give_up()
+            if time.monotonic() - logged_at >= self.LOG_EVERY_S:
+                logged_at = time.monotonic()
+                situation = read_status(self._lighthouse_addr).situation
+                waited = logged_at - self._waits_since
+                log.warning("Waiting for a quorum for %.0f s: %s", waited, situation)
         super().wait_quorum()
 
-    def _check_give_up(self, began: float) -> None:
-        waited = time.monotonic() - began
+    def _check_give_up(self) -> None:
+        waited = time.monotonic() - self._waits_since
         if self.give_up_after_s is not None and waited > self.give_up_after_s:
             raise TimeoutError(
                 f"no quorum after {waited:.0f} s, above give_up_after_s={self.give_up_after_s:g}: "

@@ -35,11 +35,6 @@ class ManagerOptions(RunSize, WaitLimit):
             group trains alone, without a network.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
-        quorum_timeout: Limit of the wait for a quorum, in seconds. It has to exceed the difference
-            between the times that two groups need from one sync to the next.
-        connect_timeout: Limit of connecting to the lighthouse, in seconds.
-        quorum_retries: How often a quorum is asked for again while the lighthouse is away, spread
-            over ``quorum_timeout``: by default once a second.
         hostname: How peers reach this machine. Its store, manager, process group and heal server
             listen on that address, if it is an address of this machine. None:
             ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
@@ -54,9 +49,6 @@ class ManagerOptions(RunSize, WaitLimit):
     lighthouse_addr: str | None = None
     min_replica_size: int = 1
     timeout: float = 60.0
-    quorum_timeout: float = 3600.0
-    connect_timeout: float = 5.0
-    quorum_retries: int = 3600
     hostname: str | None = None
     backend: str | None = None
 
@@ -65,10 +57,8 @@ class ManagerOptions(RunSize, WaitLimit):
         RunSize.__post_init__(self)
         if self.replica_id is not None:
             check_replica_id(self.replica_id)
-        for name in ("timeout", "quorum_timeout", "connect_timeout"):
-            check_seconds(name, getattr(self, name))
+        check_seconds("timeout", self.timeout)
         check_integer("min_replica_size", self.min_replica_size, at_least=1)
-        check_integer("quorum_retries", self.quorum_retries, at_least=0)
         check_choice("backend", self.backend, (None, "gloo", "nccl"))
         if self.num_replicas is not None and self.min_replica_size > self.num_replicas:
             raise ValueError(
@@ -101,7 +91,6 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     Args:
         coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
             None: ``COMPOSER_REPLICATION_COORDINATOR``, else the run has no coordinator.
-        heartbeat_interval_s: How often this group sends the coordinator a heartbeat, in seconds.
         final_sync: Whether training ends with a sync of the steps since the last one. After it the
             model holds the global parameters.
         heal_inner_state: Which state the inner optimizer of a joiner has: its ``own`` (a group that
@@ -123,7 +112,6 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     """
 
     coordinator_addr: str | None = None
-    heartbeat_interval_s: float = 1.0
     final_sync: bool = True
     heal_inner_state: str = "own"
     eval_weights: str = "global"
@@ -136,7 +124,6 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
         ManagerOptions.__post_init__(self)
         if self.run_id is not None:
             check_run_id(self.run_id)
-        check_seconds("heartbeat_interval_s", self.heartbeat_interval_s)
         check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
         check_choice("eval_weights", self.eval_weights, ("global", "local"))
         if not isinstance(self.verbose, bool):

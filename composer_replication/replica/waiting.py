@@ -49,7 +49,7 @@ class DaemonExecutor(futures.Executor):
     """Runs each call on a daemon thread of its own, in the place of torchft's ThreadPoolExecutor.
 
     At the end of a process, Python waits for the threads of a ThreadPoolExecutor. A process that is
-    asked to end while it waits for a quorum would stay for up to ``quorum_timeout``, an hour.
+    asked to end while it waits for a quorum would stay for up to an hour.
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:

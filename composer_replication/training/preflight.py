@@ -118,4 +118,4 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
             "http://host:port, start the groups with `composer-replication launch`, or set "
             "callbacks.diloco.num_replicas: 1 to train alone, without a network"
         )
-    check_lighthouse(address, section.get("connect_timeout", ReplicaOptions.connect_timeout))
+    check_lighthouse(address)

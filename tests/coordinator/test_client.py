@@ -119,14 +119,13 @@ def info_of(service: Service) -> RunInfo:
 
 
 @pytest.fixture
-def member_of(service):
+def member_of(service, monkeypatch):
     """Registers a group, which leaves at the end of the test."""
+    monkeypatch.setattr(Membership, "HEARTBEATS_IN_LIMIT", 300)
     members = []
 
     def make(**changes) -> Membership:
-        options = ReplicaOptions(
-            replica_id="0", coordinator_addr=service.address, heartbeat_interval_s=0.01
-        )
+        options = ReplicaOptions(replica_id="0", coordinator_addr=service.address)
         info = replace(info_of(service), **changes)
         members.append(Membership(options, info, [{"w": torch.zeros(1)}], world_size=1))
         return members[-1]

@@ -44,7 +44,7 @@ class Group:
         manager = make_manager(
             replica_id=f"group_{self.replica_id}",
             lighthouse_addr=self.lighthouse_addr,
-            **{"timeout": 20.0, "quorum_timeout": 45.0} | options,
+            **{"timeout": 20.0} | options,
         )
         try:
             yield manager

@@ -24,7 +24,7 @@ from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.replica.options import ReplicaOptions
 
 dist.init_process_group("gloo")
-options = ReplicaOptions(replica_id="a", coordinator_addr=sys.argv[1], heartbeat_interval_s=0.1)
+options = ReplicaOptions(replica_id="a", coordinator_addr=sys.argv[1])
 membership = Membership(options, ask_for_run(options), [{"w": torch.zeros(1)}], world_size=2)
 print("registered", flush=True)
 for step in range(2400):  # four minutes

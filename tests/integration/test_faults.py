@@ -219,7 +219,7 @@ def train_through_lighthouse_restarts(
     while group.replica_id == 3 and not Path(folder, "restart 2").exists():
         time.sleep(0.05)
     with (
-        mine.manager(quorum_timeout=60.0, quorum_retries=120) as manager,
+        mine.manager() as manager,
         DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
     ):
         seen, rounds_after, restarts = [], 0, 0
@@ -296,7 +296,7 @@ def train_until_one_dies_with_the_lighthouse(
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     mine = Group(group.replica_id, group.num_replicas, address, group.signal)
     with (
-        mine.manager(quorum_timeout=60.0, quorum_retries=120) as manager,
+        mine.manager() as manager,
         DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
     ):
         seen = train(mine, diloco, optimizer, 4, move=MOVES[group.replica_id], step_s=0.1)
@@ -529,7 +529,7 @@ import torch
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Composer does
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-manager = make_manager(replica_id=0, lighthouse_addr=sys.argv[1], quorum_timeout=3600.0)
+manager = make_manager(replica_id=0, lighthouse_addr=sys.argv[1])
 print("waiting", flush=True)
 DiLoCo(manager, model, optimizer, sync_every=2).__enter__()
 """

@@ -67,7 +67,6 @@ def start_rank(process: Group, folder: str) -> ShardedRank:
         store_addr=address[0][0],
         store_port=address[0][1],
         timeout=20.0,
-        quorum_timeout=60.0,
     )
     manager.store = store
     return ShardedRank(group, rank, model, optimizer, manager)

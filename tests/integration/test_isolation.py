@@ -275,7 +275,7 @@ def a_stranger_in_the_quorum(group: Group) -> dict[str, Any]:
 def join_as_a_stranger(group: Group, token: str) -> dict[str, Any]:
     """Take part in quorums at the highest step, and send a huge value in every sync."""
     syncs = 0
-    with group.manager(token=token, timeout=2.0, quorum_timeout=5.0) as manager:
+    with group.manager(token=token, timeout=2.0) as manager:
         manager.load_state_dict({"step": 10**6, "batches_committed": 0})
         end = time.monotonic() + 8.0
         while time.monotonic() < end:

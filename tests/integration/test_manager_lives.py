@@ -29,9 +29,8 @@ def test_a_process_with_one_manager_after_the_other_keeps_what_one_needs():
 
     def one_life(expected_ports=0):
         manager = make_manager(
-            replica_id="x", lighthouse_addr=address, hostname="127.0.0.1", timeout=5,
-            quorum_timeout=10, token="secret",
-        )  # fmt: skip
+            replica_id="x", lighthouse_addr=address, hostname="127.0.0.1", timeout=5, token="secret"
+        )
         manager.start_quorum()
         assert manager.errored() is None and manager.should_commit()
         manager.shutdown()

@@ -64,8 +64,6 @@ def train_ranks_through_a_restart(
             world_size=RANKS,
             store_addr=host,
             store_port=port,
-            quorum_timeout=60.0,
-            quorum_retries=120,
         ) as manager,
         DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
     ):

@@ -48,7 +48,6 @@ def connect(process: Group, folder: str) -> ReplicaManager:
         store_addr=address[0][0],
         store_port=address[0][1],
         timeout=20.0,
-        quorum_timeout=30.0,
     )
     manager.store = store
     return manager

@@ -26,12 +26,12 @@ def test_an_address_behind_a_gateway_is_on_no_interface():
 def test_a_host_name_that_leads_elsewhere_or_everybody_home_is_refused():
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    check_hostname("127.0.0.1", port, "http://127.0.0.1:29510", 2.0)  # all on this machine
+    check_hostname("127.0.0.1", port, "http://127.0.0.1:29510")  # all on this machine
     with pytest.raises(ValueError, match="hostname='192.0.2.1' does not lead to this machine"):
         check_hostname("192.0.2.1", port, "http://127.0.0.1:29510", 0.2)
     # Debian's entry for a machine's own name, 127.0.1.1, with the others on other machines.
     with pytest.raises(ValueError, match="'127.0.0.1' is a loopback address here"):
-        check_hostname("127.0.0.1", port, "http://192.0.2.1:29510", 2.0)
+        check_hostname("127.0.0.1", port, "http://192.0.2.1:29510")
     listener.close()
 
 

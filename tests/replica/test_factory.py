@@ -80,7 +80,7 @@ def test_the_token_is_the_argument_or_the_variable(no_token, monkeypatch):
 def test_a_variable_with_which_torchft_overrides_an_argument_is_warned_of(monkeypatch, caplog):
     monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "7")
     with pytest.raises(ConnectionError):
-        make_manager(replica_id=0, lighthouse_addr=NOBODY, connect_timeout=0.1)
+        make_manager(replica_id=0, lighthouse_addr=NOBODY)
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         "TORCHFT_QUORUM_TIMEOUT_SEC=7 overrides the argument (torchft's rule)"
     ]

@@ -30,7 +30,7 @@ def closed_port():
 )
 def test_an_address_of_another_form_is_refused_with_the_right_one(address):
     with pytest.raises(ValueError, match="use http://host:port, as the lighthouse says") as caught:
-        check_lighthouse(address, connect_timeout=60.0)
+        check_lighthouse(address, limit_s=60.0)
     assert f"lighthouse_addr={address!r}" in str(caught.value)
 
 
@@ -39,7 +39,7 @@ def test_where_nothing_listens_the_error_has_the_address_and_the_fix(closed_port
     address = f"http://127.0.0.1:{closed_port}"
     began = time.monotonic()
     with pytest.raises(ConnectionError) as caught:
-        check_lighthouse(address, connect_timeout=0.3)
+        check_lighthouse(address, limit_s=0.3)
     assert 0.3 <= time.monotonic() - began < 5.0
     assert f"no lighthouse answers at {address} (" in str(caught.value)
     assert "torchft_lighthouse --min_replicas 1" in str(caught.value)
@@ -48,7 +48,7 @@ def test_where_nothing_listens_the_error_has_the_address_and_the_fix(closed_port
 
 def test_a_host_without_an_address_is_named_too():
     with pytest.raises(ConnectionError, match=r"at http://no-such-host\.invalid:29510 \("):
-        check_lighthouse("http://no-such-host.invalid:29510", connect_timeout=0.1)
+        check_lighthouse("http://no-such-host.invalid:29510", limit_s=0.1)
 
 
 def test_a_lighthouse_that_is_still_starting_is_waited_for():
@@ -58,7 +58,7 @@ def test_a_lighthouse_that_is_still_starting_is_waited_for():
     starting.start()
     try:
         began = time.monotonic()
-        check_lighthouse(f"http://127.0.0.1:{server.getsockname()[1]}", connect_timeout=30.0)
+        check_lighthouse(f"http://127.0.0.1:{server.getsockname()[1]}", limit_s=30.0)
         assert time.monotonic() - began >= 0.3
     finally:
         starting.join()
@@ -78,12 +78,12 @@ def test_asking_needs_neither_torch_nor_torchft():
 def test_our_own_lighthouse_answers_until_it_is_shut_down():
     lighthouse = start_lighthouse()
     address = lighthouse.address()
-    check_lighthouse(address, connect_timeout=5.0)
+    check_lighthouse(address, limit_s=5.0)
     lighthouse.shutdown()  # returns before the port is closed
     deadline = time.monotonic() + 60.0
     with pytest.raises(ConnectionError):
         while time.monotonic() < deadline:
-            check_lighthouse(address, connect_timeout=0.05)
+            check_lighthouse(address, limit_s=0.05)
             time.sleep(0.05)
 
 

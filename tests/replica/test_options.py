@@ -139,9 +139,7 @@ def test_the_environment_is_checked_like_an_argument():
         ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
 
 
-@pytest.mark.parametrize(
-    "name", ["start_timeout_s", "timeout", "quorum_timeout", "connect_timeout"]
-)
+@pytest.mark.parametrize("name", ["start_timeout_s", "timeout"])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "60"])
 def test_a_time_that_is_none_is_refused_with_its_name_and_value(name, value):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use a number of seconds")):
@@ -154,7 +152,6 @@ def test_a_time_that_is_none_is_refused_with_its_name_and_value(name, value):
         ("min_replica_size", 0, 1),
         ("num_replicas", 0, 1),
         ("num_replicas", True, 1),
-        ("quorum_retries", -1, 0),
         ("digest_every", 1.0, 0),
     ],
 )

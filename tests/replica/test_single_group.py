@@ -65,7 +65,7 @@ def test_with_a_lighthouse_one_replica_is_a_group_that_others_may_join(monkeypat
     with pytest.raises(ValueError, match="this replica group has no name"):
         make_manager(num_replicas=1)
     with pytest.raises(ConnectionError):
-        make_manager(num_replicas=1, replica_id=0, connect_timeout=0.1)
+        make_manager(num_replicas=1, replica_id=0)
 
 
 def test_more_groups_than_there_are_cannot_be_waited_for():

@@ -7,7 +7,7 @@ from composer_replication.training.preflight import check_reachable
 
 
 def test_the_lighthouse_is_the_configs_before_the_environments():
-    section = {"lighthouse_addr": "http://config", "connect_timeout": 0.1}
+    section = {"lighthouse_addr": "http://config"}
     environ = {"TORCHFT_LIGHTHOUSE": "http://environment"}
     with pytest.raises(ValueError, match="lighthouse_addr='http://config'"):
         check_reachable({"callbacks": {"diloco": section}}, environ)

@@ -19,7 +19,7 @@ from torchft.coordination import ManagerClient
 from composer_replication.replica.heal.client import HealClient, HealError
 from composer_replication.replica.heal.offer import Limits, Offer
 from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import can_connect, read_status
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect, read_status
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ class Prefetch:
         lighthouse_addr: ``http://host:port``.
         rank: This process's rank in its group; it fetches from the same rank of a peer.
         timeout: How long peers wait for this group in a quorum, in seconds.
-        connect_timeout: Limit of connecting to a peer, in seconds.
     """
 
     def __init__(
@@ -52,11 +51,10 @@ class Prefetch:
         lighthouse_addr: str,
         rank: int,
         timeout: float,
-        connect_timeout: float,
     ) -> None:
         self._transport, self._client = transport, transport.client
         self._lighthouse_addr, self._rank = lighthouse_addr, rank
-        self._timeout, self._connect_timeout = timeout, connect_timeout
+        self._timeout = timeout
         self._donor, self._step, self._began = "", 0, 0.0
         """Of the last download: from whom, the manager's step, and when it began."""
         self._is_too_slow = False
@@ -74,14 +72,12 @@ class Prefetch:
                 This group would only hold up the others.
         """
         reasons: list[str] = []
-        for donor in _donors(
-            self._lighthouse_addr, self._rank, self._client, self._connect_timeout
-        ):
+        for donor in _donors(self._lighthouse_addr, self._rank, self._client):
             try:
                 return self._fetch_from(donor, follows_commit)
             except HealError as error:
                 log.warning("No global state from %s: %s", donor, error)
-                if _answers(donor, self._connect_timeout):
+                if _answers(donor):
                     reasons.append(str(error))  # otherwise it has just left or died: it is no donor
         if reasons:
             raise HealError(
@@ -165,26 +161,24 @@ class Prefetch:
         return self._client.ask(donor, path, time.monotonic() + limit_s)
 
 
-def _donors(
-    lighthouse_addr: str, rank: int, client: HealClient, connect_timeout: float
-) -> Iterator[str]:
+def _donors(lighthouse_addr: str, rank: int, client: HealClient) -> Iterator[str]:
     """The heal servers of the living groups of the last quorum, the highest step first.
 
     Of those the first is the one that a quorum makes the donor of this rank if nobody else joins
     (``restrict_quorum``): it then knows the state's name already.
     """
-    members = read_status(lighthouse_addr, connect_timeout).members
-    manager_limit = timedelta(seconds=connect_timeout)
+    members = read_status(lighthouse_addr).members
+    manager_limit = timedelta(seconds=CONNECT_TIMEOUT_S)
     members = sorted(members, key=lambda member: -member.step)
     num_newest = sum(member.step == members[0].step for member in members)
     turn = rank % max(1, num_newest)
     for member in (*members[turn:num_newest], *members[:turn], *members[num_newest:]):
         try:
-            if not _answers(member.manager_addr, connect_timeout):
-                continue  # it has died; torchft's client would wait for connect_timeout
+            if not _answers(member.manager_addr):
+                continue  # it has died; torchft's client would wait for the limit
             manager = ManagerClient(member.manager_addr, connect_timeout=manager_limit)
             address = manager._checkpoint_metadata(rank, timeout=manager_limit)
-            limit = time.monotonic() + connect_timeout
+            limit = time.monotonic() + CONNECT_TIMEOUT_S
             is_donor = client.ask(address, "/latest", limit).step > 0
         except (RuntimeError, OSError, ValueError) as error:
             # It has died, or is no donor. If the quorum makes it one, the heal there says why not.
@@ -195,9 +189,9 @@ def _donors(
             yield address
 
 
-def _answers(address: str, connect_timeout: float) -> bool:
+def _answers(address: str) -> bool:
     try:
         server = urlsplit(address)
-        return can_connect(server.hostname or "", server.port or 0, connect_timeout)
+        return can_connect(server.hostname or "", server.port or 0)
     except ValueError:  # not an address: a stranger has written it
         return False

@@ -326,9 +326,7 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, b
     limit = timedelta(seconds=0.5)
 
     def ask_ahead():
-        ahead = Prefetch(
-            joiner.transport, lighthouse_addr="", rank=0, timeout=0.5, connect_timeout=0.5
-        )
+        ahead = Prefetch(joiner.transport, lighthouse_addr="", rank=0, timeout=0.5)
         ahead._fetch_from(donor.transport.metadata())
 
     def heal():

@@ -97,7 +97,7 @@ def donor(stack):
 
 def fetch_ahead(stack, lighthouse):
     joiner = transport(stack)
-    Prefetch(joiner, lighthouse_addr=lighthouse, rank=0, timeout=5.0, connect_timeout=5.0).fetch()
+    Prefetch(joiner, lighthouse_addr=lighthouse, rank=0, timeout=5.0).fetch()
     return joiner
 
 

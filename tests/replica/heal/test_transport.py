@@ -291,7 +291,6 @@ def fetch_ahead(joiner, timeout=10.0):
         lighthouse_addr="http://localhost:1",
         rank=0,
         timeout=timeout,
-        connect_timeout=5.0,
     )
     ahead.fetch()
     return ahead
