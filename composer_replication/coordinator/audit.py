@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from composer_replication.coordinator.run_settings import RejectedError
-from composer_replication.replica.audit import log, record
+
+log = logging.getLogger(__name__)
 
 AUDIT = "audit.jsonl"
 """The file in the state folder. Lines are only ever appended."""
@@ -74,7 +78,9 @@ class Audit:
             self._write("wrong token", None, source, outcome="refused", requests=count)
 
     def _write(self, what: str, who: str | None, source: str | None, **details: Any) -> None:
-        line = record(what, who, source, **details)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": now, "what": what, "who": who, "from": source} | details)
+        log.info("%s", line)
         try:
             with self._lock:
                 # Opened again each time, because the file may have been rotated.

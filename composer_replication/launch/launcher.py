@@ -36,8 +36,7 @@ from composer_replication.launch.supervision import (
     Supervisor,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.replica.names import run_id_of_folder
-from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions, run_id_of_folder
 from composer_replication.training.config import diloco_section, save_config
 
 _LOCAL = "127.0.0.1"
@@ -111,7 +110,6 @@ def launch_groups(
     )
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
-    logging.getLogger("composer_replication.replica.audit").setLevel(logging.WARNING)
     page = f"Page: {coordinator.address}/" + _token_hint(tokens[0], bool(tokens_of_env), run_dir)
     console.print(page, markup=False, soft_wrap=True)
     with Interrupts() as interrupts:

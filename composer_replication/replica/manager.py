@@ -23,14 +23,15 @@ from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 from composer_replication.replica.lighthouse import read_status
-from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.notice_board import NoticeBoard, Notices
 from composer_replication.replica.process_group import check_is_torchft_s
+from composer_replication.replica.quorum_members import (
+    MissingMembers,
+    UnreachableMembers,
+    is_own_failure,
+)
 from composer_replication.replica.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
-from composer_replication.replica.rendezvous import Rendezvous, find_unreachable
-from composer_replication.replica.sync_alarm import SyncAlarm
-from composer_replication.replica.sync_faults import is_own_failure
-from composer_replication.replica.unreachable_members import UnreachableMembers
+from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm, find_unreachable
 
 log = logging.getLogger(__name__)
 

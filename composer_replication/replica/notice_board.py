@@ -1,4 +1,4 @@
-"""Short notices that the members of a quorum post for each other.
+"""Short notices that the members of a quorum post for each other, and the server under them.
 
 torch's TCPStore could hold them. But its client looks up the host name of every address that it
 connects to, which takes seconds where no name server answers. Its calls have no time limit, so a
@@ -13,16 +13,64 @@ import hmac
 import json
 import logging
 import socket
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from socketserver import StreamRequestHandler
+from socketserver import StreamRequestHandler, TCPServer, ThreadingMixIn
 from typing import Any
 
 from composer_replication.replica.addresses import bracketed, listen
-from composer_replication.replica.background_server import BackgroundServer
 
 log = logging.getLogger(__name__)
+
+
+class BackgroundServer(ThreadingMixIn, TCPServer):
+    """Serves from a daemon thread until ``stop``; each connection has a daemon thread too.
+
+    socketserver's ``serve_forever`` is not used. Its ``shutdown`` waits for the serving thread
+    without a limit. Once the interpreter is finalising, daemon threads never run again, so a
+    training process that is about to end would hang there.
+
+    Args:
+        listener: A listening socket, which the server closes in the end.
+        handler: The class that handles a connection (``socketserver.BaseRequestHandler``).
+        name: The name of the serving thread.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    timeout = 0.1
+    """How long the loop waits for a connection before it checks whether to stop, in seconds."""
+
+    STOP_WITHIN_S = 5.0
+    """How long ``stop`` waits for the loop, which may be waiting for room for a connection."""
+
+    def __init__(self, listener: socket.socket, handler: Any, name: str) -> None:
+        super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
+        self.socket.close()  # the one that socketserver has made, which is not bound
+        self.socket = listener
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop accepting connections. Open connections are answered to their end."""
+        self._stopping.set()
+        # Threads do not run any more while the interpreter is finalising: a join would only wait.
+        if not sys.is_finalizing():
+            self._thread.join(self.STOP_WITHIN_S)
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self.handle_request()
+        finally:
+            self.server_close()
+
 
 LARGEST_REQUEST = 64 << 10
 MOST_CONNECTIONS = 64

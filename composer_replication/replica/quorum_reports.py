@@ -5,17 +5,98 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from composer_replication.replica.quorum_history import (
-    Connection,
-    PreviousQuorum,
-    parse_connection,
-    parse_previous_quorum,
-)
+log = logging.getLogger(__name__)
+
+
+class PreviousQuorum(NamedTuple):
+    """A quorum as its members remember it.
+
+    Attributes:
+        quorum_id: The id that the lighthouse gave it.
+        members: The lighthouse's names of all members, in the lighthouse's order.
+    """
+
+    quorum_id: int
+    members: tuple[str, ...]
+
+
+class Connection(NamedTuple):
+    """The process group that the members of a quorum have built. Equal on all members.
+
+    Attributes:
+        quorum_id: The id of the quorum for which it was built.
+        num_members: How many members it connects.
+        number: A number that no other connection has, see ``ReplicaManager._reconfigure_pg``.
+    """
+
+    quorum_id: int
+    num_members: int
+    number: int
+
+
+def parse_previous_quorum(value: Any) -> PreviousQuorum | None:
+    """Read a ``PreviousQuorum`` from JSON, where it is a list or null.
+
+    Raises:
+        ValueError: The value is something else.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list) or [type(each) for each in value] != [int, list]:
+        raise ValueError(f"{value!r} is not a quorum id and a list of members")
+    quorum_id, members = value
+    if not all(isinstance(member, str) for member in members):
+        raise ValueError(f"{members!r} is not a list of names")
+    return PreviousQuorum(quorum_id, tuple(members))
+
+
+def parse_connection(value: Any) -> Connection | None:
+    """Read a ``Connection`` from JSON, where it is a list or null.
+
+    Raises:
+        ValueError: The value is something else.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list) or [type(each) for each in value] != [int, int, int]:
+        raise ValueError(f"{value!r} is not the three integers of a connection")
+    return Connection(*value)
+
+
+def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: PreviousQuorum) -> bool:
+    """Tell from quorum ids whether the lighthouse has been restarted since the quorum before.
+
+    While a lighthouse lives, its ids only grow, and one id always has the same members
+    (``_quorum_tick`` in torchft's ``lighthouse.rs``). A restarted lighthouse counts from 1 again.
+
+    Groups that join a restarted lighthouse first may raise its ids above those of the groups in
+    training, so that the ids alone look like growth. Then the groups in training were not in the
+    quorum that the joiners had before, and that gives the restart away.
+
+    Args:
+        previous: What each member of the current quorum remembers; members without a memory are
+            left out.
+        current: The quorum that the lighthouse has given now.
+    """
+    newest = max(previous, key=lambda each: each.quorum_id, default=current)
+
+    def contradicts(earlier: PreviousQuorum) -> bool:
+        if earlier.quorum_id > current.quorum_id:
+            return True
+        if earlier.quorum_id == current.quorum_id and earlier != current:
+            return True
+        return earlier != newest and (
+            earlier.quorum_id == newest.quorum_id or set(earlier.members).isdisjoint(newest.members)
+        )
+
+    return any(contradicts(each) for each in previous)
+
 
 Value = TypeVar("Value")
 
@@ -163,3 +244,44 @@ def restrict_quorum(
         replica_ids=[quorum.replica_ids[index] for index in kept],
         reconfigure_handles=[quorum.reconfigure_handles[index] for index in kept],
     )
+
+
+class Strangers:
+    """Reads the reports of a quorum's members, and names those that do not prove the run's token.
+
+    Any process that reaches the lighthouse can be a member of a quorum. The others use the quorum
+    without a member that does not prove the token, and the log names it once.
+
+    Args:
+        tokens: The run's accepted secrets.
+        is_missing_rank: Whether a handle stands for a rank that the member's group does not have;
+            it is no stranger's.
+    """
+
+    def __init__(self, tokens: Sequence[str], is_missing_rank: Callable[[str], bool]) -> None:
+        self._tokens = tokens
+        self._is_missing_rank = is_missing_rank
+        self._names: frozenset[str] = frozenset()
+
+    def read_reports(self, quorum: Any) -> dict[int, Report]:
+        """Read the reports of the members that prove the token, by their index in the quorum.
+
+        Args:
+            quorum: torchft's ``QuorumResult``.
+        """
+        reports, strangers = {}, []
+        members = zip(quorum.replica_ids, quorum.reconfigure_handles, strict=True)
+        for index, (name, handle) in enumerate(members):
+            report = read_handle(handle, name, self._tokens)
+            if report is not None:
+                reports[index] = report
+            elif not self._is_missing_rank(handle):
+                strangers.append(name)
+        for name in sorted(set(strangers) - self._names):
+            log.warning(
+                "Left %r out of the quorum: it does not prove that it knows this run's token. It "
+                "is a stranger, or COMPOSER_REPLICATION_TOKEN differs between the replica groups",
+                name,
+            )
+        self._names = frozenset(strangers)
+        return reports

@@ -8,20 +8,20 @@ from datetime import timedelta
 from typing import Any
 
 from composer_replication.replica.group_layout import GroupLayout
-from composer_replication.replica.missing_members import MissingMembers
-from composer_replication.replica.quorum_history import (
-    Connection,
-    PreviousQuorum,
-    has_lighthouse_restarted,
+from composer_replication.replica.quorum_members import (
+    MissingMembers,
+    SyncFaults,
+    UnreachableMembers,
 )
 from composer_replication.replica.quorum_reports import (
+    Connection,
+    PreviousQuorum,
     Report,
+    Strangers,
+    has_lighthouse_restarted,
     restrict_quorum,
     write_handle,
 )
-from composer_replication.replica.strangers import Strangers
-from composer_replication.replica.sync_faults import SyncFaults
-from composer_replication.replica.unreachable_members import UnreachableMembers
 
 log = logging.getLogger(__name__)
 

@@ -499,14 +499,16 @@ def audit_of(tmp_path):
 
 @pytest.mark.parametrize("what", AUDITED)
 def test_who_changes_a_run_is_written_down(client, tmp_path, caplog, what):
-    caplog.set_level(logging.INFO, "composer_replication.replica.audit")
+    caplog.set_level(logging.INFO, "composer_replication.coordinator.audit")
     assert AUDITED[what](client).is_success
     (line,) = audit_of(tmp_path)
     assert (line["what"], line["from"], line["outcome"]) == (what, "testclient", "done")
     assert datetime.fromisoformat(line["time"]).tzinfo is not None
     assert line["who"] == ("0" if what == "registration" else None)
     assert (tmp_path / AUDIT).stat().st_mode & 0o777 == 0o600
-    (told,) = [r.message for r in caplog.records if r.name == "composer_replication.replica.audit"]
+    (told,) = [
+        r.message for r in caplog.records if r.name == "composer_replication.coordinator.audit"
+    ]
     assert json.loads(told) == line
 
 

@@ -26,8 +26,8 @@ from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.lighthouse import start_lighthouse
-from composer_replication.replica.waiting import InterruptibleWork
 
 pytestmark = pytest.mark.integration
 

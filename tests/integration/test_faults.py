@@ -31,7 +31,7 @@ from torch import nn
 from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
-from composer_replication.replica import missing_members, rendezvous
+from composer_replication.replica import quorum_members, rendezvous
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.heal import client as heal_client
 from composer_replication.replica.heal.client import HealError
@@ -291,7 +291,7 @@ def train_until_one_dies_with_the_lighthouse(
     group: Group, address: str, folder: str
 ) -> tuple[list[tuple[Any, ...]], list[str]]:
     said: list[str] = []
-    missing_members.log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    quorum_members.log.addFilter(lambda record: said.append(record.getMessage()) or True)
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     mine = Group(group.replica_id, group.num_replicas, address, group.signal)

@@ -25,8 +25,8 @@ import composer_replication.replica.manager as manager_module
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
 from composer_replication.replica.heal.client import HealError
 from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.quorum_members import SyncFaults
 from composer_replication.replica.quorum_watch import AtFaultError
-from composer_replication.replica.sync_faults import SyncFaults
 
 pytestmark = pytest.mark.integration
 

@@ -28,7 +28,7 @@ def test_a_host_name_that_leads_elsewhere_or_everybody_home_is_refused():
     port = listener.getsockname()[1]
     check_hostname("127.0.0.1", port, "http://127.0.0.1:29510")  # all on this machine
     with pytest.raises(ValueError, match="hostname='192.0.2.1' does not lead to this machine"):
-        check_hostname("192.0.2.1", port, "http://127.0.0.1:29510", 0.2)
+        check_hostname("192.0.2.1", port, "http://127.0.0.1:29510")
     # Debian's entry for a machine's own name, 127.0.1.1, with the others on other machines.
     with pytest.raises(ValueError, match="'127.0.0.1' is a loopback address here"):
         check_hostname("127.0.0.1", port, "http://192.0.2.1:29510")

@@ -13,20 +13,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.replica import missing_members, quorum_reports, sync_faults
+from composer_replication.replica import quorum_members, quorum_reports
 from composer_replication.replica.group_layout import GroupLayout
-from composer_replication.replica.missing_members import MissingMembers
+from composer_replication.replica.quorum_members import (
+    MissingMembers,
+    SyncFaults,
+    UnreachableMembers,
+    at_fault,
+    members_to_leave_out,
+)
 from composer_replication.replica.quorum_reports import Report, write_handle
 from composer_replication.replica.quorum_watch import (
     AtFaultError,
     QuorumDeclined,
     QuorumFailed,
     QuorumWatch,
-)
-from composer_replication.replica.sync_faults import SyncFaults, at_fault
-from composer_replication.replica.unreachable_members import (
-    UnreachableMembers,
-    members_to_leave_out,
 )
 
 VOTE = timedelta(seconds=10)
@@ -391,7 +392,7 @@ def test_a_failed_sync_is_blamed_on_one_member_by_all(reports, culprit):
 
 def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(sync_faults, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(quorum_members, "time", SimpleNamespace(monotonic=lambda: now[0]))
     groups = Groups("abc", min_replica_size=3)  # so that nobody is left out
     groups.quorum(1, "abc")
     limit = SyncFaults.LEAVES_AFTER_S
@@ -560,7 +561,7 @@ def test_a_joiner_that_asked_before_the_others_declines_a_quorum_that_lacks_some
 
 def test_one_that_is_alive_and_stays_away_is_waited_for_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(missing_members, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(quorum_members, "time", SimpleNamespace(monotonic=lambda: now[0]))
     groups = Groups("abc")
     groups.quorum(1, "abc")
     for letter in "ab":

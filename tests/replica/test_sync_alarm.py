@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.notice_board import NoticeBoard, Notices
-from composer_replication.replica.sync_alarm import SyncAlarm
-from composer_replication.replica.waiting import InterruptibleWork
+from composer_replication.replica.rendezvous import SyncAlarm
 
 TOKENS = ["secret"]
 

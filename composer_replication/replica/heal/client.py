@@ -14,8 +14,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.offer import Limits, Offer, Part
-from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
+from composer_replication.replica.heal.protocol import (
+    CHALLENGE,
+    CLIENT_NAME,
+    MAC,
+    NONCE,
+    Limits,
+    Offer,
+    Part,
+    Question,
+)
 
 CHUNK = 1 << 20
 LARGEST_OFFER = 1 << 16
@@ -46,7 +54,7 @@ class HealClient:
 
     Args:
         tokens: The run's accepted tokens; the first one signs.
-        name: The name of this replica group, for the peers' audit log.
+        name: The name of this replica group, for the log of the peers.
         timeout: How long a peer may be silent, in seconds.
     """
 

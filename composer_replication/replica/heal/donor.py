@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_replication.diloco.torchft_api import HealSource
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.offer import Limits, Offer, Part
+from composer_replication.replica.heal.protocol import Limits, Offer, Part
 from composer_replication.replica.heal.server import Body
 
 KEPT_S = 60.0

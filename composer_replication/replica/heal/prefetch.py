@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from torchft.coordination import ManagerClient
 
 from composer_replication.replica.heal.client import HealClient, HealError
-from composer_replication.replica.heal.offer import Limits, Offer
+from composer_replication.replica.heal.protocol import Limits, Offer
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect, read_status
 

@@ -24,9 +24,8 @@ from http.server import BaseHTTPRequestHandler
 from itertools import islice
 from typing import Any
 
-from composer_replication.replica import audit
-from composer_replication.replica.background_server import BackgroundServer
-from composer_replication.replica.heal.proof import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
+from composer_replication.replica.heal.protocol import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
+from composer_replication.replica.notice_board import BackgroundServer
 
 log = logging.getLogger(__name__)
 
@@ -204,12 +203,12 @@ class _Handler(BaseHTTPRequestHandler):
         if (count := self.server.rejections.count()) is not None:
             host = self.client_address[0]
             log.warning(
-                "Rejected a request for the global state from %s: no valid token. Rejected since "
-                "the last such line: %d",
+                "Rejected a request for the global state from %s, who says to be %r: no valid "
+                "token. Rejected since the last such line: %d",
                 host,
+                client_name[:64],
                 count,
             )
-            audit.record("heal", client_name[:64], host, outcome="refused", requests=count)
         self.send_error(403)
 
     def _send_answer(self, question: Question, body: Body) -> None:
@@ -224,14 +223,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         _send(self.connection, body)
         if is_part:
-            name = self.path.rpartition("/")[2]
-            audit.record(
-                "heal",
+            log.info(
+                "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
                 question.client_name,
                 self.client_address[0],
-                outcome="given",
-                sha256=name,
-                num_bytes=size,
+                size,
+                self.path.rpartition("/")[2],
             )
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication.diloco.torchft_api import HEAL_STATE, HealSource
-from composer_replication.replica import audit
 from composer_replication.replica.addresses import bracketed, listen
 from composer_replication.replica.heal.client import HealClient, HealError, load
 from composer_replication.replica.heal.donor import Donor
-from composer_replication.replica.heal.offer import Limits
+from composer_replication.replica.heal.protocol import Limits
 from composer_replication.replica.heal.server import HealServer
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         hostname: How peers reach this machine; the server listens on that address. None: its host
             name, and every interface.
         timeout: How long a peer may be silent, in seconds.
-        name: The name of this replica group, for the audit log of its peers.
+        name: The name of this replica group, for the log of its peers.
 
     Attributes:
         client: Asks the heal servers of peers.
@@ -166,14 +165,12 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             self.adopt_download(state.name, body)
         rest["user"][HEAL_STATE] = self.fetched_state()
         self.forget_download()
-        audit.record(
-            "heal",
-            self.client.name,
+        log.info(
+            "Took the global state of manager step %d from %s: %d bytes, sha256 %s",
+            step,
             metadata,
-            outcome="taken",
-            step=step,
-            sha256=state.name,
-            num_bytes=state.num_bytes,
+            state.num_bytes,
+            state.name,
         )
         return rest
 

@@ -17,7 +17,7 @@ from composer_replication.replica.heal.client import (
     HealClient,
     HealError,
 )
-from composer_replication.replica.heal.offer import Offer, Part
+from composer_replication.replica.heal.protocol import Offer, Part
 
 CHALLENGE = b"HTTP/1.1 401 Unauthorized\r\nX-Challenge: 0\r\nContent-Length: 0\r\n\r\n"
 

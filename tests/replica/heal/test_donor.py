@@ -13,9 +13,8 @@ import pytest
 import torch
 from scripted_state import ScriptedState
 
-from composer_replication.replica.heal import offer as heal_offer
+from composer_replication.replica.heal import protocol, state_bytes
 from composer_replication.replica.heal import server as heal_server
-from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.client import HealError
 from composer_replication.replica.heal.donor import KEPT_S
 from composer_replication.replica.heal.prefetch import Prefetch
@@ -321,7 +320,7 @@ def slow(monkeypatch, seconds):
 @pytest.mark.parametrize("bytes_per_s", [100.0, 1e9])
 def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, bytes_per_s):
     # The state is said to have 1000 bytes: 10 s at 100 bytes a second, else nothing to speak of.
-    monkeypatch.setattr(heal_offer, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
+    monkeypatch.setattr(protocol, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
     donor, joiner = group(0.5), group(0.5)
     limit = timedelta(seconds=0.5)
 
@@ -351,7 +350,7 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, b
 
 @pytest.mark.slow
 def test_the_wait_for_the_rest_scales_with_its_bytes(group, monkeypatch):
-    monkeypatch.setattr(heal_offer, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
+    monkeypatch.setattr(protocol, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
     donor, joiner = group(0.5), group(5.0)
     send = heal_server._send
 
