@@ -237,7 +237,7 @@ def check_name(job: Job) -> Iterator[Row]:
     own = addresses.own_address(name)
     with addresses.listen(given) as listening:
         port = listening.getsockname()[1]
-        addresses.check_hostname(name, port, address or "http://127.0.0.1", CONNECT_TIMEOUT_S)
+        addresses.check_hostname(name, port, address or "http://127.0.0.1")
     way = _way_to(job.options.coordinator_addr or address or "")
     if addresses.is_loopback(name):
         state = OK if address and not job.is_beyond_this_machine else WARNING

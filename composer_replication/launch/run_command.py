@@ -18,14 +18,10 @@ from composer_replication.launch.job import (
     group_environment,
     without_ranks,
 )
-<<<<<<< HEAD
 from composer_replication.launch.output import INTERRUPTED
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.launch.supervision import GroupEnds, StartWatch, Supervisor
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, check_replica_id
-=======
-from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, check_replica_id
->>>>>>> 80bab65 (replica in 26 modules: small ones go into their neighbours; who takes a state is an ordinary log line)
 from composer_replication.training.config import ConfigError
 
 log = logging.getLogger(__name__)

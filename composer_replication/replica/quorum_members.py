@@ -253,7 +253,7 @@ class UnreachableMembers:
     A member whose address does not answer another one reaches the lighthouse all the same, so it
     is in every quorum, and no member could sync. So the others use the quorum without it. It asks
     for quorums like them, trains nothing meanwhile, and is in the first one in which nobody reports
-    a broken connection with it. It is then behind, heals, and keeps its inner steps.
+    a broken connection with it. It is then behind, and heals.
 
     All members read the same reports, so all leave out the same ones. The ranks of a group read the
     reports of different processes, so groups of several ranks leave nobody out: they try again
