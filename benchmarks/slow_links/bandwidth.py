@@ -14,10 +14,6 @@ train a multilayer perceptron and meet over gloo. ``+50ms`` is one way: the roun
 * Overlap: over a link on which a sync of the model takes about three inner steps; with how much of
   the round training stood still, and what is left of it without the faster group's wait for the
   slower one. Where a sync begins both have to be there.
-* Peak / mean: the highest rate on the line in a window, over the bytes of a round by its time. The
-  line is either busy or idle, so in a window shorter than a turn the peak is the line's own rate.
-  On a line of 1.2 times the mean rate it is no higher, but for the shaper's burst of 80 kB. The
-  round's time there tells what that costs.
 
 Needs root, iproute2 and a kernel with network namespaces, veth, tbf and TUN. Where it may not make
 such links it says so and exits with 2.
@@ -49,7 +45,6 @@ QUICK = {
     "wire_formats": ["float32", "fp4"],
     "link_s": 0.0,
     "overlap_turns": 1,
-    "several_turns": 1,
 }
 
 
@@ -60,7 +55,7 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
         LinkError: This machine does not let us make such links.
     """
     with Progress(console=console, transient=True) as progress, Network() as network:
-        task = progress.add_task("groups start", total=len(arguments.links) + 2)
+        task = progress.add_task("groups start", total=len(arguments.links) + 1)
         with Pair(network, arguments.params) as pair:
             arguments.params = pair.params
             arguments.batch = pair.find_batch(arguments.step_s)
@@ -70,8 +65,6 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> Bench:
                 bench.measure(link)
             progress.update(task, description="overlap")
             bench.measure_overlap()
-            progress.update(task, description="several in flight")
-            bench.measure_several()
     return bench
 
 
@@ -93,7 +86,6 @@ def parse_arguments() -> argparse.Namespace:
         "--link-s", type=float, default=80.0, help="turns on a link: one, and more if they fit"
     )
     parser.add_argument("--overlap-turns", type=int, default=2)
-    parser.add_argument("--several-turns", type=int, default=5, help="of two rounds each")
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)

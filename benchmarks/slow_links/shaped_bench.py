@@ -6,7 +6,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .group_commands import Method
@@ -17,21 +16,6 @@ OVERLAP_DELAY = 4
 OVERLAP_SYNC_STEPS = 3
 """How many inner steps a sync of the model takes on the link of the overlap."""
 
-SEVERAL_STEPS = 24
-"""Inner steps of a round, and fragments of the model, where several are in flight."""
-SEVERAL_SYNC_STEPS = 12
-"""How many inner steps a sync of the model takes on the link there."""
-
-READINGS_IN_STEP = 16
-"""How often the bytes on the line are read in an inner step."""
-WINDOWS = {"1/4 inner step": 0.25, "an inner step": 1.0}
-"""In which the peak rate on the line is taken, in inner steps."""
-NARROW = 1.2
-"""The rate of the narrow line, over the bytes of a round by its inner steps' time."""
-
-SEVERAL = "several in flight"
-ON_NARROW = f"{SEVERAL}, on a line of {NARROW} x their mean rate"
-
 ROUNDS = 2
 """In each turn of a method."""
 
@@ -40,19 +24,6 @@ Sample = tuple[RoundTaken, RoundTaken]
 
 Spread = dict[str, float]
 """``median``, ``min`` and ``max``."""
-
-
-@dataclass(frozen=True)
-class Watched:
-    """What was measured of one method where several fragments are in flight.
-
-    Attributes:
-        samples: Rounds, each with its inner steps without communication.
-        peaks: Peak rates on the line over the mean of a round, by the window of the peak.
-    """
-
-    samples: list[Sample] = field(default_factory=list)
-    peaks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WINDOWS})
 
 
 class Bench:
@@ -112,7 +83,7 @@ class Bench:
         self._arguments.overlap_batch = self._pair.find_batch(self._arguments.overlap_step_s)
         sync_every = self._arguments.overlap_sync_every
         vanilla = Method("vanilla", "float32", sync_every)
-        link = self._find_overlap_link(vanilla, OVERLAP_SYNC_STEPS)
+        link = self._find_overlap_link(vanilla)
         found: dict[Method, list[Sample]] = {
             Method("streaming", "float32", sync_every, 1, OVERLAP_DELAY): [],
             vanilla: [],
@@ -131,59 +102,14 @@ class Bench:
             self._note(f"{what}: standing still / no communication", ratios)
             self._add_row(link, method, samples)
 
-    def measure_several(self) -> None:
-        """Rounds with several fragments in flight, and with what torchft allows, on a busy link.
-
-        A sync of the model takes half of a round there.
-        """
-        link = self._find_overlap_link(
-            Method("vanilla", "float32", SEVERAL_STEPS), SEVERAL_SYNC_STEPS
-        )
-        several = Method("streaming", "float32", SEVERAL_STEPS, SEVERAL_STEPS, 2)
-        methods = {
-            SEVERAL: several,
-            "one in flight, as many fragments": replace(several, fragment_sync_delay=0),
-            "one in flight, 2 fragments": replace(
-                several, num_fragments=2, fragment_sync_delay=SEVERAL_STEPS // 2 - 1
-            ),
-            ON_NARROW: several,
-        }
-        watched = {name: Watched() for name in methods}
-        for _ in range(self._arguments.several_turns):
-            for name, method in methods.items():
-                line = self._narrow(watched[SEVERAL]) if name == ON_NARROW else link
-                self._watch(watched[name], line, method)
-                self._advance(1 / self._arguments.several_turns / len(methods))
-        for name, found in watched.items():
-            ratios = [taken.seconds / alone.seconds for alone, taken in found.samples]
-            self._note(f"overlap, {name}: round / no communication", ratios)
-            for window, peaks in found.peaks.items():
-                self._note(f"overlap, {name}: peak / mean rate, in {window}", peaks)
-
-    def _narrow(self, watched: Watched) -> Link:
-        """A line of little more than the bytes of a round by its inner steps' time."""
-        rates = [8 * taken.bytes_sent / alone.seconds for alone, taken in watched.samples]
-        return Link.parse(f"{NARROW * statistics.median(rates) / 1e6:.2f}Mbit")
-
-    def _watch(self, watched: Watched, link: Link, method: Method) -> None:
-        """One turn of a method, and one more round in which the line is watched."""
-        self._pair.join(link, method)
-        samples = self._samples(SEVERAL_STEPS)
-        step_s = statistics.median(alone.step_s for alone, _ in samples)
-        line = self._pair.watched_round(link, step_s / READINGS_IN_STEP)
-        self._pair.leave()
-        watched.samples.extend(samples)
-        for window, steps in WINDOWS.items():
-            watched.peaks[window].append(line.peak_over_mean(steps * step_s))
-
-    def _find_overlap_link(self, vanilla: Method, sync_steps: int) -> Link:
-        """The link on which one sync takes as long as so many inner steps do."""
+    def _find_overlap_link(self, vanilla: Method) -> Link:
+        """The link on which one sync takes as long as ``OVERLAP_SYNC_STEPS`` inner steps do."""
         bits = 32.0 * self._pair.params
         link = Link.parse("10Gbit")
         self._pair.join(link, vanilla)
         step_s = self._pair.steps(vanilla.sync_every).step_s
         for _ in range(2):
-            missing_s = sync_steps * step_s - statistics.median(self._syncs())
+            missing_s = OVERLAP_SYNC_STEPS * step_s - statistics.median(self._syncs())
             sent_s = max(bits / link.bits_per_s + missing_s, bits / 10e9)
             link = Link.parse(f"{bits / sent_s / 1e6:.0f}Mbit")
             self._pair.reshape(link)
@@ -200,12 +126,9 @@ class Bench:
     def _visit(self, link: Link, method: Method, steps: int) -> list[Sample]:
         """One turn of a method: rounds, each after so many steps without communication."""
         self._pair.join(link, method)
-        samples = self._samples(steps)
+        samples = [(self._pair.steps(steps), self._pair.round()) for _ in range(ROUNDS)]
         self._pair.leave()
         return samples
-
-    def _samples(self, steps: int) -> list[Sample]:
-        return [(self._pair.steps(steps), self._pair.round()) for _ in range(ROUNDS)]
 
     def _note(self, name: str, values: list[float]) -> None:
         self.ratios[name] = {

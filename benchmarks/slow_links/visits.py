@@ -23,7 +23,6 @@ from .group_commands import (
     Taken,
     TimeSteps,
 )
-from .line_meter import LineMeter, LineSamples
 from .links import Link, Network
 
 ANSWER_WITHIN_S = 600.0
@@ -85,7 +84,6 @@ class Pair:
             self._log = self._stack.enter_context(tempfile.TemporaryFile("w+"))
             for rank in range(2):
                 self._start(rank)
-            self._meter = self._stack.enter_context(LineMeter(self._network, self._log))
             self.params = self._answers()[0]
         except BaseException:
             self._stack.close()
@@ -173,16 +171,6 @@ class Pair:
         """One round, see ``Round``; of DDP what it would take."""
         assert self._method is not None, "joined"
         return self._measure(Round(trains)).scaled(self._method.sync_every)
-
-    def watched_round(self, link: Link, interval_s: float) -> LineSamples:
-        """One round, and the bytes on the line every so many seconds.
-
-        It follows another round at once, so that as much is in flight at its begin as at its end.
-        """
-        assert not link.delay_s, "the meter would count before the relay"
-        self._meter.start(self._network.endpoint(link, 0), interval_s)
-        self.ask(Round())
-        return self._meter.stop()
 
     def _measure(self, command: object) -> RoundTaken:
         before = sum(self.ask(BytesSent()))

@@ -5,11 +5,7 @@ Run: pytest tests/benchmarks/test_benchmarks.py.
 
 import importlib
 import json
-import socket
 import sys
-import threading
-import time
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -204,67 +200,3 @@ def test_a_file_of_results_says_what_has_made_it_and_is_read_by_the_pages(
     assert about.torch == torch.__version__.partition("+")[0]
     assert about.cores >= 1 and about.memory_gib >= 1 and about.processor
     assert about.date[:2] == "20" and about.keys() >= {"commit", "gpu", "python"}
-
-
-def line_samples(load, busy, *, steps=6, readings=20):
-    """Samples of a line that carries 1000 bytes at the beginning of each second.
-
-    Args:
-        load: Loads the module.
-        busy: The part of each second in which it carries them.
-        steps: How many seconds.
-        readings: How many in a second.
-    """
-    times = [reading / readings for reading in range(steps * readings + 1)]
-    sent = [1000 * (int(time) + min(1.0, time % 1 / busy)) for time in times]
-    return load("slow_links.line_meter").LineSamples(times, sent, [0.1 * each for each in sent])
-
-
-@pytest.mark.parametrize(
-    ("busy", "window", "peak"),
-    [
-        (1.0, 0.25, 1.0),
-        (0.5, 0.25, 2.0),  # the line's own rate
-        (0.5, 0.75, 4 / 3),  # half of the window is idle, at most a third with the next burst
-        (0.5, 1.0, 1.0),
-        (0.5, 1.25, 1.2),
-    ],
-)
-def test_the_peak_rate_on_a_line_over_its_mean(load, busy, window, peak):
-    samples = line_samples(load, busy)
-    assert samples.peak_over_mean(window) == pytest.approx(peak)
-
-
-def test_a_line_is_as_uneven_as_its_worse_direction(load):
-    even, bursts = line_samples(load, 1.0), line_samples(load, 0.5)
-    samples = load("slow_links.line_meter").LineSamples(even.times, even.sent, bursts.sent)
-    assert samples.peak_over_mean(0.25) == pytest.approx(2.0)
-
-
-def test_a_window_that_is_longer_than_the_samples_is_refused(load):
-    with pytest.raises(ValueError, match="window_s=7.0: the samples are of 6 s"):
-        line_samples(load, 1.0).peak_over_mean(7.0)
-
-
-def test_the_meter_counts_what_passes_until_it_is_asked(load):
-    meter = load("slow_links.line_meter")
-    ours, theirs = Pipe()
-    ours.send(None)
-    meter.read_until_asked(theirs, "lo", 0.001)
-    _, (*_, sent_before), (*_, received_before) = ours.recv()
-    reading = threading.Thread(target=meter.read_until_asked, args=(theirs, "lo", 0.001))
-    reading.start()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        with client, server.accept()[0] as other:
-            client.sendall(bytes(50_000))
-            assert len(other.recv(50_000, socket.MSG_WAITALL)) == 50_000
-            # The kernel counts what it has sent after the receiver may have read it.
-            counted = Path("/sys/class/net/lo/statistics/tx_bytes")
-            while int(counted.read_text()) < sent_before + 50_000:
-                time.sleep(0.001)
-            ours.send(None)
-            times, sent, received = ours.recv()
-    reading.join()
-    assert times == sorted(times) and len(times) == len(sent) == len(received)
-    assert sent[-1] - sent_before >= 50_000 and received[-1] - received_before >= 50_000
