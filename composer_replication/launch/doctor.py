@@ -26,7 +26,6 @@ from rich.table import Table
 
 from composer_replication import __version__
 from composer_replication.diloco.arguments import pick
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.output import FAILED
 from composer_replication.replica import addresses, lighthouse
 from composer_replication.replica.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
@@ -133,8 +132,6 @@ def check_settings(job: Job) -> Iterator[Row]:
         job.is_ours = "train_loader" in values and "tokenizer" not in values  # llm-foundry's
         job.config = configs.load_config(job.path, job.overrides) if job.is_ours else values
         job.section = configs.diloco_section(job.config)
-    known = {**vars(ReplicaOptions()), **vars(DiLoCoSettings())}
-    configs.check_keys(job.section, known, "callbacks.diloco")
     configs.check_diloco(job.section)
     job.options = pick(ReplicaOptions, job.section)
     listed = ", ".join(f"{name}={value!r}" for name, value in job.section.items())

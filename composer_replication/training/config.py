@@ -128,11 +128,6 @@ class Config(dict[str, Any]):
     def __or__(self, changes: Mapping[str, Any]) -> Config:  # type: ignore[override]
         return Config({**self, **changes}, self.source)
 
-    @property
-    def written(self) -> dict[str, Any]:
-        """The config as its file has it, with ``${...}`` unresolved."""
-        return OmegaConf.to_container(self.source)  # pyright: ignore[reportReturnType]
-
     def unresolved(self) -> dict[str, Any]:
         """Return the values with ``${...}`` where the file has it and the value has not changed."""
         resolved = OmegaConf.to_container(self.source, resolve=True)
