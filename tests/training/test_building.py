@@ -1,4 +1,4 @@
-"""A config names what is not ours, by import path. Run: pytest tests/training/test_targets.py"""
+"""A config names what is not ours, by import path. Run: pytest tests/training/test_building.py"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The samples each rank of each group reads. Run: pytest tests/training/test_text_data.py.
+"""The samples each rank of each group reads. Run: pytest tests/training/test_loaders.py.
 
 Real: files, torch's DataLoader, torchft's sampler, Composer's evaluation loop. Ranks are played
 one after the other, by telling Composer's `dist` through the environment which one it is.
