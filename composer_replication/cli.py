@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -13,6 +15,7 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
+from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import (
     Config,
@@ -52,7 +55,7 @@ from composer_replication.plan import (
     plan_table,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import load_config
+from composer_replication.training.config import diloco_section, load_config, save_config
 from composer_replication.training.preflight import check_group
 
 app = typer.Typer(
@@ -182,9 +185,25 @@ class CoordinatorCommand(CoordinatorOptions):
 @app.command()
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same replica groups in one process, to try DiLoCo without a network."""
-    from composer_replication.launch.simulate_command import simulate_groups as run
+    from composer_replication.callback.run_folder import CONFIG, make_run_folder
+    from composer_replication.launch.display import Display, print_settings
+    from composer_replication.launch.outcome import finish
 
-    raise typer.Exit(run(load_config(config, overrides or []), config, replicas))
+    checked = load_config(config, overrides or [])
+    run_dir = make_run_folder(checked, config)
+    checked["run_dir"] = str(run_dir)
+    save_config(checked, run_dir / CONFIG)
+    began = time.monotonic()
+    # Imported here: it takes seconds, and a run folder that is in use should be an error before.
+    from composer_replication.training.trainer import simulate_replicas
+
+    # The display shows one table for all groups. Their log lines would be drawn over it.
+    logging.getLogger("composer_replication").setLevel(logging.WARNING)
+    console = Console(highlight=False)
+    print_settings(console, pick(DiLoCoSettings, diloco_section(checked)), str(config))
+    with Display(console, run_dir, replicas).follow():
+        simulate_replicas(checked, replicas)
+    raise typer.Exit(finish(run_dir, range(replicas), time.monotonic() - began, restarts={}))
 
 
 @app.command()

@@ -6,8 +6,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,9 +115,16 @@ def launch_groups(
         try:
             with ReplicaGroups(run_dir, interrupts) as groups:
                 ids = range(replicas)
-                start = _GroupStarter(
-                    groups, job, run_dir, coordinator, replicas, hang_timeout_s, tokens
-                )
+
+                def start(replica_id: int) -> None:
+                    # Without this a restarted group would be rejected as a duplicate until its
+                    # predecessor's heartbeats have timed out.
+                    coordinator.group_has_ended(replica_id)
+                    environ = environment(replica_id, replicas, job.nproc, coordinator)
+                    environ |= group_environment(replica_id, run_dir, hang_timeout_s)
+                    environ |= {TOKEN: ",".join(tokens), **job.environ}
+                    groups.start(replica_id, job.command(run_dir, replica_id), environ)
+
                 supervisor = Supervisor(
                     groups,
                     run_dir,
@@ -146,28 +152,6 @@ def launch_groups(
     if interrupts.count:
         return INTERRUPTED
     return conclude(run_dir, supervisor, time.monotonic() - began, job.advice)
-
-
-@dataclass(frozen=True)
-class _GroupStarter:
-    """Starts a group, for the first time or again, by its id."""
-
-    groups: ReplicaGroups
-    job: Job
-    run_dir: Path
-    coordinator: Coordinator
-    replicas: int
-    hang_timeout_s: float
-    tokens: Sequence[str]
-
-    def __call__(self, replica_id: int) -> None:
-        # Without this a restarted group would be rejected as a duplicate until its predecessor's
-        # heartbeats have timed out.
-        self.coordinator.group_has_ended(replica_id)
-        environ = environment(replica_id, self.replicas, self.job.nproc, self.coordinator)
-        environ |= group_environment(replica_id, self.run_dir, self.hang_timeout_s)
-        environ |= {TOKEN: ",".join(self.tokens), **self.job.environ}
-        self.groups.start(replica_id, self.job.command(self.run_dir, replica_id), environ)
 
 
 def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:

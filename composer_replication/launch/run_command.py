@@ -101,24 +101,17 @@ def run_group(
         watch = StartWatch(
             folder, [replica_id], ReplicaOptions.start_timeout_s, MISSING_CALLBACK, log.warning
         )
-        failed = supervisor.watch(_Narrator(supervisor, replica_id, watch))
+        ends, record = GroupEnds(supervisor), supervisor.records[replica_id]
+
+        def show(statuses: Mapping[ReplicaId, int | None], is_last: bool) -> None:
+            if not record.deaths:  # else its own errors say more
+                watch.look()
+            for line in ends.new():
+                log.warning("Replica group %s", line.removeprefix("group "))
+
+        failed = supervisor.watch(show)
     status = failed.get(replica_id, INTERRUPTED if interrupts.count else 0)
     return 128 - status if status < 0 else status
-
-
-class _Narrator:
-    """Logs each end of the group, and what follows."""
-
-    def __init__(self, supervisor: Supervisor, replica_id: str, watch: StartWatch) -> None:
-        self._record = supervisor.records[replica_id]
-        self._watch = watch
-        self._ends = GroupEnds(supervisor)
-
-    def __call__(self, statuses: Mapping[ReplicaId, int | None], is_last: bool) -> None:
-        if not self._record.deaths:  # else its own errors say more
-            self._watch.look()
-        for line in self._ends.new():
-            log.warning("Replica group %s", line.removeprefix("group "))
 
 
 def replica_id_from(environ: Mapping[str, str]) -> str:

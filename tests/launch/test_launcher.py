@@ -148,7 +148,7 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["outer_steps"] == 2
     assert summary["eval"]["bits_per_byte"] == 3.2
-    assert 0.0 <= summary["replicas"][1].pop("inner_share") <= 1.0
+    assert 0.0 <= summary["replicas"][1].pop("share_of_time_in_inner_steps") <= 1.0
     assert summary["replicas"][1] == {
         "replica_id": "1",
         "inner_steps": 20,
