@@ -32,7 +32,6 @@ CASES = {
         "fragment_sync_delay": 1,
         "fragment_update_alpha": 0.5,
     },
-    "several in flight": {"sync_every": 4, "num_fragments": 4, "fragment_sync_delay": 2},
 }
 
 
