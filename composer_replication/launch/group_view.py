@@ -218,10 +218,14 @@ class Groups:
     @property
     def overview(self) -> str:
         """Which outer step was taken by how many groups, and whether their parameters are equal."""
+        return ", ".join(filter(None, (self._newest, self._agreement)))
+
+    @property
+    def _newest(self) -> str:
         if self.participants is None:
             return ""
-        newest = f"outer step {self.outer_step}: {self.participants} of "
-        return ", ".join(filter(None, (newest + plural(len(self.views), "group"), self._agreement)))
+        groups = plural(len(self.views), "group")
+        return f"outer step {self.outer_step}: {self.participants} of {groups}"
 
     @property
     def differ(self) -> bool:
@@ -240,10 +244,11 @@ class Groups:
             if view.mood != "good":
                 in_trouble.setdefault(view.state, []).append(view.name)
         parts = [
-            self.overview,
+            self._newest,
             "" if rounds == "-" else f"round {rounds}",
             f"loss {' to '.join(texts)}" if texts else "",
             f"{format_duration(max(left))} left" if left else "",
+            self._agreement,
             *(f"group {', '.join(names)} {state}" for state, names in in_trouble.items()),
         ]
         return ", ".join(filter(None, parts)) or "starting"

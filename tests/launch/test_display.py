@@ -81,7 +81,7 @@ def test_a_line_in_a_file_is_short_for_any_number_of_groups(tmp_path, clock):
     recorded(tmp_path, 32)
     Display(console, tmp_path, 32).refresh({}, is_last=True)
     (line,) = lines_of(console)
-    assert line[10:].startswith("outer step 2: 32 of 32 groups, parameters equal")
+    assert line[10:].startswith("outer step 2: 32 of 32 groups, round 2 / 20")
     assert len(line) < 120
 
 
