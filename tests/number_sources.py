@@ -1,4 +1,4 @@
-"""What a mark in a page may name: results, the code, other files, the planner, publications."""
+"""What a mark in a page may name: results, the code, other files, publications."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 
 import yaml
 from study_modules import study_modules
-from typer.testing import CliRunner
 
-from composer_replication.cli import app
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 
 ROOT = Path(__file__).parent.parent
@@ -87,19 +85,9 @@ def config(path: str, key: str) -> Any:
     return value
 
 
-@cache
-def plan(**options: str | float) -> str:
-    """What ``composer-replication plan`` prints with these options."""
-    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
-    arguments = ["plan", *(text for pair in pairs for text in pair)]
-    answer = CliRunner(env={"COLUMNS": "100"}).invoke(app, arguments, catch_exceptions=False)
-    return answer.output
-
-
 def published(url: str, *values: float) -> tuple[float, ...]:
     """Figures of others, and where they stand."""
-    if not url.startswith("https://"):
-        raise ValueError(f"{url!r} is no address: begin it with https://")
+    assert url.startswith("https://"), f"{url!r} is no address"
     return values
 
 
@@ -159,7 +147,7 @@ def rows(names: str, *runs: Mapping[str, Any]) -> list[Any]:
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    own = (code, found, config, plan, published, chosen, arm, claims, tuning, rows)
+    own = (code, found, config, published, chosen, arm, claims, tuning, rows)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
     names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}
