@@ -18,6 +18,7 @@ from composer_replication.coordinator.client_http import (
 )
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
 from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.diloco.schedule import check_rows
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 
@@ -69,6 +70,8 @@ class RunInfo:
         Raises:
             SettingsMismatch: One differs; the message lists both values of each.
         """
+        if "schedule" in named:  # as the settings hold it: rows of a YAML file are a list
+            named = {**named, "schedule": check_rows(named["schedule"])}
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = dataclasses.asdict(self.settings) | options
         chosen = (*options, "fragment_update_alpha")

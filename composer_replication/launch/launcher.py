@@ -65,8 +65,8 @@ def launch_groups(
         replicas: Number of replica groups.
         max_restarts: How often in a row a group that dies is started again.
         straggler_timeout_s: Seconds that a sync waits for a group that is alive and has not joined
-            it. The sync then goes on without the group, which later loads the others' state. Its
-            inner steps enter its next sync.
+            it. The sync then goes on without the group, which later loads the others' state and
+            loses its inner steps since its last sync.
         hang_timeout_s: Seconds without any progress after which a group ends itself, to be started
             again. The callback's ``hang_timeout_s`` has precedence.
         on_poll: Is called several times a second while the groups run.

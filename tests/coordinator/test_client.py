@@ -275,3 +275,6 @@ def test_a_config_that_names_the_same_or_nothing_is_accepted(service):
     info.check_settings({"num_replicas": 2, "min_replica_size": 1}, service.address)
     info.check_settings({"num_replicas": None, "timeout": 5.0}, service.address)
     info.check_settings({"fragment_update_alpha": None}, service.address)
+    rows = [{"outer_step": 3, "sync_every": 200}]  # a list, as in a YAML file
+    with_schedule = replace(info.settings, schedule=rows)
+    replace(info, settings=with_schedule).check_settings({"schedule": rows}, service.address)
