@@ -23,18 +23,15 @@ EXTRA_OF = {
     "httpx": "composer",
     "tenacity": "composer",
     "torchmetrics": "composer",
-    "tqdm": "composer",
     "fastapi": "coordinator",
     "pydantic": "coordinator",
     "starlette": "coordinator",
     "uvicorn": "coordinator",
     "hydra": "launch",
-    "mlflow": "mlflow",
     "omegaconf": "launch",
     "packaging": "launch",
     "rich": "launch",
     "typer": "launch",
-    "wandb": "wandb",
     "yaml": "launch",
 }
 """The modules that this package can do without, and which extra of it brings each."""

@@ -35,7 +35,6 @@ CORE = (
 DISTRIBUTION = {
     "composer": "mosaicml",
     "hydra": "hydra-core",
-    "mlflow": "mlflow-skinny",
     "starlette": "fastapi",
     "torchft": "torchft-nightly",
     "yaml": "pyyaml",
@@ -144,8 +143,6 @@ def test_an_extra_brings_what_its_package_imports(package, extra):
     client_s = {"httpx", "tenacity"}  # the client's modules, which are a group's side
     if package == "coordinator":
         needed -= client_s
-    if package == "callback":
-        needed -= {"mlflow-skinny", "wandb"}  # imported beside Composer's loggers of these names
     assert needed <= brought_by(extra) | distributions(PROJECT["dependencies"])
 
 

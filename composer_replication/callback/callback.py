@@ -21,10 +21,9 @@ from composer_replication.callback.composer_job import (
     samples_in_batch,
     tokens_in_batch,
 )
-from composer_replication.callback.evaluation import Evaluation, metrics_of
 from composer_replication.callback.fit import Fit
+from composer_replication.callback.global_weights import Evaluation, metrics_of
 from composer_replication.callback.group_state import GroupState, Resume
-from composer_replication.callback.loggers import name_runs
 from composer_replication.callback.progress import max_batches
 from composer_replication.callback.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.callback.stuck_process import end_if_stuck_in_close
@@ -165,7 +164,6 @@ class DiLoCoCallback(Callback):
             kept = self._group.resume.state_dict()  # LoadCheckpoint may have loaded a state at INIT
             self._group.resume = Resume(self.settings)
             self._group.resume.keep(kept)
-        name_runs(state, logger, self.options)
         self._group.resume.before_load(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,7 +279,11 @@ class DiLoCoCallback(Callback):
         self._group.drop()
         # This comes last, since it raises on a full disk: by now this group has left in order.
         self._fit.folder.write_end(self.result)
-        self._fit.console.ended(self.result)
+        log.info(
+            "Ended after %d outer steps: global parameters %s",
+            self.result["outer_steps"],
+            self.result["global_digest"][:8],
+        )
 
     def close(self, state: State, logger: Logger) -> None:
         error = sys.exc_info()[1]

@@ -1,163 +1,59 @@
-"""What a replica group says on the console: who is in the run, who comes and goes, what it cost."""
+"""What a group says in its log, and on Composer's progress bar: who is in the run, and how far."""
 
 from __future__ import annotations
 
 import logging
 import re
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from composer import Logger
 from composer.loggers import ConsoleLogger, ProgressBarLogger
 from composer.utils import dist
-from tqdm import tqdm
 
-from composer_replication.callback.words import (
-    format_bytes,
-    format_duration,
-    listed_groups,
-    plural,
-)
+from composer_replication.callback.words import listed_groups, plural
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
-from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
-from composer_replication.diloco.settings import AUTO, DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 log = logging.getLogger(__name__)
-package_log = logging.getLogger("composer_replication")
-
-SHOWN = (
-    __name__,
-    "composer_replication.callback.callback",
-    "composer_replication.diloco.fragment_sizes",
-    "composer_replication.replica.factory",
-)
-"""Loggers whose information is shown. Of all others, warnings are shown."""
-
-
-class ConsoleHandler(logging.Handler):
-    """Writes the few lines that are meant for people to stderr, where Composer's own go.
-
-    Python shows warnings alone where a script configures no logging. Where it does, this handler
-    does nothing: the same lines are ordinary records of the logger ``composer_replication``.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addFilter(self._shows)
-
-    def _shows(self, record: logging.LogRecord) -> bool:
-        handlers = (*package_log.handlers, *logging.getLogger().handlers)
-        is_configured = any(handler is not self for handler in handlers)
-        return not is_configured and (record.levelno >= logging.WARNING or record.name in SHOWN)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            kind = "" if record.levelno == logging.INFO else f"{record.levelname}: "
-            # tqdm writes above its progress bars, as Composer does.
-            tqdm.write(f"[diloco] {kind}{self.format(record)}", file=sys.stderr)
-        except Exception:
-            self.handleError(record)
-
-
-_handler = ConsoleHandler()
 
 
 class Console:
     """Says how a replica group's run goes, on its rank 0.
 
     Args:
-        settings: The run's settings.
-        options: This group's options; without ``verbose`` it says nothing.
+        options: This group's options.
     """
 
-    def __init__(self, settings: DiLoCoSettings, options: ReplicaOptions) -> None:
-        self._settings, self._options = settings, options
-        self._is_on = options.verbose and dist.get_global_rank() == 0
+    def __init__(self, options: ReplicaOptions) -> None:
+        self._options = options
+        self._is_on = dist.get_global_rank() == 0
         self._members: dict[str, str] = {}
         self._num_groups = 1
-        self._blocked_s = 0.0
-        self._bytes_sent = 0
-        self._began = time.monotonic()
-        if self._is_on:
-            package_log.addHandler(_handler)
 
-    # ---- the start --------------------------------------------------------------------------
-
-    def connecting(self) -> None:
-        """This group is about to wait for the others."""
-        address = self._options.coordinator_addr or self._options.lighthouse_addr
-        if self._is_on and address is not None:
-            count, me = self._options.num_replicas, replica_id_of(self._options)
-            of_all = "" if count is None else f" of {count}"
-            log.info("Replica group %s%s meets the others at %s", me, of_all, address)
-
-    def joined(self, diloco: DiLoCo, manager: Any, sizes: Sequence[int], is_resumed: bool) -> None:
+    def joined(self, diloco: DiLoCo, manager: Any, is_resumed: bool) -> None:
         """This group has joined the others, or begins with them.
 
         Args:
             diloco: This group's DiLoCo.
             manager: Connects it with the others.
-            sizes: Elements of each fragment.
             is_resumed: Whether it continues from a checkpoint.
         """
-        self._began = time.monotonic()
         self._members, self._num_groups = members_of(manager), manager.num_participants()
-        if not self._is_on:
-            return
-        if self._members:  # else it trains alone, which the log says already
-            how = "Joined" if diloco.has_joined_others else "Resumed" if is_resumed else "Started"
-            at = f" after {plural(diloco.outer_step, 'outer step')}" if diloco.outer_step else ""
-            here = f"group {replica_id_of(self._options)}"
-            ranks = plural(dist.get_world_size(), "rank")
+        if self._is_on and self._members:  # else it trains alone, which the log says already
             log.info(
-                "%s%s with %s; here is %s, %s",
-                how,
-                at,
+                "%s%s with %s; here is group %s, %s",
+                "Joined" if diloco.has_joined_others else "Resumed" if is_resumed else "Started",
+                f" after {plural(diloco.outer_step, 'outer step')}" if diloco.outer_step else "",
                 listed_groups([*self._members]),
-                here,
-                ranks,
+                replica_id_of(self._options),
+                plural(dist.get_world_size(), "rank"),
             )
-        log.info("A round is %s", self._round(len(sizes)))
-        if self._members:
-            log.info("%s", self._traffic(sum(sizes)))
-
-    def _round(self, num_fragments: int) -> str:
-        steps, delay = self._settings.sync_every, self._settings.fragment_sync_delay
-        length, seconds = plural(steps, "inner step"), self._settings.round_seconds
-        if seconds == AUTO:
-            length = f"as long as the fastest group takes for {length},"
-        elif seconds is not None:
-            length = f"{seconds:g} s, at most {length},"
-        rows = [row for row in self._settings.schedule or () if "sync_every" in row]
-        if rows:
-            later = (f"{row['sync_every']} from outer step {row['outer_step']}" for row in rows)
-            length += f" ({', '.join(later)})"
-        ends_with = "a sync" if self._members else "an outer step"
-        of = "the whole model" if num_fragments == 1 else f"each of {num_fragments} fragments"
-        overlap = f", overlapped with {plural(delay, 'inner step')}" if delay else ""
-        return f"{length} and {ends_with} of {of}{overlap}"
-
-    def _traffic(self, num_elements: int) -> str:
-        wire_format, steps = self._settings.wire_format, self._settings.sync_every
-        sent = num_elements * BYTES_PER_PARAMETER[wire_format]
-        data_parallel = 4 * num_elements * steps  # it averages every parameter in every inner step
-        return (
-            f"A round sends {format_bytes(sent)} ({wire_format}); data parallel would send "
-            f"{format_bytes(data_parallel)} in its {plural(steps, 'step')}, "
-            f"{data_parallel / sent:.0f} times as much"
-        )
-
-    # ---- during training --------------------------------------------------------------------
 
     def synced(self, reports: Iterable[SyncReport], manager: Any) -> None:
         """Syncs have been committed. Say who has come and who has left since the last one."""
         step = None
         for report in reports:
-            self._blocked_s += report.sync_seconds
-            self._bytes_sent += report.bytes_sent * dist.get_world_size()
             step, self._num_groups = report.outer_step, report.num_participants
         if step is None or manager is None:
             return
@@ -177,10 +73,8 @@ class Console:
             outer_step: Of this group.
             logger: Composer's logger.
         """
-        if not self._is_on:
-            return
         groups = plural(self._num_groups, "group")
-        for destination in logger.destinations:
+        for destination in logger.destinations if self._is_on else ():
             if isinstance(destination, ProgressBarLogger) and destination.train_pbar:
                 bar = destination.train_pbar.pbar
                 bar.bar_format = short_bar_format(bar.bar_format)
@@ -196,28 +90,6 @@ class Console:
                         "diloco/num_participants": self._num_groups,
                     }
                 )
-
-    # ---- the end ----------------------------------------------------------------------------
-
-    def ended(self, result: Mapping[str, Any]) -> None:
-        """This group has trained to the end.
-
-        Args:
-            result: What the callback reports.
-        """
-        if not self._is_on:
-            return
-        seconds = time.monotonic() - self._began
-        sent = f"{format_bytes(self._bytes_sent)} sent, " if self._members else ""
-        log.info(
-            "Ended after %s: global parameters %s, %straining blocked for %.1f s of %s (%.0f %%)",
-            plural(result["outer_steps"], "outer step"),
-            result["global_digest"][:8],
-            sent,
-            self._blocked_s,
-            format_duration(seconds),
-            100 * self._blocked_s / max(seconds, 1e-9),
-        )
 
 
 def short_bar_format(bar_format: str) -> str:

@@ -61,9 +61,8 @@ class Fit:
         run_dir = options.run_dir if dist.get_global_rank() == 0 else None
         self.folder = ReplicaFolder(run_dir, replica_id_of(options))
         self.sync_log = SyncLog(self.folder, settings)
-        self.console = Console(settings, options)
+        self.console = Console(options)
         self.manager: Any = None
-        self._sizes: list[int] = []
         self._membership: Membership | None = None
         self._heal_state: HealState | None = None
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
@@ -83,13 +82,11 @@ class Fit:
         is_new = self._group.is_new
         refusal = start_refusal_of(self._options, state, known_step) if is_new else None
         synced = synced_tensors(unwrapped(state), self._settings, also_synced)
-        self._sizes = [sum(tensor.numel() for tensor in part.values()) for part in synced]
         if self._run is not None:
             ranks = dist.get_world_size()
             self._membership = Membership(self._options, self._run, synced, ranks)
         self.manager = manager or build_manager(self._options, state)
-        donates = self._options.heal_inner_state
-        self._heal_state = HealState(state, donates, self._is_in_batch, averages)
+        self._heal_state = HealState(state, self._is_in_batch, averages)
         save, load = self._heal_state.state_dict, self._heal_state.load_state_dict
         self.manager.register_state_dict_fn("composer", load, save)
         diloco = build_diloco(
@@ -114,10 +111,9 @@ class Fit:
         """Join the other groups: this waits for them."""
         diloco.counts_steps = False
         self.sync_log.report_phase("joining", state, diloco)
-        self.console.connecting()
         diloco.__enter__()
         self.sync_log.log_start(diloco)
-        self.console.joined(diloco, self.manager, self._sizes, self._group.is_resumed)
+        self.console.joined(diloco, self.manager, self._group.is_resumed)
         if self._group.data is not None:
             self._group.data.start()
         when_fit_is_over(self._leave_after_error)

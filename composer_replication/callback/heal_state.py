@@ -1,26 +1,31 @@
 """The part of a heal that belongs to the Composer job.
 
-A joiner gets it beside the global state: the position in training, torch's schedulers, the averages
-of EMA and SWA, and, with ``heal_inner_state: donor``, the inner optimizer's state.
+A joiner gets it beside the global state: the position in training, torch's schedulers, and the
+averages of EMA and SWA. Its inner optimizer keeps its own state.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer import Logger, State, Timestamp, TimeUnit
+from composer.optim import compile_composer_scheduler
 from composer.utils import dist
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from composer_replication.callback.fit_watch import trainer_in_fit
 from composer_replication.callback.progress import max_batches
-from composer_replication.callback.schedules import Schedules
 from composer_replication.callback.weight_averages import WeightAverages
-from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.diloco.inner_optimizer import load_state, save_state
 
 log = logging.getLogger(__name__)
+
+
+SchedulerStates = tuple[list[tuple[str, dict[str, Any] | None]], list[dict[str, float]]]
+"""Class name and state of each of torch's schedulers, and the learning rates that they have set."""
 
 
 class HealState:
@@ -28,24 +33,14 @@ class HealState:
 
     Args:
         state: Composer's state.
-        heal_inner_state: ``own`` or ``donor``, see ``ReplicaOptions``.
         is_in_batch: Returns whether this group is inside a batch that it has not counted yet.
         averages: The job's EMA and SWA.
-
-    Raises:
-        ValueError: ``heal_inner_state`` is ``donor``, and the inner optimizer's state is sharded,
-            so that no rank has all of it.
     """
 
     def __init__(
-        self,
-        state: State,
-        heal_inner_state: str,
-        is_in_batch: Callable[[], bool],
-        averages: WeightAverages,
+        self, state: State, is_in_batch: Callable[[], bool], averages: WeightAverages
     ) -> None:
         self._state = state
-        self._wants_inner_state = heal_inner_state == "donor"
         self._is_in_batch = is_in_batch
         self._averages = averages
         self._schedules = Schedules(state)
@@ -54,28 +49,16 @@ class HealState:
         self._ends_by_epoch = end is not None and end.unit == TimeUnit.EPOCH
         self._received_averages: tuple[list[Any], bool] = [], False
         self._has_healed = False
-        self._received_inner: list[dict[str, Any]] | None = None
-        if self._wants_inner_state and any(
-            isinstance(p, DTensor) for p in state.model.parameters()
-        ):
-            raise ValueError(
-                "heal_inner_state='donor' with FSDP: a rank has only its own shard of the inner "
-                "optimizer's state. Use heal_inner_state='own'"
-            )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a joiner: averages and inner optimizer state on rank 0 only."""
-        is_rank_0 = dist.get_global_rank() == 0
-        sends_inner = self._wants_inner_state and is_rank_0
-        inner = save_state(self._state.optimizers[0]) if sends_inner else None
+        """Return the state for a joiner: averages on rank 0 only."""
         return {
             "timestamp": _counts(self._state.timestamp),
             "is_in_batch": self._is_in_batch(),
             "ends_epoch": self._is_in_batch() and self._ends_epoch(),
             "ends_at": max_batches(self._state),
             "schedules": self._schedules.state_dict(),
-            "inner_optimizer": inner,
-            "averages": self._averages.state_dict() if is_rank_0 else [],
+            "averages": self._averages.state_dict() if dist.get_global_rank() == 0 else [],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -83,9 +66,6 @@ class HealState:
 
         Args:
             saved: What ``state_dict`` returned in the donor.
-
-        Raises:
-            SettingsMismatch: This group wants an inner optimizer state, and the donor sent none.
         """
         self._has_healed = True
         # EMA and SWA also update at the end of this batch, which would change the donor's averages:
@@ -93,19 +73,12 @@ class HealState:
         misses_an_update = saved["is_in_batch"] or self._is_in_batch()
         self._received_averages = saved["averages"], misses_an_update
         self._load_position(saved)
-        self._received_inner = saved["inner_optimizer"]
-        wants = self._wants_inner_state and dist.get_global_rank() == 0
-        if wants and self._received_inner is None:
-            raise SettingsMismatch(
-                "this group has heal_inner_state='donor', and the replica groups in training have "
-                "'own': make them equal"
-            )
 
     def broadcast_from_rank_0(self, logger: Logger) -> None:
         """After a heal, give all ranks of the group what rank 0 has received from its donor.
 
         torchft picks a donor for each rank. Donors can be at different batches, if some have
-        skipped steps, and inner states of several donors would make the ranks differ.
+        skipped steps.
 
         Args:
             logger: Composer's logger, for an update of the averages.
@@ -124,14 +97,6 @@ class HealState:
         self._received_averages = [], False
         schedules = [self._schedules.state_dict()]
         dist.broadcast_object_list(schedules, src=0)
-        if self._wants_inner_state:
-            inner = [self._received_inner]
-            dist.broadcast_object_list(inner, src=0)
-            assert inner[0] is not None, "rank 0 has rejected a donor without it"
-            load_state(self._state.optimizers[0], inner[0])
-            self._received_inner = None
-        # This comes last: the donor's optimizer state contains the learning rates of a batch that
-        # has ended since.
         self._schedules.load_from_rank_0(schedules[0])
 
     def _load_position(self, saved: dict[str, Any]) -> None:
@@ -196,3 +161,108 @@ class HealState:
 def _counts(timestamp: Timestamp) -> dict[str, int]:
     """Return the counters of a timestamp, without its clocks: they are each group's own."""
     return {name: n for name, n in timestamp.state_dict().items() if isinstance(n, int)}
+
+
+class Schedules:
+    """Saves the states of torch's schedulers, and loads those of a donor.
+
+    torch's schedulers count their own steps. Composer's are functions of the timestamp and have no
+    state.
+
+    Args:
+        state: Composer's state.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        trainer = trainer_in_fit()
+        by_epoch = trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
+        self._steps_by_epoch = by_epoch
+        self._has_warned = False
+
+    def state_dict(self) -> SchedulerStates:
+        """Return the states for a joiner. A state that is not plain numbers is None."""
+        kept = [(type(each).__name__, each.state_dict()) for each in self._of_torch()]
+        states = [(kind, state if _is_plain(state) else None) for kind, state in kept]
+        return states, [_rates(group) for group in self._groups()]
+
+    def load_state_dict(self, saved: SchedulerStates) -> None:
+        """Load the donor's states. If one cannot be loaded, none is, and a warning says why."""
+        states, rates = saved
+        if not self._of_torch() or not self._fits(*saved):
+            return
+        for scheduler, (_, state) in zip(self._of_torch(), states, strict=True):
+            scheduler.load_state_dict(state or {})
+        self._set(rates)
+
+    def load_from_rank_0(self, saved: SchedulerStates) -> None:
+        """Load the states and all learning rates of rank 0 of this group."""
+        self.load_state_dict(saved)
+        if self._state.schedulers:
+            self._set(saved[1])
+
+    def _fits(
+        self, states: list[tuple[str, dict[str, Any] | None]], rates: list[dict[str, float]]
+    ) -> bool:
+        own = [type(each).__name__ for each in self._of_torch()]
+        theirs = [kind for kind, _ in states]
+        num_own, num_theirs = len(self._groups()), len(rates)
+        if own != theirs:
+            problem = f"they have {theirs or 'none'}, and this group has {own}: use the same"
+        elif num_own != num_theirs:
+            problem = f"their optimizer has {num_theirs} groups of parameters, this one {num_own}"
+        elif any(state is None for _, state in states):
+            unsendable = [kind for kind, state in states if state is None]
+            problem = f"the state of {unsendable} is more than numbers and plain containers"
+        else:
+            return True
+        if not self._has_warned:
+            log.warning("torch's schedulers keep their own state, not the donor's: %s", problem)
+        self._has_warned = True
+        return False
+
+    def _set(self, rates: list[dict[str, float]]) -> None:
+        for group, its_rates in zip(self._groups(), rates, strict=True):
+            for name, rate in its_rates.items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].fill_(rate)
+                else:
+                    group[name] = rate
+
+    def end_batch(self, ends_epoch: bool) -> None:
+        """Step the schedulers, as Composer does before it counts a finished batch."""
+        if ends_epoch or not self._steps_by_epoch:
+            # The step before it was the donor's; torch warns of a scheduler that goes first.
+            self._state.optimizers[0]._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+            for scheduler in self._state.schedulers:
+                scheduler.step()
+
+    def _of_torch(self) -> Sequence[LRScheduler]:
+        return [each for each in self._state.schedulers if not _is_of_composer(each)]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._state.optimizers[0].param_groups
+
+
+def _is_of_composer(scheduler: LRScheduler) -> bool:
+    """Whether Composer has made this LambdaLR from one of its own schedulers."""
+    return isinstance(scheduler, LambdaLR) and all(
+        getattr(fn, "__module__", None) == compile_composer_scheduler.__module__
+        and fn.__qualname__.startswith(compile_composer_scheduler.__name__)
+        for fn in scheduler.lr_lambdas
+    )
+
+
+def _rates(group: dict[str, Any]) -> dict[str, float]:
+    return {name: float(group[name]) for name in ("lr", "initial_lr") if name in group}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a heal can send this value, see ``replica.heal.state_bytes.load``."""
+    if isinstance(value, dict):
+        if type(value) not in (dict, OrderedDict, Counter):
+            return False
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, Tensor)

@@ -50,7 +50,6 @@ class Info(BaseModel):
 
     version: str
     torchft: str
-    run_id: str
     settings_authority: bool = True
     settings: dict[str, Any]
     settings_source: str

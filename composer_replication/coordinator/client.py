@@ -38,7 +38,6 @@ class RunInfo:
     heartbeat_timeout_s: float
     version: str
     torchft: str
-    run_id: str
     outer_step: int
     """The largest one that the coordinator knows of."""
     model_section: Mapping[str, Any] | None
@@ -59,7 +58,6 @@ class RunInfo:
             lighthouse_addr=options.lighthouse_addr or self.lighthouse_addr,
             num_replicas=self.num_replicas,
             min_replica_size=self.min_replicas,
-            run_id=options.run_id or self.run_id,
         )
 
     def check_settings(self, named: Mapping[str, Any], address: str) -> None:

@@ -46,7 +46,6 @@ class RunData:
         strangers: Members of the lighthouse that have not registered.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
         facts: What groups receive beside the settings.
-        run_id: Of the run, for the loggers of its groups.
         record: What the run's folder adds. None: the service knows no such folder.
     """
 
@@ -57,7 +56,6 @@ class RunData:
     strangers: Strangers
     lighthouse_addr: str
     facts: RunFacts
-    run_id: str
     record: Record | None = None
 
     def info(self) -> Info:
@@ -66,7 +64,6 @@ class RunData:
         return Info(
             version=self.registry.versions.composer_replication,
             torchft=self.registry.versions.torchft,
-            run_id=self.run_id,
             settings=asdict(self.settings.settings),
             settings_source=self.settings.source,
             num_replicas=self.facts.num_replicas,

@@ -22,7 +22,6 @@ from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_data import Record, RunData, RunFacts
-from composer_replication.coordinator.run_id import keep_run_id
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
@@ -65,8 +64,6 @@ class CoordinatorArguments(RunFacts):
         ssl_certfile: Certificate (PEM) with which to serve HTTPS. None: plain HTTP.
         ssl_keyfile: Private key of the certificate.
         record: What the run's folder adds to the page's data, see ``RunData``.
-        run_id: A name for the run if it is new, under which loggers group its groups. None: the
-            time at which it was first served.
     """
 
     settings: DiLoCoSettings
@@ -83,7 +80,6 @@ class CoordinatorArguments(RunFacts):
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     record: Record | None = None
-    run_id: str | None = None
 
 
 class Coordinator:
@@ -131,7 +127,6 @@ class Coordinator:
                 strangers=strangers,
                 lighthouse_addr=self.lighthouse_addr,
                 facts=own,
-                run_id=keep_run_id(database, own.run_id),
                 record=own.record,
             )
             app = create_app(

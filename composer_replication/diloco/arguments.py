@@ -33,6 +33,9 @@ REMOVED: dict[str, str] = {
         "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "
         "give the coordinator --ssl-certfile and --ssl-keyfile for HTTPS"
     ),
+    "heal_inner_state": "leave it out, a joiner keeps its own inner optimizer state",
+    "run_id": "name the runs of your loggers yourself, for example with ${oc.env:REPLICA_GROUP_ID}",
+    "verbose": "leave it out, and choose by the level of the logger composer_replication",
     "on_bad_state": "a checkpoint that cannot be resumed is an error that says what to do",
 }
 """Arguments of the previous version that are gone, and what to use in place of each."""

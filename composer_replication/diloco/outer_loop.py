@@ -12,7 +12,6 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch
-from composer_replication.diloco.inner_optimizer import clear_state
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
@@ -275,7 +274,7 @@ class OuterLoop:
             self.state.outer_step,
         )
         self._drop_local()
-        clear_state(self._inner_optimizer)
+        _clear_state(self._inner_optimizer)
 
     def _drop_local(self) -> None:
         """Continue from the global parameters, without what was trained since the last syncs."""
@@ -386,3 +385,15 @@ class OuterLoop:
         self.in_flight = load_in_flight(saved, self.fragments) if is_due else None
         self.set_torchft_step()
         return self.in_flight is not None
+
+
+def _clear_state(optimizer: torch.optim.Optimizer) -> None:
+    """Reset the inner optimizer's state: moments, and the perturbation that SAM would undo.
+
+    A wrapper such as Composer's SAM has the optimizer that it wraps as ``base_optimizer``, and the
+    state of that is not in its own.
+    """
+    each: Any = optimizer
+    while isinstance(each, torch.optim.Optimizer):
+        each.state.clear()
+        each = getattr(each, "base_optimizer", None)

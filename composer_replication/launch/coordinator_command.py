@@ -60,7 +60,6 @@ def coordinate(options: CoordinatorOptions) -> None:
         model_section=config.get("model"),
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
-        run_id=group.run_id or ReplicaEnv.from_env().run_id,
         all_start=options.new_settings,
     )
     console = Console(highlight=False)

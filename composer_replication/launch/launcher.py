@@ -35,7 +35,7 @@ from composer_replication.launch.supervision import (
     Supervisor,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions, run_id_of_folder
+from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import diloco_section, save_config
 
 _LOCAL = "127.0.0.1"
@@ -105,7 +105,6 @@ def launch_groups(
         all_start=True,
         model_section=config.get("model"),
         record=RunRecord(run_dir),
-        run_id=group.run_id or run_id_of_folder(run_dir),
     )
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)

@@ -9,8 +9,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from os import PathLike
-from pathlib import Path
 from typing import Self
 
 from composer_replication.diloco.arguments import REMOVED
@@ -21,7 +19,10 @@ TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
-REMOVED_VARIABLES = {"COMPOSER_REPLICATION_TLS_DIR": REMOVED["tls_dir"]}
+REMOVED_VARIABLES = {
+    "COMPOSER_REPLICATION_TLS_DIR": REMOVED["tls_dir"],
+    "COMPOSER_REPLICATION_RUN_ID": REMOVED["run_id"],
+}
 """Environment variables of the previous version that are gone, and what to use instead."""
 
 
@@ -95,19 +96,9 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
             None: ``COMPOSER_REPLICATION_COORDINATOR``, else the run has no coordinator.
         final_sync: Whether training ends with a sync of the steps since the last one. After it the
             model holds the global parameters.
-        heal_inner_state: Which state the inner optimizer of a joiner has: its ``own`` (a group that
-            was started again begins with a fresh one), or the ``donor``'s, of one donor for all
-            ranks. Equal in all groups. ``donor`` adds the size of that state to what a joiner
-            fetches while the others wait.
         eval_weights: Which parameters evaluators see: the ``global`` ones, or this group's
             ``local`` ones.
         run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
-        run_id: A name for the run, equal in all groups, under which Composer's loggers group what
-            they record (docs/watching.md). None: ``COMPOSER_REPLICATION_RUN_ID``, else the
-            coordinator's, else the name of the run's folder.
-        verbose: Whether rank 0 says in a few lines who is in the run, who comes and goes, and what
-            the run has cost: as records of the logger ``composer_replication``, which stderr shows
-            if the script configures no logging.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -115,33 +106,18 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
 
     coordinator_addr: str | None = None
     final_sync: bool = True
-    heal_inner_state: str = "own"
     eval_weights: str = "global"
     run_dir: str | None = None
-    run_id: str | None = None
-    verbose: bool = True
 
     def __post_init__(self) -> None:
         DiLoCoOptions.__post_init__(self)
         ManagerOptions.__post_init__(self)
-        if self.run_id is not None:
-            check_run_id(self.run_id)
-        check_choice("heal_inner_state", self.heal_inner_state, ("own", "donor"))
         check_choice("eval_weights", self.eval_weights, ("global", "local"))
-        if not isinstance(self.verbose, bool):
-            raise ValueError(f"verbose={self.verbose!r}: use true or false")
 
     @property
     def is_alone(self) -> bool:
         """Whether this group trains without a network: it is the only one of its run."""
         return super().is_alone and self.coordinator_addr is None
-
-    @property
-    def run_id_or_folder(self) -> str | None:
-        """The run's id, else one from the name of its folder; None without either."""
-        if self.run_id is not None or self.run_dir is None:
-            return self.run_id
-        return run_id_of_folder(self.run_dir)
 
 
 @dataclass(frozen=True)
@@ -156,7 +132,6 @@ class ReplicaEnv:
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
-    | ``COMPOSER_REPLICATION_RUN_ID`` | a name for the run, under which loggers group its groups |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
       replaced two, with a comma between them: all are accepted, the first one signs |
@@ -169,7 +144,6 @@ class ReplicaEnv:
     num_replicas: int | None
     lighthouse_addr: str | None
     run_dir: str | None
-    run_id: str | None = None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     coordinator_addr: str | None = None
     hang_timeout_s: float | None = None
@@ -203,7 +177,6 @@ class ReplicaEnv:
             num_replicas=None if count is None else int(count),
             lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
             run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
-            run_id=environ.get("COMPOSER_REPLICATION_RUN_ID") or None,
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
             hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
@@ -288,7 +261,6 @@ def read_tokens(text: str, source: str = TOKEN) -> tuple[str, ...]:
 
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_replica_id(replica_id: str | int) -> None:
@@ -306,22 +278,3 @@ def check_replica_id(replica_id: str | int) -> None:
             f"replica_id={replica_id!r}: give each replica group a name of its own, of at most 64 "
             "letters, digits, '.', '_' and '-', with a letter or a digit in front"
         )
-
-
-def check_run_id(run_id: str) -> None:
-    """Check the id of a run, which becomes a folder's name in a TensorBoard log.
-
-    Raises:
-        ValueError: It has a character that a path or a shell would misread, or is too long.
-    """
-    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
-        raise ValueError(
-            f"run_id={run_id!r}: name the run with at most 128 letters, digits, '.', '_' and '-', "
-            "with a letter or a digit in front"
-        )
-
-
-def run_id_of_folder(run_dir: str | PathLike[str]) -> str | None:
-    """Make a run's id from the name of its folder; None if that has no letter and no digit."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(run_dir).absolute().name)
-    return name.lstrip("._-")[:128] or None

@@ -92,12 +92,9 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "backend": "gloo",
         "pin_memory": False,
         "final_sync": False,
-        "heal_inner_state": "donor",
         "eval_weights": "local",
         "digest_every": 13,
         "run_dir": "/runs/1",
-        "run_id": "exp-7",
-        "verbose": False,
     }
     callback = DiLoCoCallback(**given)
     seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
@@ -605,34 +602,6 @@ def test_who_heals_stands_where_its_donor_stands_and_ends_with_it(fault, inner_s
     assert [one["inner_steps"], other["inner_steps"]] == inner_steps
     assert one["outer_steps"] == other["outer_steps"] == 4
     assert one["global_digest"] == other["global_digest"]
-
-
-def test_a_joiner_goes_on_with_its_donor_s_inner_optimizer_state_if_asked_to():
-    def replica(sim, how="donor"):
-        callback = callback_of(sim, num_replicas=1, heal_inner_state=how)
-        trainer = trainer_of(
-            callback,
-            replica_id=sim.replica_id,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-            max_duration="8ba",
-        )
-        steps = []
-
-        class Look(Callback):
-            def batch_start(self, state, logger):
-                of_first = next(iter(state.optimizers[0].state.values()), {})
-                steps.append(int(of_first.get("step", 0)))
-
-        trainer.state.callbacks.append(Look())
-        trainer.fit()
-        trainer.close()
-        return steps
-
-    late = [Fault("late", replica_id=1, step=3)]
-    _, joiner = simulate(replica, num_replicas=2, faults=late)
-    assert joiner == [6, 7]  # of AdamW, as many as its donor had taken
-    _, joiner = simulate(lambda sim: replica(sim, "own"), num_replicas=2, faults=late)
-    assert joiner == [0, 1]
 
 
 STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}

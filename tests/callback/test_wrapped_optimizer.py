@@ -10,8 +10,7 @@ from composer import Callback
 from composer.algorithms import SAM
 from composer_jobs import callback_of, trainer_of
 
-from composer_replication.diloco.inner_optimizer import load_state, save_state, with_wrapped
-from composer_replication.simulation.simulation import Fault, simulate
+from composer_replication.simulation.simulation import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:SAM has known issues:UserWarning")
 
@@ -39,15 +38,12 @@ class Look(Callback):
         self._diloco = diloco
         self.losses = []
         self.begins_on_global = []
-        self.inner_steps = []
 
     def batch_start(self, state, logger):
         theta = self._diloco.diloco.global_parameters()
         self.begins_on_global.append(
             all(torch.equal(p, theta[name]) for name, p in state.model.named_parameters())
         )
-        of_first = next(iter(with_wrapped(state.optimizers[0])[-1].state.values()), {})
-        self.inner_steps.append(int(of_first.get("step", 0)))
 
     def batch_end(self, state, logger):
         self.losses.append(float(state.loss.detach()))
@@ -86,39 +82,3 @@ def test_a_batch_that_is_not_a_number_costs_one_round_with_sam_too(interval):
         assert all(p.isfinite().all() for p in final)
         assert callback.result["outer_steps"] == 4
     assert groups[0][0].result["global_digest"] == groups[1][0].result["global_digest"]
-
-
-@pytest.mark.parametrize(("how", "steps"), [("donor", [6, 7]), ("own", [0, 1])])
-def test_a_joiner_takes_over_the_state_of_the_wrapped_optimizer_if_asked_to(how, steps):
-    def replica(sim):
-        more = {"num_replicas": 1, "heal_inner_state": how}
-        return train(sim, [SAM()], max_duration="8ba", **more)[1].inner_steps
-
-    late = [Fault("late", replica_id=1, step=3)]
-    _, joiner = simulate(replica, num_replicas=2, faults=late)
-    assert joiner == steps
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As the SAM that most copy: its groups are those of what it wraps."""
-
-    def __init__(self, base_optimizer):
-        self.base_optimizer = base_optimizer
-        super().__init__(base_optimizer.param_groups, {})
-
-
-def wrapped():
-    return Wrapper(adamw([torch.nn.Parameter(torch.ones(2))]))
-
-
-def test_a_scheduler_still_reaches_the_wrapped_optimizer_after_a_load():
-    optimizer = wrapped()
-    load_state(optimizer, save_state(wrapped()))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
-    assert optimizer.base_optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.005
-
-
-def test_the_state_of_another_kind_of_optimizer_is_rejected_with_both():
-    plain = adamw([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match=r"of 1 nested inner .* 2 \(Wrapper around AdamW\)"):
-        load_state(wrapped(), save_state(plain))

@@ -68,7 +68,6 @@ def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **a
         strangers=Strangers("http://127.0.0.1:1", registry, journal),
         lighthouse_addr="http://head:1",
         facts=RunFacts(num_replicas=2, min_replicas=1, model_section={"d_model": 8}),
-        run_id="exp-7",
         record=record,
     )
     app = create_app(run, audit=Audit(tmp_path / AUDIT), tokens=[token] if token else [])
@@ -116,7 +115,6 @@ def test_info_has_every_setting_and_none_is_left_out(client):
     assert DiLoCoSettings(**told["settings"]) == SETTINGS
     assert (told["num_replicas"], told["min_replicas"]) == (2, 1)
     assert told["lighthouse_addr"] == "http://head:1" and told["heartbeat_timeout_s"] == 3.0
-    assert told["run_id"] == "exp-7"
     assert told["settings_source"] == "tiny.yaml"
     assert (told["outer_step"], told["model_fingerprint"]) == (0, None)
 

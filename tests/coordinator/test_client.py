@@ -112,7 +112,6 @@ def info_of(service: Service) -> RunInfo:
         heartbeat_timeout_s=3.0,
         version="0",
         torchft="0",
-        run_id="exp-7",
         model_section=None,
         outer_step=0,
     )

@@ -5,13 +5,12 @@ configures no logging.
 """
 
 import os
-import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from own_job import OwnJob, blocks, page
+from own_job import OwnJob, blocks
 from run_events import result_of, syncs_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.together]
@@ -67,27 +66,7 @@ def test_both_groups_train_with_the_coordinators_settings_and_end_equal(job):
     assert "settings: sync_every=100, num_fragments=2" in job.said("coordinator")
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_each_says_in_a_few_lines_how_the_run_went(job, group):
-    lines = [line for line in job.said(f"group_{group}").splitlines() if "[diloco]" in line]
-    # The group that is there first says so after 2 s without the other.
-    said = [line for line in lines if "WARNING: Waiting for replica groups: " not in line]
-    assert len(said) == 6
-    texts = re.findall(r"^\[diloco\] .*$", page(), re.MULTILINE)
-
-    def shape(line):
-        """A line without numbers and what they count: the page's are those of another model."""
-        line = re.sub(r"\bparameters \w{8}", "parameters DIGEST", line)
-        line = re.sub(r"localhost|HOST", "HOST", line)
-        return re.sub(r"\d[\d.:]*( [kMG]?B| h| min| s)*( \d+)*( min| s)*", "N", line)
-
-    assert {shape(line) for line in said} <= {shape(text) for text in texts}
-    assert said[0].endswith("The largest of 2 fragments has 89 % of the bytes")
-    assert said[1].endswith(f"group {group} of 2 meets the others at http://localhost:{job.port}")
-    assert f"here is group {group}, 1 rank" in said[2] and "blocked for" in said[-1]
-
-
-def test_nothing_else_is_written_where_there_is_nothing_to_warn_of(job):
+def test_nothing_is_written_where_there_is_nothing_to_warn_of(job):
     lines = job.said("group_0").splitlines()
-    others = [line for line in lines if not line.startswith("[diloco]") and "[c10d]" not in line]
+    others = [line for line in lines if "Waiting for replica groups: " not in line]
     assert [line for line in others if "diloco" in line or "replica" in line] == []

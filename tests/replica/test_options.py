@@ -13,7 +13,6 @@ from composer_replication.replica.options import (
     ReplicaOptions,
     check_replica_id,
     read_tokens,
-    run_id_of_folder,
 )
 
 # ---- the environment ------------------------------------------------------------------------
@@ -191,30 +190,3 @@ def test_a_name_that_would_be_misread_elsewhere_is_refused_with_the_rule(name):
         with pytest.raises(ValueError, match=re.escape(f"replica_id={name!r}: ")) as error:
             make(name)
         assert rule in str(error.value)
-
-
-@pytest.mark.parametrize("run_id", ["", "a/b", "..", "-a", "a b", "a\n", "a" * 129, 7])
-def test_an_id_that_would_be_misread_elsewhere_is_refused_with_the_rule(run_id):
-    with pytest.raises(ValueError, match=re.escape(f"run_id={run_id!r}: name the run with")):
-        ReplicaOptions(run_id=run_id)
-
-
-@pytest.mark.parametrize(
-    ("folder", "run_id"),
-    [
-        ("runs/exp-7", "exp-7"),
-        ("runs/my run (2)/", "my-run-2-"),
-        ("/", None),
-        ("x/..-", None),
-        ("y" * 200, "y" * 128),
-    ],
-)
-def test_a_folder_gives_the_run_an_id_that_may_be_one(folder, run_id):
-    assert ReplicaOptions(run_dir=folder).run_id_or_folder == run_id_of_folder(folder) == run_id
-    ReplicaOptions(run_id=run_id)
-
-
-def test_an_id_beats_the_folder_and_an_argument_the_environment():
-    environ = {"COMPOSER_REPLICATION_RUN_ID": "exp-7"}
-    assert ReplicaOptions(run_dir="x").with_environment(environ).run_id_or_folder == "exp-7"
-    assert ReplicaOptions(run_id="mine").with_environment(environ).run_id_or_folder == "mine"

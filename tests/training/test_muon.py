@@ -374,13 +374,10 @@ class Inner(Callback):
         )
 
 
-@pytest.mark.parametrize(
-    ("how", "begins"), [("donor", [(6, True), (7, True)]), ("own", [(0, False), (1, True)])]
-)
-def test_a_joiner_takes_over_the_state_if_asked_to(how, begins):
+def test_a_joiner_keeps_its_own_state():
     def replica(sim):
         inner = Inner()
-        callback = callback_of(sim, num_replicas=1, heal_inner_state=how)
+        callback = callback_of(sim, num_replicas=1)
         trainer = trainer_of(
             callback, inner, replica_id=sim.replica_id, optimizer=muon, max_duration="8ba"
         )
@@ -391,7 +388,7 @@ def test_a_joiner_takes_over_the_state_if_asked_to(how, begins):
     late = [Fault("late", replica_id=1, step=3)]
     [(one, _), (other, joiner)] = simulate(replica, num_replicas=2, faults=late)
     assert one == other
-    assert joiner == begins
+    assert joiner == [(0, False), (1, True)]
 
 
 class Poison(Callback):

@@ -1,4 +1,4 @@
-"""Learning rates of a group that joins in mid-run. Run: pytest tests/callback/test_schedules.py
+"""Learning rates of a group that joins in mid-run. Run: pytest tests/callback/test_heal_state.py
 
 Real: Composer's Trainer, its schedulers and torch's. The network is the simulation's.
 """
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from composer_replication.callback.schedules import Schedules
+from composer_replication.callback.heal_state import Schedules
 from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.simulation import Fault, simulate
 
@@ -85,9 +85,7 @@ def rates_of_two_groups(build, faults, *, every_batch=True, duration="12ba", **d
 )
 @pytest.mark.parametrize("faults", [JOINS_LATE, SKIPS_A_SYNC], ids=["joins", "skips"])
 def test_who_joins_has_the_others_learning_rate_from_its_first_batch_on(build, faults):
-    # With the donor's inner optimizer come the learning rates of the batch in which it gave that.
-    inner_state = "own" if build is sequence else "donor"
-    one, other = rates_of_two_groups(build, faults, heal_inner_state=inner_state)
+    one, other = rates_of_two_groups(build, faults)
     assert sorted(one) == list(range(12)) and len(set(one.values())) > 3
     shared = [batch for batch in other if batch >= 6]
     assert shared == list(range(6, 12))
