@@ -90,10 +90,9 @@ def create_app(
         """Register a replica group. A repeated request with the same session is answered again."""
         about = {"host": registration.host, "world_size": registration.world_size}
         versions = Versions(registration.composer_replication, registration.torchft)
-        model = [(t.name, tuple(t.shape), t.dtype) for t in registration.model]
         replica_id = registration.replica_id
         with audit.action("registration", replica_id, address_of(request.scope), **about):
-            registry.register(replica_id, registration.session, about, versions, model)
+            registry.register(replica_id, registration.session, about, versions, registration.model)
         return Member(replica_id=replica_id)
 
     @v1.post("/replicas/{replica_id}/heartbeat")

@@ -58,16 +58,7 @@ class Info(BaseModel):
     lighthouse_addr: str
     heartbeat_timeout_s: float
     outer_step: int
-    model_fingerprint: str | None
     model_section: dict[str, Any] | None
-
-
-class ModelTensor(StrictBody):
-    """A tensor that the groups synchronize."""
-
-    name: Name
-    shape: list[Count]
-    dtype: Name
 
 
 class Registration(StrictBody):
@@ -79,7 +70,7 @@ class Registration(StrictBody):
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     composer_replication: Name
     torchft: Name
-    model: Annotated[list[ModelTensor], Field(min_length=1)]
+    model: Name
 
 
 class Heartbeat(StrictBody):

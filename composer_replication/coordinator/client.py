@@ -6,11 +6,9 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any, get_type_hints
 from urllib.parse import quote
 
-from composer_replication import __version__
 from composer_replication.coordinator.client_http import (
     CoordinatorHttp,
     NameTakenError,
@@ -103,21 +101,6 @@ class RunInfo:
         ]
         if differing:
             raise RejectedByCoordinatorError(f"another model: {'; '.join(differing)}")
-
-    def check_versions(self) -> None:
-        """Compare what is installed here with what the coordinator runs on.
-
-        Raises:
-            RejectedByCoordinatorError: A version differs, so registration would be rejected.
-        """
-        for name, own, run in (
-            ("composer_replication", __version__, self.version),
-            ("torchft", version("torchft-nightly"), self.torchft),
-        ):
-            if own != run:
-                raise RejectedByCoordinatorError(
-                    f"{name} {own} here, and {run} in this run: install the same version"
-                )
 
 
 _INFO: dict[str, type] = {

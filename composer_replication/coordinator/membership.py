@@ -23,6 +23,7 @@ from composer_replication.coordinator.client_http import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport
+from composer_replication.diloco.fragments import model_fingerprint
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import ask_on_rank_0
 
@@ -58,8 +59,7 @@ class Membership:
     Args:
         options: Of this group, with ``coordinator_addr``.
         info: What the coordinator says about the run.
-        synced: The synchronised tensors by name, of each fragment. Their names, shapes and dtypes
-            are registered.
+        synced: The synchronised tensors by name, of each fragment. Their fingerprint is registered.
         world_size: Ranks of this group.
 
     Attributes:
@@ -106,7 +106,6 @@ class Membership:
             raise
 
     def _describe(self, synced: Sequence[Mapping[str, Tensor]], world_size: int) -> dict[str, Any]:
-        named = {name: t for fragment in synced for name, t in fragment.items()}
         return {
             "replica_id": self.replica_id,
             "session": self.session,
@@ -114,10 +113,7 @@ class Membership:
             "world_size": world_size,
             "composer_replication": __version__,
             "torchft": version("torchft-nightly"),
-            "model": [
-                {"name": name, "shape": list(t.shape), "dtype": str(t.dtype)}
-                for name, t in sorted(named.items())
-            ],
+            "model": model_fingerprint(synced),
         }
 
     def _register(self) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composer_replication.coordinator import run_model
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.run_history import RunHistory
-from composer_replication.coordinator.run_model import ModelRow, check_model, find_fingerprint
 from composer_replication.coordinator.run_settings import RejectedError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replicas (
     replica_id TEXT PRIMARY KEY, session TEXT NOT NULL, about TEXT NOT NULL,
     registrations INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS model_fingerprint (
+    only INTEGER PRIMARY KEY CHECK (only = 1), fingerprint TEXT NOT NULL
 );
 """
 
@@ -92,7 +92,7 @@ class Registry:
         self._lock = threading.Lock()
         self._incarnations: dict[str, Incarnation] = {}
         self.history = RunHistory()
-        database.execute_schema(_SCHEMA + run_model.SCHEMA)
+        database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
             rows = cursor.execute("SELECT replica_id, session FROM replicas").fetchall()
         self._sessions: dict[str, str] = dict(rows)
@@ -103,7 +103,7 @@ class Registry:
         session: str,
         about: Mapping[str, Any],
         versions: Versions,
-        model: Sequence[ModelRow],
+        model: str,
     ) -> None:
         """Register a replica group. The first group determines the model of the run.
 
@@ -113,11 +113,11 @@ class Registry:
                 nothing.
             about: Host and world size.
             versions: Versions that the group runs on.
-            model: Names, shapes and dtypes of the tensors that it synchronizes.
+            model: Fingerprint of the tensors that it synchronizes.
 
         Raises:
             DuplicateError: A live group has the name.
-            RejectedError: The group has other versions, another model, or another number of ranks.
+            RejectedError: The group has other versions or another model.
         """
         for name, own in asdict(self.versions).items():
             theirs = getattr(versions, name)
@@ -134,8 +134,13 @@ class Registry:
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
                     "of its own, or end that one"
                 )
-            self._check_ranks(cursor, replica_id, about.get("world_size"))
-            check_model(cursor, model)
+            cursor.execute("INSERT OR IGNORE INTO model_fingerprint VALUES (1, ?)", (model,))
+            (its,) = cursor.execute("SELECT fingerprint FROM model_fingerprint").fetchone()
+            if model != its:
+                raise RejectedError(
+                    f"another model: {model} in this group, and {its} in this run. Use the run's "
+                    "model config"
+                )
             count = 1 if row is None else row[1] + (row[0] != session)
             cursor.execute(
                 "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?)",
@@ -153,24 +158,6 @@ class Registry:
             self._journal.add(
                 f"replica group {replica_id} registered from {about.get('host')}{again}"
             )
-
-    def _check_ranks(self, cursor: sqlite3.Cursor, replica_id: str, ranks: int | None) -> None:
-        rows = cursor.execute("SELECT replica_id, about FROM replicas").fetchall()
-        for other, text in rows:
-            theirs = json.loads(text).get("world_size")
-            # A group without a heartbeat since this process began may have ended before that.
-            is_seen_alive = other in self._incarnations and self.is_alive(other)
-            if other != replica_id and is_seen_alive and theirs != ranks:
-                raise RejectedError(
-                    f"replica group {replica_id!r} has a world size of {ranks}, and replica group "
-                    f"{other!r} of this run has {theirs}: start every group with the same number "
-                    "of ranks"
-                )
-
-    def model_fingerprint(self) -> str | None:
-        """The fingerprint of the run's model; None before the first group has registered."""
-        with self._database.transaction() as cursor:
-            return find_fingerprint(cursor)
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
         """Record that a group is alive, and its heartbeat's fields. It never waits for the disk.
@@ -208,11 +195,6 @@ class Registry:
             incarnation.left_at = self.clock()
             incarnation.progress["phase"] = "finished"
         self._journal.add(f"replica group {replica_id} has left")
-
-    def names(self) -> frozenset[str]:
-        """The names of all groups that ever registered."""
-        with self._lock:
-            return frozenset(self._sessions)
 
     def _check_session(self, replica_id: str, session: str) -> None:
         if self._sessions.get(replica_id) != session:

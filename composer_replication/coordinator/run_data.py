@@ -11,7 +11,6 @@ from composer_replication.coordinator.api_types import Info
 from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
-from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 
 Record = Callable[[], Mapping[str, Any]]
@@ -43,7 +42,6 @@ class RunData:
         registry: Replica groups of the run.
         streams: Their sample streams.
         journal: Newest events.
-        strangers: Members of the lighthouse that have not registered.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
         facts: What groups receive beside the settings.
         record: What the run's folder adds. None: the service knows no such folder.
@@ -53,7 +51,6 @@ class RunData:
     registry: Registry
     streams: Streams
     journal: Journal
-    strangers: Strangers
     lighthouse_addr: str
     facts: RunFacts
     record: Record | None = None
@@ -71,7 +68,6 @@ class RunData:
             lighthouse_addr=self.lighthouse_addr,
             heartbeat_timeout_s=self.registry.heartbeat_timeout_s,
             outer_step=self.streams.outer_step,
-            model_fingerprint=self.registry.model_fingerprint(),
             model_section=None if section is None else dict(section),
         )
 
@@ -87,7 +83,6 @@ class RunData:
             "syncs": self.registry.history.syncs(),
             "lives": self.registry.lives(),
             "datasets": [asdict(dataset) for dataset in self.streams.units.datasets()],
-            "strangers": self.strangers.names,
             "events": self.journal.events(),
         }
 

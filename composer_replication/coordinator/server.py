@@ -23,7 +23,6 @@ from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.run_data import Record, RunData, RunFacts
 from composer_replication.coordinator.run_settings import RunSettings
-from composer_replication.coordinator.strangers import Strangers
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -117,14 +116,11 @@ class Coordinator:
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
             self.address = f"{'https' if own.ssl_certfile else 'http'}://{host}:{self._http.port}"
-            own_addr = f"http://{_own_address(own.bind)}:{port}"
-            strangers = opened.enter_context(closing(Strangers(own_addr, registry, journal)))
             self._run = RunData(
                 settings=run_settings,
                 registry=registry,
                 streams=Streams(database, registry, journal),
                 journal=journal,
-                strangers=strangers,
                 lighthouse_addr=self.lighthouse_addr,
                 facts=own,
                 record=own.record,
@@ -135,7 +131,6 @@ class Coordinator:
                 tokens=own.tokens,
                 hosts=None if own.tokens else _loopback_names(own.bind, own.hostname),
             )
-            strangers.start()
             self._http.start(app)
             self._open = opened.pop_all()
         self._registry, self._state_dir = registry, own.state_dir
@@ -188,12 +183,6 @@ def _reachable_as(bind: str, hostname: str | None) -> str:
     if host in ("::", "0.0.0.0"):
         return socket.gethostname()
     return bracketed(host)
-
-
-def _own_address(bind: str) -> str:
-    """The host by which this process reaches an address."""
-    host = bind.rpartition(":")[0].strip("[]")
-    return "127.0.0.1" if host in ("::", "0.0.0.0") else bracketed(host)
 
 
 def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:

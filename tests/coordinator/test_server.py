@@ -3,23 +3,18 @@
 Real: HTTP, SQLite, torchft's lighthouse, and a member of its quorum.
 """
 
-import logging
 import os
 import shutil
 import subprocess
-import time
 from contextlib import ExitStack
-from datetime import timedelta
 
 import httpx
 import pytest
-from torchft.coordination import LighthouseClient
 
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.client_http import CoordinatorAwayError
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.coordinator.strangers import Strangers
 from composer_replication.diloco.settings import DiLoCoSettings
 
 
@@ -77,35 +72,6 @@ def test_on_loopback_without_a_token_a_web_page_cannot_read_the_run(start):
     rebound = {"Host": "evil.example"}
     assert httpx.get(f"{coordinator.address}/v1/info", **told).status_code == 200
     assert httpx.get(f"{coordinator.address}/v1/info", headers=rebound, **told).status_code == 421
-
-
-def ask_for_quorum(lighthouse_addr, name):
-    client = LighthouseClient(lighthouse_addr, timedelta(seconds=5))
-    client.quorum(
-        replica_id=f"{name}:0b1c", timeout=timedelta(seconds=10), address="a", store_address="s"
-    )
-
-
-def test_a_member_of_the_quorum_that_nobody_registered_is_named_once(start, caplog, monkeypatch):
-    monkeypatch.setattr(Strangers, "EVERY_S", 0.05)
-    caplog.set_level(logging.INFO, "composer_replication.coordinator")  # a launch has raised it
-    coordinator = start(straggler_timeout_s=0.1)
-    ask_for_quorum(coordinator.lighthouse_addr, "mallory")
-    told = {"headers": {"Authorization": "Bearer secret"}, "timeout": 5, "trust_env": False}
-    strangers = []
-    while not strangers:
-        status = httpx.get(f"{coordinator.address}/v1/status", **told).json()
-        strangers = status["strangers"]
-    assert strangers == ["mallory"]
-    assert "'mallory' takes part in syncs without being registered" in status["events"][0]["text"]
-
-    def times_logged():
-        return sum("mallory" in record.message for record in caplog.records)
-
-    while not times_logged():  # the log comes after the status
-        time.sleep(0.01)
-    time.sleep(3 * Strangers.EVERY_S)
-    assert times_logged() == 1
 
 
 # ---- TLS ---------------------------------------------------------------------------------------

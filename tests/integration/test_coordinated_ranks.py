@@ -7,11 +7,13 @@ import sys
 import time
 
 import pytest
+import torch
 from forked_commands import ForkedCommand
 from integration.groups import free_port
 
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
+from composer_replication.diloco.fragments import model_fingerprint
 from composer_replication.diloco.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
@@ -66,7 +68,7 @@ def test_every_rank_hears_that_another_group_has_its_name(tmp_path):
         client = CoordinatorClient(coordinator.address, "secret")
         info = client.info()
         deadline = time.monotonic() + 240
-        while not coordinator._registry.names():
+        while not coordinator._registry.replicas():
             assert time.monotonic() < deadline and ranks[0].poll() is None
             time.sleep(0.1)
         coordinator.group_has_ended("a")
@@ -78,7 +80,7 @@ def test_every_rank_hears_that_another_group_has_its_name(tmp_path):
                 "world_size": 1,
                 "composer_replication": info.version,
                 "torchft": info.torchft,
-                "model": [{"name": "w", "shape": [1], "dtype": "torch.float32"}],
+                "model": model_fingerprint([{"w": torch.zeros(1)}]),
             }
         )
         client.heartbeat("a", {"session": "another"})

@@ -150,7 +150,7 @@ def test_a_name_that_is_taken(coordinator, monkeypatch):
     registration = {
         "replica_id": "7", "session": "one", "host": "here", "world_size": 1,
         "composer_replication": client.info().version, "torchft": client.info().torchft,
-        "model": [{"name": "a", "shape": [1], "dtype": "torch.float32"}],
+        "model": "one",
     }  # fmt: skip
     client.register(registration)
     ended = threading.Event()

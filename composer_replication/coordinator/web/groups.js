@@ -167,9 +167,6 @@ function drawGroups(status, groups, order) {
   const head = heads.map((text) =>
     h("th", { scope: "col", role: "columnheader", class: isLeft(text) ? null : "number" }, text),
   );
-  const strangers = Array.isArray(status.strangers) ? status.strangers.map(plain) : [];
-  $("strangers").hidden = !strangers.length;
-  show($("strangers"), strangers.length ? `In the quorum but not registered: ${strangers.join(", ")}` : null);
   show(
     $("groups"),
     h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, head)),
