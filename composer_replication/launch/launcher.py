@@ -30,7 +30,6 @@ from composer_replication.launch.processes import Interrupts, ReplicaGroups
 from composer_replication.launch.supervision import (
     MAX_RESTARTS,
     SUPERVISED_HANG_TIMEOUT_S,
-    GroupEnds,
     StartWatch,
     Supervisor,
 )
@@ -175,15 +174,14 @@ def _watch(
         The exit statuses of the groups that failed for good.
     """
 
-    ends = GroupEnds(supervisor)
-
     def show(statuses: dict[int, int | None], is_last: bool) -> None:
-        for line in () if is_last else ends.new():  # an end of the run is explained after it
-            display.say(line)
+        if not is_last:  # an end of the run is explained after it
+            for line in supervisor.new_ends():
+                display.say(line)
+            if on_poll is not None:
+                on_poll(supervisor)
         display.refresh(statuses, is_last=is_last)
         starts.look()
-        if on_poll is not None and not is_last:
-            on_poll(supervisor)
 
     with display:
         return supervisor.watch(show)

@@ -20,7 +20,7 @@ from composer_replication.launch.job import (
 )
 from composer_replication.launch.output import INTERRUPTED
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
-from composer_replication.launch.supervision import GroupEnds, StartWatch, Supervisor
+from composer_replication.launch.supervision import StartWatch, Supervisor
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, check_replica_id
 from composer_replication.training.config import ConfigError
 
@@ -101,12 +101,12 @@ def run_group(
         watch = StartWatch(
             folder, [replica_id], ReplicaOptions.start_timeout_s, MISSING_CALLBACK, log.warning
         )
-        ends, record = GroupEnds(supervisor), supervisor.records[replica_id]
+        record = supervisor.records[replica_id]
 
         def show(statuses: Mapping[ReplicaId, int | None], is_last: bool) -> None:
             if not record.deaths:  # else its own errors say more
                 watch.look()
-            for line in ends.new():
+            for line in supervisor.new_ends():
                 log.warning("Replica group %s", line.removeprefix("group "))
 
         failed = supervisor.watch(show)

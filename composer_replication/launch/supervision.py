@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +107,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.records = {replica_id: GroupRecord() for replica_id in self.ids}
+        self._ends: list[str] = []
 
     def watch(self, show: Callable[[dict[Any, int | None], bool], None]) -> dict[Any, int]:
         """Watch the groups until the end.
@@ -137,6 +137,11 @@ class Supervisor:
         """Forget what an earlier process of a group has said about itself."""
         self._write_phase(replica_id, "starting")
 
+    def new_ends(self) -> list[str]:
+        """Say of each early end of a group since the last call how it ended, and what follows."""
+        lines, self._ends = self._ends, []
+        return lines
+
     @property
     def restarts(self) -> dict[str, int]:
         """How often each group was started again, by its id."""
@@ -165,6 +170,7 @@ class Supervisor:
 
     def _handle_death(self, replica_id: ReplicaId, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
+        end = f"group {replica_id} {describe_end(status)}"
         if self._phase(replica_id) == REJECTED:
             status = BAD_INPUT  # a script of the user's own ends with any status
         self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
@@ -172,17 +178,23 @@ class Supervisor:
             record.in_a_row = 0
         if self._has_nobody_to_join(replica_id):
             self._give_up(replica_id, record)
+            self._ends.append(f"{end}; it is too late to join the others again")
             return
         is_hopeless = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         if is_hopeless or record.in_a_row >= self.max_restarts:
             record.status = status
             record.is_left_out = record.restarts > 0 and any(map(self.is_training, self.records))
+            then = ", and is not started again"
             if record.is_left_out:
                 self._write_phase(replica_id, LEFT_OUT)
+                then = "; the others go on without it"
+            self._ends.append(end + then)
             return
         pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
         self._write_phase(replica_id, RESTARTING, restart_at=time.time() + pause_s)
+        restart = f"restart {record.in_a_row + 1} of {self.max_restarts}"
+        self._ends.append(f"{end}, starts again in {pause_s:.0f} s ({restart})")
 
     def _has_failed_to_start(self, replica_id: ReplicaId, status: int) -> bool:
         """Whether a group ended with an error of its own before it joined, in its first process.
@@ -245,39 +257,6 @@ class Supervisor:
             replace_json(path, read_json(path) | {"phase": phase, **more})
         except OSError as error:  # a full disk must not end the groups that train
             log.warning("Cannot write %s, group %s is %s: %s", path, replica_id, phase, error)
-
-
-class GroupEnds:
-    """Says of each early end of a group how it ended, and what follows, once.
-
-    Args:
-        supervisor: Watches the groups.
-    """
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._records: Mapping[ReplicaId, GroupRecord] = supervisor.records
-        self._max_restarts = supervisor.max_restarts
-        self._num_said: defaultdict[ReplicaId, int] = defaultdict(int)
-
-    def new(self) -> list[str]:
-        """Return a line for each end since the last call."""
-        lines = []
-        for replica_id, record in self._records.items():
-            for status in record.deaths[self._num_said[replica_id] :]:
-                lines.append(f"group {replica_id} {describe_end(status)}{self._then(record)}")
-            self._num_said[replica_id] = len(record.deaths)
-        return lines
-
-    def _then(self, record: GroupRecord) -> str:
-        if record.due is not None:
-            pause_s = max(0.0, record.due - time.monotonic())
-            restart = f"restart {record.in_a_row + 1} of {self._max_restarts}"
-            return f", starts again in {pause_s:.0f} s ({restart})"
-        if record.is_left_out:
-            return "; the others go on without it"
-        if record.is_given_up:
-            return "; it is too late to join the others again"
-        return ", and is not started again"
 
 
 def describe_end(status: int) -> str:

@@ -7,14 +7,13 @@ Stood in for: the processes, by exit statuses; the clock's pauses, by shorter on
 
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 from failing_disk import no_file_above
 from scripted_groups import supervise, write
 
 from composer_replication.launch import supervision
-from composer_replication.launch.supervision import GroupEnds, GroupRecord, describe_end
+from composer_replication.launch.supervision import describe_end
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +51,8 @@ def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tm
     )
     assert failed == {} and supervisor.records[1].is_left_out
     assert groups.started == [1] * (len(lives) - 1) and supervisor.records[0].status == 0
+    last = f"group 1 ended with exit status {lives[-1]}; the others go on without it"
+    assert supervisor.new_ends()[-1] == last
 
 
 def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp_path):
@@ -59,6 +60,7 @@ def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp
     failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [-9, -9, -9, -7]})
     assert failed == {1: -7}
     assert groups.started == [1, 1, 1]
+    assert supervisor.new_ends()[-1] == "group 1 was ended by SIGBUS, and is not started again"
 
 
 def test_a_sync_in_between_starts_the_count_anew(tmp_path):
@@ -170,6 +172,8 @@ def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
     failed, supervisor, groups = supervise(tmp_path, {0: [0], 1: [-9]})
     assert failed == {} and groups.started == []
     assert supervisor.records[1].is_given_up
+    (said,) = supervisor.new_ends()
+    assert said == "group 1 was ended by SIGKILL; it is too late to join the others again"
 
 
 def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_path):
@@ -207,10 +211,6 @@ def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplo
     assert "status.json, group 1 is restarting" in caplog.text
 
 
-def ends_of(**records):
-    return GroupEnds(SimpleNamespace(records=records, max_restarts=3))
-
-
 @pytest.mark.parametrize(
     ("status", "text"),
     [
@@ -223,25 +223,17 @@ def test_an_end_is_described(status, text):
     assert describe_end(status) == text
 
 
-def test_each_end_is_said_once_with_the_restart_that_follows():
-    record = GroupRecord(deaths=[-9], due=time.monotonic() + 1.9, in_a_row=0)
-    ends = ends_of(a=record, b=GroupRecord())
-    line = "group a was ended by SIGKILL, starts again in 2 s (restart 1 of 3)"
-    assert ends.new() == [line] and len(line) < 80
-    assert ends.new() == []
-    record.deaths.append(1)
-    record.in_a_row, record.due = 1, time.monotonic()
-    assert ends.new() == ["group a ended with exit status 1, starts again in 0 s (restart 2 of 3)"]
+def test_each_end_is_said_once_with_the_restart_that_follows(tmp_path):
+    write(tmp_path, 0), write(tmp_path, 1)
 
+    def finish_when_back(groups, looks):
+        if len(groups.started) == 2:
+            groups.lives[0][0] = groups.lives[1][0] = 0
 
-@pytest.mark.parametrize(
-    ("what", "then"),
-    [
-        ({"is_left_out": True}, "; the others go on without it"),
-        ({"is_given_up": True}, "; it is too late to join the others again"),
-        ({}, ", and is not started again"),
-    ],
-)
-def test_an_end_without_a_restart_says_what_follows(what, then):
-    ends = ends_of(a=GroupRecord(deaths=[1], status=1, **what))
-    assert ends.new() == [f"group a ended with exit status 1{then}"]
+    _, supervisor, _ = supervise(
+        tmp_path, {0: [None], 1: [-9, 1, None]}, on_look=finish_when_back, first_pause_s=0.1
+    )
+    line = "group 1 was ended by SIGKILL, starts again in 0 s (restart 1 of 3)"
+    again = "group 1 ended with exit status 1, starts again in 0 s (restart 2 of 3)"
+    assert supervisor.new_ends() == [line, again] and len(line) < 80
+    assert supervisor.new_ends() == []
