@@ -132,7 +132,6 @@ def measure(
         inner,
         sync_every=1,
         num_replicas=arguments.groups,
-        bucket_cap_mb=arguments.bucket_cap_mb,
         wire_format=arguments.wire_format,
         message_device=message_device,
     )
@@ -204,7 +203,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--bucket-cap-mb", type=float, default=32.0)
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)

@@ -54,9 +54,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"wire_format": "bfloat16"},
     "int8": {"wire_format": "int8"},
-    "int8, no error feedback": {"wire_format": "int8", "error_feedback": False},
     "fp4": {"wire_format": "fp4"},
-    "fp4, no error feedback": {"wire_format": "fp4", "error_feedback": False},
 }
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

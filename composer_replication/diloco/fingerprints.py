@@ -10,7 +10,6 @@ from composer_replication.diloco.arguments import REMOVED
 FIXED = (
     "num_fragments",
     "fragment_patterns",
-    "bucket_cap_mb",
     "sync_buffers",
     "wire_format",
 )

@@ -87,7 +87,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.device = message_device or model_device
         self.layout = MeanLayout(
             global_parameters.share,
-            settings.bucket_cap_mb,
             self.device,
             global_parameters.shards,
             gathers=not global_parameters.is_shared,  # else theta, once it has moved
@@ -95,7 +94,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean = make_mean(
             self.layout,
             settings.wire_format,
-            settings.error_feedback,
         )
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":

@@ -33,7 +33,6 @@ class GlobalParameters:
         parameters: The fragment's parameters in the model, of any floating dtype and device.
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
-        pin_memory: Whether to pin them for copies to an accelerator, if there is one.
         buffers: Buffers that are averaged with them; they simply become the mean.
         shards: Of the model, if the ranks of the group hold such.
         share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
@@ -48,14 +47,14 @@ class GlobalParameters:
         parameters: Parameters,
         outer_optimizer: OuterOptimizer,
         backup_device: torch.device,
-        pin_memory: bool,
         buffers: Buffers | None = None,
         shards: Shards | None = None,
         share: Callable[[list[int]], RankShare] = RankShare,
     ) -> None:
         self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
         self.shards = shards or Shards()
-        pin = pin_memory and backup_device.type == "cpu" and torch.accelerator.is_available()
+        # Pinned, copies to an accelerator run beside its kernels.
+        pin = backup_device.type == "cpu" and torch.accelerator.is_available()
         held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
         self.share = share([tensor.numel() for tensor in held.values()])

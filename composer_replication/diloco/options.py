@@ -107,7 +107,6 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
             and one that waits for other groups gets an hour and ``timeout`` in addition.
             ``math.inf``, in YAML ``.inf``: no limit. None: 1800.
         backup_device: Where global parameters and outer state are stored. None: in host memory.
-        pin_memory: Whether they are in pinned memory, if there is an accelerator.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and reports contain the ``global_digest``; 0: never.
 
@@ -117,7 +116,6 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
 
     hang_timeout_s: float | None = None
     backup_device: torch.device | str | None = None
-    pin_memory: bool = True
     digest_every: int = 0
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
-from composer_replication.diloco.averaging.weighted_mean import elements_of
 from composer_replication.diloco.fragment_sizes import log_sizes
 from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
@@ -77,7 +76,6 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         arguments.manager.layout.num_shards = num_shards  # pyright: ignore[reportAttributeAccessIssue]
     share = partial(
         RankShare,
-        bucket=elements_of(settings.bucket_cap_mb),
         ranks=ranks,
         device=local_tensor(next(iter(fragments[0].values()))).device,
         host_ranks=HostRanks(ranks) if ranks is not None else None,
@@ -87,7 +85,6 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
             parameters,
             outer_optimizer,
             torch.device(arguments.backup_device or "cpu"),
-            arguments.pin_memory,
             buffers,
             Shards([*parameters.values(), *buffers.values()], sharded_over),
             share,

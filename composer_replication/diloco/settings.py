@@ -67,12 +67,10 @@ class DiLoCoSettings:
             statistics: each group keeps its own (``none``), or they are averaged with the
             parameters and are part of the global state (``mean``). Each group always keeps its own
             integer, boolean and non-persistent buffers.
-        bucket_cap_mb: Largest message of a sync, in MiB of fp32.
         wire_format: The format of pseudo-gradients on the network: ``float32``, or ``bfloat16``,
             ``int8`` or ``fp4`` in half, a quarter or an eighth of the bytes. Sums are in fp32 in
-            any case.
-        error_feedback: Whether a group adds the rounding error of the wire format to its next
-            pseudo-gradient.
+            any case, and each group adds its rounding error to its next pseudo-gradient (error
+            feedback).
         max_sync_retries: How often in a row a sync that did not commit is retried.
 
     Raises:
@@ -91,9 +89,7 @@ class DiLoCoSettings:
     schedule: Sequence[Mapping[str, Any]] | None = None
     weight_by: str = cast(str, None)  # one of WEIGHT_BY once __post_init__ has run
     sync_buffers: str = "none"
-    bucket_cap_mb: float = 32.0
     wire_format: str = WIRE_FORMATS[0]
-    error_feedback: bool = True
     max_sync_retries: int = 8
 
     def __post_init__(self) -> None:
@@ -108,10 +104,8 @@ class DiLoCoSettings:
         check_number("outer_lr", self.outer_lr, 0.0, math.inf)
         check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
         object.__setattr__(self, "schedule", check_rows(self.schedule))
-        check_number("bucket_cap_mb", self.bucket_cap_mb, 2**-18, math.inf)
-        for name in ("outer_nesterov", "error_feedback"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
+        if not isinstance(self.outer_nesterov, bool):
+            raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
         self._choose_weights()
         if self.sync_buffers not in SYNC_BUFFERS:
             raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
@@ -215,7 +209,7 @@ class DiLoCoSettings:
     @property
     def keeps_residual(self) -> bool:
         """Whether rounding errors are kept for the next sync (error feedback)."""
-        return self.error_feedback and self.wire_format != WIRE_FORMATS[0]
+        return self.wire_format != WIRE_FORMATS[0]
 
     @property
     def outer_base(self) -> tuple[float, float, bool]:

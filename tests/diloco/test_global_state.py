@@ -14,6 +14,7 @@ from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.settings import DiLoCoSettings
 
 CPU = torch.device("cpu")
 OUTER = {
@@ -35,16 +36,16 @@ class Group:
         ]
         buffers = {"mean": torch.randn(6, generator=draw)}
         self.fragments = [
-            GlobalParameters(self.local[0], outer, CPU, False),
-            GlobalParameters(self.local[1], outer, CPU, False, buffers),
+            GlobalParameters(self.local[0], outer, CPU),
+            GlobalParameters(self.local[1], outer, CPU, buffers),
         ]
         fingerprint = dict.fromkeys(FIXED, 1) | {"model": model, "outer_optimizer": "SGD()"}
-        self.state = GlobalState(self.fragments, fingerprint)
+        self.state = GlobalState(self.fragments, fingerprint, DiLoCoSettings())
 
     def take_outer_step(self):
         self.state.begin_outer_step()
         for fragment in self.fragments:
-            mean = WeightedMean(fragment.share, 32.0, CPU)
+            mean = WeightedMean(fragment.share, CPU)
             values = [torch.sin(theta.detach()).view(-1) for theta in fragment.theta.values()]
             mean.pack(lambda value, into: into.copy_(value), (values,), 1.0)
             mean.finish()

@@ -114,7 +114,6 @@ def expected(pseudo_gradients, weights, decay):
     ({"weight_by": "samples"}, 1e-5),
     ({"outer_nesterov": False}, 1e-5),
     ({"outer_momentum": 0.0}, 1e-5),
-    ({"bucket_cap_mb": 0.001}, 1e-5),
     ({"wire_format": "bfloat16"}, 1e-3),
     ({"wire_format": "int8"}, 5e-3),
     ({"wire_format": "fp4"}, 5e-2),  # rounding lengthens the mean
@@ -193,7 +192,7 @@ def test_the_momentum_is_compared_with_what_the_outer_optimizer_moves(is_chunked
     steps = [StepRules(), StepRules(plain=frozenset({1}), held=frozenset({2})), StepRules()]
     for rules in steps:
         sums = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
-        mean = WeightedMean(RankShare(list(sizes.values())), 1.0, torch.device("cpu"))
+        mean = WeightedMean(RankShare(list(sizes.values())), torch.device("cpu"))
         mean.pack(lambda value, into: into.copy_(value), (list(sums.values()),), 2.0)
         mean.finish()
         globals_.take_outer_step(mean, rules)
@@ -217,7 +216,7 @@ def test_momentum_that_was_off_for_a_while_is_compared_again():
     deltas = [torch.tensor(d) for d in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 0.0))]
     for delta, decay in zip(deltas, (0.9, 0.0, 0.9), strict=True):
         built.optimizer.param_groups[0].update(momentum=decay, nesterov=decay > 0)
-        mean = WeightedMean(RankShare([3]), 1.0, torch.device("cpu"))
+        mean = WeightedMean(RankShare([3]), torch.device("cpu"))
         mean.pack(lambda value, into: into.copy_(value), ([delta],), 1.0)
         mean.finish()
         built.take_outer_step(mean, StepRules())

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def own(model, factory=None):
-    return GlobalParameters(split_model(model)[0], factory or nesterov_sgd(), CPU, pin_memory=True)
+    return GlobalParameters(split_model(model)[0], factory or nesterov_sgd(), CPU)
 
 
 def test_the_pseudo_gradient_is_global_minus_local_in_the_global_dtype():

@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 def summed(globals_, deltas, weights):
     """The mean as it stands after the allreduce of two groups."""
-    means = [WeightedMean(globals_.share, 0.01, CPU) for _ in deltas]
+    means = [WeightedMean(globals_.share, CPU) for _ in deltas]
     for mean, values, weight in zip(means, deltas, weights, strict=True):
         flat = [value.reshape(-1) for value in values]
         mean.pack(lambda value, into: into.copy_(value), (flat,), weight)
@@ -53,7 +53,7 @@ def test_every_bit_is_that_of_torch(outer, dtype, alpha):
     assert not model.conv.weight.is_contiguous()
     plain = copy.deepcopy(model)
     built = partial(torch.optim.SGD, **outer)
-    globals_ = GlobalParameters(dict(model.named_parameters()), built, CPU, pin_memory=False)
+    globals_ = GlobalParameters(dict(model.named_parameters()), built, CPU)
     theta = [t.detach().clone().requires_grad_() for t in globals_.theta.values()]
     reference = built(theta)
     draw = torch.Generator().manual_seed(1)
@@ -89,7 +89,7 @@ def test_every_bit_is_that_of_torch(outer, dtype, alpha):
 ])  # fmt: skip
 def test_any_other_outer_optimizer_takes_its_own_step(other):
     model = Model(torch.float32)
-    globals_ = GlobalParameters(dict(model.named_parameters()), other, CPU, pin_memory=False)
+    globals_ = GlobalParameters(dict(model.named_parameters()), other, CPU)
     assert not is_plain_sgd(globals_.optimizer)
     theta = [t.detach().clone().requires_grad_() for t in globals_.theta.values()]
     reference = other(theta)
@@ -106,9 +106,7 @@ def test_any_other_outer_optimizer_takes_its_own_step(other):
 def test_buffers_become_the_mean_and_are_not_the_optimizers():
     parameters = {"weight": nn.Parameter(torch.ones(2))}
     buffers = {"running_mean": torch.tensor([5.0, 7.0])}
-    globals_ = GlobalParameters(
-        parameters, lambda p: torch.optim.SGD(p, lr=1.0), CPU, False, buffers
-    )
+    globals_ = GlobalParameters(parameters, lambda p: torch.optim.SGD(p, lr=1.0), CPU, buffers)
     globals_.take_outer_step(
         summed(globals_, [[torch.ones(2), torch.tensor([1.0, 0.0])]], [1.0]), StepRules()
     )

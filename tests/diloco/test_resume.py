@@ -250,7 +250,6 @@ def test_a_changed_outer_learning_rate_is_the_one_that_steps():
     ("changed", "told"),
     [
         ({"num_fragments": 1}, "num_fragments: 1 here, 2 there"),
-        ({"bucket_cap_mb": 1.0}, "bucket_cap_mb: 1.0 here, 32.0 there"),
         ({"sync_buffers": "mean"}, "sync_buffers: 'mean' here, 'none' there"),
     ],
 )

@@ -27,7 +27,6 @@ from composer_replication.diloco.fingerprints import SettingsMismatch, compare_f
     ({"outer_momentum": "Auto"}, "outer_momentum='Auto': use a number"),
     ({"outer_nesterov": "yes"}, "outer_nesterov='yes': use true or false"),
     ({"weight_by": "words"}, "weight_by='words': use one of uniform, steps, samples, tokens"),
-    ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: use a number"),
     ({"max_sync_retries": -1}, "max_sync_retries=-1: use an integer of at least 0"),
     ({"fragment_patterns": []}, "fragment_patterns=[]: give a list"),
     ({"fragment_patterns": "*"}, "fragment_patterns='*': give a list"),

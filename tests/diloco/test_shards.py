@@ -25,6 +25,7 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import (
     nesterov_sgd,
 )
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, count_shards, local_tensor
 
 pytestmark = pytest.mark.integration
@@ -49,7 +50,7 @@ def one_rank(rank, folder):
     parameters = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
-        mean = WeightedMean(RankShare([40]), 32.0, CPU, shards=Shards([local], dist.group.WORLD))
+        mean = WeightedMean(RankShare([40]), CPU, shards=Shards([local], dist.group.WORLD))
         mean.pack(lambda value, into: into.copy_(value), ([local.view(-1)],), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
     backend = dist.group.WORLD._get_backend(CPU)
@@ -89,18 +90,16 @@ def compare(rank, mesh, placements, num_shards):
     with torch.no_grad():
         if rank == 1:  # which a digest of rank 0's shard alone would not tell
             theta.theta["first"][0] += 1.0
-    changed = GlobalState([theta], {}).digest()
+    changed = GlobalState([theta], {}, DiLoCoSettings()).digest()
     assert one_of_all(changed) and changed != digest
 
 
 def step(parameters, ranks):
     """A mean of their values, and the global parameters after an outer step along it."""
     outer = nesterov_sgd(1.0, 0.9)
-    owned = GlobalParameters(
-        parameters, outer, CPU, False, None, Shards(parameters.values(), ranks)
-    )
+    owned = GlobalParameters(parameters, outer, CPU, None, Shards(parameters.values(), ranks))
     local = [local_tensor(t).reshape(-1) for t in parameters.values()]
-    mean = WeightedMean(owned.share, 32.0, CPU, shards=owned.shards)
+    mean = WeightedMean(owned.share, CPU, shards=owned.shards)
     mean.pack(lambda value, into: into.copy_(value), (local,), 1.0)
     mean.finish()
     if mean.is_finite:

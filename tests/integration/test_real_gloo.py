@@ -27,6 +27,7 @@ from torch.distributed import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.averaging import rank_shares
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.replica import factory as replica
@@ -167,6 +168,7 @@ ROUNDS, SYNC_EVERY = 3, 2
 
 
 def train_on_draws(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
+    rank_shares.BUCKET = options.get("bucket", rank_shares.BUCKET)
     model = Assorted()
     frozen = copy.deepcopy(model.frozen.state_dict())
     draws = Draws(model, group.replica_id)
@@ -179,7 +181,7 @@ def train_on_draws(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
             sync_every=SYNC_EVERY,
             num_replicas=group.num_replicas,
             digest_every=1,
-            **options,
+            **{key: value for key, value in options.items() if key != "bucket"},
         ) as diloco,
     ):
         for _ in range(ROUNDS * SYNC_EVERY):
@@ -236,8 +238,8 @@ NUM_ELEMENTS = 40 * 25 + 1 + (30 * 20 + 20) + 40  # embedding (tied), scale, hal
     "options",
     [
         pytest.param({}, id="default"),
-        pytest.param({"bucket_cap_mb": 2**-12}, id="buckets_of_64_elements"),
-        pytest.param({"bucket_cap_mb": 2**-8}, id="buckets_of_1024_elements"),
+        pytest.param({"bucket": 64}, id="buckets_of_64_elements"),
+        pytest.param({"bucket": 1024}, id="buckets_of_1024_elements"),
         pytest.param(
             {"fragment_patterns": ["*"], "fragment_sync_delay": 0, "fragment_update_alpha": 0.0},
             id="streaming_with_one_fragment",
@@ -411,7 +413,7 @@ def test_a_group_with_other_settings_is_refused_with_each_difference_by_name():
     assert "sync_every: 20 here, 10 there" in second
     assert re.search(r"outer_optimizer: 'SGD\(.*lr=0\.5,.*' here, .*lr=0\.7,.*' there", second)
     assert re.search(r"model: '2 tensors, .*' here, '1 tensors, .*' there", second)
-    assert "bucket_cap_mb" not in second  # it is the same in both
+    assert "wire_format" not in second  # it is the same in both
     # The first one goes on waiting for a second group that fits.
     assert first.startswith("TimeoutError: no start within start_timeout_s=4: ")
 
@@ -518,7 +520,7 @@ def test_when_a_group_is_killed_in_a_sync_the_others_lose_nothing():
 def die_between_two_messages(group: Group, at_message: int) -> list[tuple[int, int, float]]:
     model = Constant(0.0, w=(64 * 200,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    bucket_cap_mb = 64 * 4 / 2**20
+    rank_shares.BUCKET = 64
     with (
         group.manager(timeout=20.0) as manager,
         DiLoCo(
@@ -527,7 +529,6 @@ def die_between_two_messages(group: Group, at_message: int) -> list[tuple[int, i
             optimizer,
             plain_sgd(),
             sync_every=1,
-            bucket_cap_mb=bucket_cap_mb,
             num_replicas=group.num_replicas,
         ) as diloco,
     ):

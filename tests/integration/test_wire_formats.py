@@ -17,6 +17,7 @@ from integration.replicas import Group, run_groups
 
 from composer_replication import simulate
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.averaging import rank_shares
 
 pytestmark = pytest.mark.integration
 
@@ -33,6 +34,7 @@ def train(
 ) -> list[str | None]:
     """The digests of all outer steps."""
     torch.set_num_threads(1)
+    rank_shares.BUCKET = 2**13  # several buckets, the last one of another size
     model = TinyMLP(width=200)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with (
@@ -43,7 +45,6 @@ def train(
             inner,
             num_replicas=num_replicas,
             digest_every=1,
-            bucket_cap_mb=2**-5,  # several buckets, the last one of another size
             **settings,
         ) as diloco,
     ):
@@ -75,6 +76,7 @@ def fail_in_an_exchange(
     group: Group, wire_format: str, fails_in: str, dies: bool
 ) -> list[tuple[int, int, float]]:
     """In the second sync group 1 dies, or gives up, after ten messages."""
+    rank_shares.BUCKET = 512 * 3
     model = Constant(0.0, w=(512 * 60,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with (
@@ -85,7 +87,6 @@ def fail_in_an_exchange(
             optimizer,
             plain_sgd(),
             sync_every=1,
-            bucket_cap_mb=512 * 3 * 4 / 2**20,
             num_replicas=group.num_replicas,
             wire_format=wire_format,
         ) as diloco,

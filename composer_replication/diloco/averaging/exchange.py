@@ -30,7 +30,6 @@ class Exchange:
         manager: The torchft manager, or its simulated double.
         buckets: The buckets, in the same order in all groups.
         contribution: This group's weight. With 0 its values are zeros.
-        keeps_error: Whether the buckets keep their rounding errors, for error feedback.
         memory: uint8, as large as the ``memory_bytes`` of all buckets together.
     """
 
@@ -39,12 +38,11 @@ class Exchange:
         manager: DiLoCoManager,
         buckets: Sequence[QuantizedBucket],
         contribution: float,
-        keeps_error: bool,
         memory: Tensor,
     ) -> None:
         self.buckets = buckets
         self._manager = manager
-        self._keeps_error = keeps_error and contribution > 0
+        self._keeps_error = contribution > 0
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
         with torch.no_grad():

@@ -56,7 +56,6 @@ class QuantizedMean(WeightedMean):
     Args:
         layout: The arguments of ``WeightedMean``.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
-        error_feedback: Whether there is a residual.
     """
 
     def __init__(
@@ -64,41 +63,35 @@ class QuantizedMean(WeightedMean):
         layout: MeanLayout,
         *,
         wire_format: str,
-        error_feedback: bool,
     ) -> None:
         super().__init__(*layout)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._messages: FlatMemory | None = None
         self._taken: Tensor | None = None
-        self.residual: Tensor | None = None
+        size = self.share.stop - self.share.start
+        self.residual = torch.zeros(size, device=self.device)
         """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
-        if error_feedback:
-            size = self.share.stop - self.share.start
-            self.residual = torch.zeros(size, device=self.device)
 
     def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         del contribution  # it goes along with each part
-        if self.residual is not None:
-            values += self.residual[start : start + values.numel()]
+        values += self.residual[start : start + values.numel()]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         groups, rank = manager.num_participants(), manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         bucket_of = AllGatherBucket if groups <= 2 else ReduceScatterBucket
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
-        size = min(self._bucket, several)
+        size = min(self.share.bucket, several)
         buckets = [
             bucket_of(values, groups, rank, self._format) for values in self._own.split(size)
         ]
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        keeps_error = self.residual is not None
         memory = self._message_memory(sum(bucket.memory_bytes for bucket in buckets))
         self._exchange = Exchange(
             manager,
             buckets,
             self.contribution,
-            keeps_error,
             memory,
         )
         return [self._exchange]
@@ -133,9 +126,7 @@ class QuantizedMean(WeightedMean):
         super().abandon()
         self._exchange = self._messages = self._taken = None
 
-    def gather_residual(self) -> Tensor | None:
-        if self.residual is None:
-            return None
+    def gather_residual(self) -> Tensor:
         if self.share.num_ranks == 1:
             return self.residual[: sum(self.share.whole_sizes)]
         whole = self.residual.new_zeros(self.share.padded)
@@ -144,27 +135,16 @@ class QuantizedMean(WeightedMean):
         return whole[: sum(self.share.whole_sizes)]
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
-        if self.residual is None:
-            return
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
         own = whole[self.share.start : self.share.stop]
         self.residual.zero_()[: own.numel()] = own
 
     def forget_residual(self) -> None:
-        if self.residual is not None:
-            self.residual.zero_()
+        self.residual.zero_()
 
 
-def make_mean(
-    layout: MeanLayout,
-    wire_format: str,
-    error_feedback: bool,
-) -> WeightedMean:
-    """Return the mean for a wire format. For ``error_feedback`` see ``QuantizedMean``."""
+def make_mean(layout: MeanLayout, wire_format: str) -> WeightedMean:
+    """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
         return WeightedMean(*layout)
-    return QuantizedMean(
-        layout,
-        wire_format=wire_format,
-        error_feedback=error_feedback,
-    )
+    return QuantizedMean(layout, wire_format=wire_format)

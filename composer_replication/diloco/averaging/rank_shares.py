@@ -10,6 +10,9 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+BUCKET = 2**23
+"""Largest number of elements in a message: 32 MiB of fp32. It never changes a result."""
+
 TIMEOUT = timedelta(seconds=300)
 """How long a rank waits for the shares of the others when a whole tensor is asked for."""
 
@@ -50,7 +53,6 @@ class RankShare:
 
     Args:
         sizes: Elements of each tensor; they lie one after the other.
-        bucket: Largest number of elements that a rank sends the others at a time.
         ranks: Of the group, who hold the same; None for a rank by itself.
         device: Where the ranks talk to each other; the buffer may be elsewhere.
         host_ranks: The same ranks, for whole tensors; None for a rank by itself.
@@ -61,12 +63,11 @@ class RankShare:
     def __init__(
         self,
         sizes: Sequence[int],
-        bucket: int = 2**23,
         ranks: ProcessGroup | None = None,
         device: torch.device | None = None,
         host_ranks: HostRanks | None = None,
     ) -> None:
-        self.whole_sizes, self._bucket = list(sizes), bucket
+        self.whole_sizes, self.bucket = list(sizes), BUCKET
         self._ranks, self._device, self._host_ranks = ranks, device, host_ranks
         self._rank, self.num_ranks = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
         share = -(-sum(sizes) // self.num_ranks)
@@ -113,7 +114,7 @@ class RankShare:
         if self._ranks is None:
             return
         shares = flat.view(self._ranks.size(), -1)
-        for bucket in shares.split(self._bucket, dim=1):
+        for bucket in shares.split(self.bucket, dim=1):
             own = bucket[self._rank].to(self._device, copy=True)
             gathered = own.new_empty(bucket.numel())
             torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)

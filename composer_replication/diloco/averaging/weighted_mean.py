@@ -29,16 +29,10 @@ def chunks_of(flat: Tensor, size: int) -> Sequence[Tensor]:
     return flat.split(size) if flat.numel() > size else (flat,)
 
 
-def elements_of(bucket_cap_mb: float) -> int:
-    """How many fp32 numbers a bucket of so many MiB has."""
-    return max(1, int(bucket_cap_mb * 2**20) // 4)
-
-
 class MeanLayout(NamedTuple):
     """The arguments of ``WeightedMean``, for who builds several."""
 
     share: RankShare
-    bucket_cap_mb: float
     device: torch.device
     shards: Shards | None = None
     gathers: bool = True
@@ -55,7 +49,6 @@ class WeightedMean:
 
     Args:
         share: Of the tensors, in the order that all groups share: what this rank sends.
-        bucket_cap_mb: Largest message in MiB of fp32.
         device: Where the messages live.
         shards: Of the tensors, where each rank of this group holds one: a rank sends all that it
             holds, and whether all values are finite is one answer for the whole group.
@@ -65,14 +58,12 @@ class WeightedMean:
     def __init__(
         self,
         share: RankShare,
-        bucket_cap_mb: float,
         device: torch.device,
         shards: Shards | None = None,
         gathers: bool = True,
     ) -> None:
         self.share, self.device, self._gathers = share, device, gathers
         self._shards = shards or Shards()
-        self._bucket = elements_of(bucket_cap_mb)
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
         self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
         self.messages: list[Tensor] = []
@@ -131,7 +122,7 @@ class WeightedMean:
             own.zero_()
         to_send[start:] = 0.0
         weight = torch.tensor([self.contribution], dtype=torch.float32, device=self.device)
-        self.messages, self._sums = [*to_send.split(self._bucket), weight], flat
+        self.messages, self._sums = [*to_send.split(self.share.bucket), weight], flat
 
     def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         """Weight values that are at ``start`` of this rank's share."""

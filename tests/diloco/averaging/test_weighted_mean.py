@@ -12,11 +12,12 @@ from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedM
 CPU = torch.device("cpu")
 
 
-def average(groups, weights, bucket_cap_mb):
+def average(groups, weights, bucket=2**18):
     """The mean that each group computes, with the sum that a network would give."""
-    means = [
-        WeightedMean(RankShare([t.numel() for t in group]), bucket_cap_mb, CPU) for group in groups
-    ]
+    shares = [RankShare([t.numel() for t in group]) for group in groups]
+    for share in shares:
+        share.bucket = bucket
+    means = [WeightedMean(share, CPU) for share in shares]
     for mean, group, weight in zip(means, groups, weights, strict=True):
         flat = [t.reshape(-1) for t in group]
         mean.pack(lambda value, into: into.copy_(value), (flat,), weight)
@@ -49,7 +50,7 @@ def test_where_torchft_drops_gradients_the_mean_is_right(sizes):
     groups = [
         [torch.full((n,), factor * (k + 1.0)) for k, n in enumerate(sizes)] for factor in (1, 3)
     ]
-    results, _ = average(groups, [1.0, 1.0], bucket_cap_mb=1.0)
+    results, _ = average(groups, [1.0, 1.0])
     for result in results:
         for k, tensor in enumerate(result):
             assert tensor.unique().tolist() == [2.0 * (k + 1)]
@@ -58,17 +59,17 @@ def test_where_torchft_drops_gradients_the_mean_is_right(sizes):
 def test_mixed_dtypes_are_averaged_in_fp32():
     # In torchft a first bf16 parameter rounds the second one's -4.00390625 to -4.
     groups = [[torch.ones(3, dtype=torch.bfloat16), torch.tensor([-4.00390625])]] * 2
-    results, _ = average(groups, [1.0, 1.0], bucket_cap_mb=1.0)
+    results, _ = average(groups, [1.0, 1.0])
     assert results[0][1].item() == -4.00390625
 
 
 def test_a_tensor_without_dimensions_takes_part():
-    results, _ = average([[torch.tensor(1.0)], [torch.tensor(4.0)]], [1.0, 1.0], 1.0)
+    results, _ = average([[torch.tensor(1.0)], [torch.tensor(4.0)]], [1.0, 1.0])
     assert results[0][0].shape == () and results[0][0].item() == 2.5
 
 
 def test_weights_travel_with_the_message():
-    results, totals = average([[torch.tensor([1.0])], [torch.tensor([3.0])]], [1.0, 3.0], 1.0)
+    results, totals = average([[torch.tensor([1.0])], [torch.tensor([3.0])]], [1.0, 3.0])
     assert results[0][0].item() == results[1][0].item() == 2.5
     assert totals == [4.0, 4.0]
 
@@ -76,13 +77,13 @@ def test_weights_travel_with_the_message():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_group_whose_values_are_not_finite_has_no_weight(bad):
     groups = [[torch.tensor([1.0, 2.0])], [torch.tensor([5.0, bad])]]
-    results, totals = average(groups, [1.0, 1.0], bucket_cap_mb=2**-18)
+    results, totals = average(groups, [1.0, 1.0], bucket=1)
     assert totals == [1.0, 1.0]
     assert results[0][0].tolist() == results[1][0].tolist() == [1.0, 2.0]
 
 
 def test_without_any_weight_nothing_is_written():
-    results, totals = average([[torch.tensor([1.0])]] * 2, [0.0, 0.0], 1.0)
+    results, totals = average([[torch.tensor([1.0])]] * 2, [0.0, 0.0])
     assert totals == [0.0, 0.0]
     assert results[0][0].item() == 7.0
 
@@ -90,14 +91,16 @@ def test_without_any_weight_nothing_is_written():
 def test_no_bucket_size_changes_a_bit():
     generator = torch.Generator().manual_seed(0)
     groups = [[torch.randn(n, generator=generator) for n in (13, 1, 700)] for _ in range(3)]
-    caps = [2**-18, 16 / 2**20, 400 / 2**20, 1.0]
+    caps = [1, 4, 100, 2**18]
     means = [average(groups, [1.0, 2.0, 5.0], cap)[0][0] for cap in caps]
     for one, other in itertools.pairwise(means):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_norm_and_bytes_are_those_of_what_is_sent():
-    mean = WeightedMean(RankShare([2, 1]), 2**-17, CPU)
+    share = RankShare([2, 1])
+    share.bucket = 2
+    mean = WeightedMean(share, CPU)
     values = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
     mean.pack(lambda value, into: into.copy_(value), (values,), 2.0)
     assert mean.norm == 5.0
