@@ -200,7 +200,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: Something is wrong. The message names it and the fix.
     """
-    check_keys(config, TOP_LEVEL, "the config")
+    check_keys(config, TOP_LEVEL, "the config", REMOVED)
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"the config lacks {', '.join(missing)}: see configs/quickstart.yaml")
