@@ -14,7 +14,6 @@ from composer import Logger, State, TimeUnit
 from composer_replication.callback.run_folder import RESUME, START, SYNC, ReplicaFolder
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
-from composer_replication.diloco.outer_health import HEALTH
 from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ class SyncLog:
         self._settings = settings
         self._losses: list[float] = []
         self._began: tuple[int, float] | None = None
-        self._synced_at: float | None = None
         self._last_sync: dict[str, Any] = {}
         self.final_loss: float | None = None
 
@@ -55,17 +53,14 @@ class SyncLog:
             self._losses.clear()
             self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
-            self._synced_at = time.monotonic()
-            names = (
-                "contribution",
-                "num_participants",
-                "sync_seconds",
-                "sync_every",
-            )
-            self._last_sync = {name: getattr(report, name) for name in (*names, *HEALTH)} | {
-                "synced_step": report.outer_step,
-                "synced_batch": state.timestamp.batch.value,
+            self._last_sync |= {
+                "num_participants": report.num_participants,
+                "sync_seconds": report.sync_seconds,
+                "inner_share": report.compute_fraction,
             }
+            if report.global_digest is not None:
+                self._last_sync["digest_step"] = report.outer_step
+                self._last_sync["global_digest"] = report.global_digest
             at = self._round(report.inner_steps, report.outer_step)
             logger.log_metrics(metrics | {"diloco/round": at})
             digest = report.global_digest
@@ -162,8 +157,7 @@ class SyncLog:
             seconds_left=seconds_left,
             trained_at=trained_at,
         )
-        since = None if self._synced_at is None else time.monotonic() - self._synced_at
-        more = {"phase": phase, "steps_per_second": speed, "seconds_since_sync": since}
+        more = {"phase": phase, "steps_per_second": speed}
         return position | more | self._last_sync
 
 

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from composer_replication.coordinator.audit import Audit
+from composer_replication.coordinator.events import Events
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -38,14 +38,14 @@ class Admission:
         hosts: Accepted names in the ``Host`` header; None for any. A web page can make a host name
             of its own resolve to this machine and then read answers as its own (DNS rebinding).
             Without a token only the name reveals that.
-        audit: Receives requests with a wrong token.
+        events: Receives requests with a wrong token.
     """
 
     def __init__(
-        self, app: App, tokens: Collection[str], hosts: Collection[str] | None, audit: Audit
+        self, app: App, tokens: Collection[str], hosts: Collection[str] | None, events: Events
     ) -> None:
         self._app = app
-        self._audit = audit
+        self._events = events
         self._tokens = [token.encode() for token in tokens]
         self._hosts = hosts
 
@@ -56,8 +56,10 @@ class Admission:
         rejection = self._rejection(scope["path"], Headers(scope=scope))
         if rejection is not None:
             await rejection(scope, receive, send)
-            if rejection.status_code == 401 and self._audit.count_wrong_token():
-                await run_in_threadpool(self._audit.write_wrong_tokens, address_of(scope))
+            # A browser that opens the page has no token yet.
+            is_guess = rejection.status_code == 401 and "authorization" in Headers(scope=scope)
+            if is_guess and self._events.count_wrong_token():
+                await run_in_threadpool(self._events.add_wrong_tokens, address_of(scope))
             return
         size = 0
 

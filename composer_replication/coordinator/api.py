@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
@@ -22,13 +24,18 @@ from composer_replication.coordinator.api_types import (
     Name,
     Registration,
 )
-from composer_replication.coordinator.audit import Audit
 from composer_replication.coordinator.data_api import data_router
-from composer_replication.coordinator.database import StorageError
-from composer_replication.coordinator.page import page_html, report_html
-from composer_replication.coordinator.registry import DuplicateError, OutdatedError, Versions
-from composer_replication.coordinator.run_data import RunData
-from composer_replication.coordinator.run_settings import RejectedError
+from composer_replication.coordinator.database import RejectedError, StorageError
+from composer_replication.coordinator.events import Events
+from composer_replication.coordinator.page import page_html, with_record
+from composer_replication.coordinator.registry import (
+    DuplicateError,
+    OutdatedError,
+    Registry,
+    Versions,
+)
+from composer_replication.coordinator.run_settings import RunSettings
+from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.tables import (
     DatasetMismatch,
     StreamClosed,
@@ -48,11 +55,87 @@ STATUS_OF = {
 }
 """The HTTP status of each of our errors. The answer has the error's text."""
 
+Record = Callable[[], Mapping[str, Any]]
+"""Returns what a run's folder adds to the page's data, or has more of; see ``RunData.page``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts about a run that groups receive beside its settings.
+
+    Args:
+        num_replicas: Number of groups that a cold start waits for.
+        min_replicas: Fewest groups in a quorum that may commit.
+        model_section: The config's ``model``, if it has one. Groups compare it with their own
+            before they build the model.
+    """
+
+    num_replicas: int
+    min_replicas: int = 1
+    model_section: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """A run, and what there is to say about it.
+
+    Args:
+        settings: Settings of the run.
+        registry: Replica groups of the run.
+        streams: Their sample streams.
+        events: What has happened.
+        lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
+        facts: What groups receive beside the settings.
+        record: What the run's folder adds. None: the service knows no such folder.
+    """
+
+    settings: RunSettings
+    registry: Registry
+    streams: Streams
+    events: Events
+    lighthouse_addr: str
+    facts: RunFacts
+    record: Record | None = None
+
+    def info(self) -> Info:
+        """The settings that all replica groups adopt, and what else they need to start."""
+        section = self.facts.model_section
+        return Info(
+            version=self.registry.versions.composer_replication,
+            torchft=self.registry.versions.torchft,
+            settings=asdict(self.settings.settings),
+            settings_source=self.settings.source,
+            num_replicas=self.facts.num_replicas,
+            min_replicas=self.facts.min_replicas,
+            lighthouse_addr=self.lighthouse_addr,
+            heartbeat_timeout_s=self.registry.heartbeat_timeout_s,
+            outer_step=self.streams.outer_step,
+            model_section=None if section is None else dict(section),
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What this service knows about the run. Groups ask for it too."""
+        replicas = self.registry.replicas()
+        run = self.info().model_dump()
+        return run | {
+            "time": time.time(),
+            "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
+            "replicas": replicas,
+            "losses": self.registry.history.losses(),
+            "agreement": self.registry.history.agreement(),
+            "datasets": [asdict(dataset) for dataset in self.streams.units.datasets()],
+            "events": self.events.newest(),
+        }
+
+    def page(self) -> dict[str, Any]:
+        """Everything that the page shows; ``docs/watching.md`` describes it."""
+        status = self.status()
+        return status if self.record is None else with_record(status, self.record())
+
 
 def create_app(
     run: RunData,
     *,
-    audit: Audit,
     tokens: Collection[str],
     hosts: Collection[str] | None = None,
 ) -> FastAPI:
@@ -60,7 +143,6 @@ def create_app(
 
     Args:
         run: What there is to say about the run, and what requests change.
-        audit: Receives changes of the run.
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
     """
@@ -72,7 +154,7 @@ def create_app(
     app = FastAPI(
         title="composer-replication coordinator", version=__version__, docs_url=None, redoc_url=None
     )
-    app.add_middleware(Admission, tokens=tokens, hosts=hosts, audit=audit)
+    app.add_middleware(Admission, tokens=tokens, hosts=hosts, events=run.events)
     app.add_exception_handler(RequestValidationError, _explain_invalid)
     for kind, code in STATUS_OF.items():
         app.add_exception_handler(kind, _answer_with(code))
@@ -91,7 +173,8 @@ def create_app(
         about = {"host": registration.host, "world_size": registration.world_size}
         versions = Versions(registration.composer_replication, registration.torchft)
         replica_id = registration.replica_id
-        with audit.action("registration", replica_id, address_of(request.scope), **about):
+        what = f"registration of replica group {replica_id} on {registration.host}"
+        with run.events.action(what, address_of(request.scope)):
             registry.register(replica_id, registration.session, about, versions, registration.model)
         return Member(replica_id=replica_id)
 
@@ -127,22 +210,17 @@ def create_app(
 
     @v1.get("/page")
     def page_data() -> dict[str, Any]:
-        """Return everything that the status page shows: the status, and what the run's folder has.
+        """Return everything that the page shows: the status, and what the run's folder has.
 
         It may take a second. What decides about a run asks for the status.
         """
         return run.page()
 
-    @v1.get("/report", response_class=HTMLResponse)
-    def report() -> HTMLResponse:
-        """Return the status page with its data inside, to keep it or to send it to others."""
-        return HTMLResponse(report_html(run.page()))
-
     @app.get("/", include_in_schema=False)
     def page() -> HTMLResponse:
         return HTMLResponse(page_html())  # without data: it asks for the token and then for those
 
-    v1.include_router(data_router(streams, audit))
+    v1.include_router(data_router(streams, run.events))
     app.include_router(v1)
     return app
 

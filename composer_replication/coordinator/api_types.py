@@ -83,18 +83,13 @@ class Heartbeat(StrictBody):
     inner_steps: Count | None = None
     outer_step: Count | None = None
     round: Number = None
-    sync_every: Count | None = None
     loss: Number = None
-    contribution: Number = None
     num_participants: Count | None = None
     sync_seconds: Number = None
-    seconds_since_sync: Number = None
+    inner_share: Number = None
     steps_per_second: Number = None
-    synced_step: Count | None = None
-    synced_batch: Count | None = None
-    momentum_cosine: Number = None
-    group_cosine: Number = None
-    mean_norm_ratio: Number = None
+    digest_step: Count | None = None
+    global_digest: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
 
 
 class Member(BaseModel):

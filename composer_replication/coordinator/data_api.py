@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from composer_replication.coordinator.admission import address_of
 from composer_replication.coordinator.api_types import Count, ErrorBody, GroupName, Name, StrictBody
-from composer_replication.coordinator.audit import Audit
+from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.leases import Lease
 from composer_replication.coordinator.work_units.work_units import DatasetProgress
@@ -106,12 +106,12 @@ class OuterStep(BaseModel):
     outer_step: int
 
 
-def data_router(streams: Streams, audit: Audit) -> APIRouter:
+def data_router(streams: Streams, events: Events) -> APIRouter:
     """Build the routes for samples.
 
     Args:
         streams: Sample streams of the run.
-        audit: Receives rewinds.
+        events: Receives rewinds.
     """
     router = APIRouter(responses={404: {"model": ErrorBody}})
     units = streams.units
@@ -161,7 +161,7 @@ def data_router(streams: Streams, audit: Audit) -> APIRouter:
     def rewind(request: Request, body: RewindRequest) -> OuterStep:
         """Continue the run from a checkpoint, and undo what came after it."""
         outer_step = body.outer_step
-        with audit.action("rewind", None, address_of(request.scope), outer_step=outer_step):
+        with events.action(f"rewind to outer step {outer_step}", address_of(request.scope)):
             streams.rewind(outer_step, _ledger(body.ledger))
         return OuterStep(outer_step=outer_step)
 

@@ -25,6 +25,10 @@ FIXES = {
 }
 
 
+class RejectedError(ValueError):
+    """A replica group, or settings, that do not fit the run."""
+
+
 class StorageError(RuntimeError):
     """The database file cannot be read or written, or it has another schema version."""
 

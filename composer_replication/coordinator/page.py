@@ -1,4 +1,4 @@
-"""The status page as one HTML file. The service serves it, and a report has its data inside."""
+"""The page of a run: one HTML file, which the service serves and which is saved with its data."""
 
 from __future__ import annotations
 
@@ -17,62 +17,97 @@ PAGE_DATA = "page.json"
 REPORT = "report.html"
 """The page of a run with its data inside."""
 
-_SCRIPTS = (
-    "nodes.js",
-    "values.js",
-    "groups.js",
-    "charts.js",
-    "spread.js",
-    "loss.js",
-    "outer_loop.js",
-    "data.js",
-    "timeline.js",
-    "settings.js",
-    "page.js",
-)
-"""In the order in which they are run: each uses what those before it define."""
+MAX_POINTS = 500
+"""Most points of a curve on the page."""
+
+Points = list[tuple[int, Any]]
 
 
 @cache
 def page_html() -> str:
     """The page without data. It asks the service for them, with the token that people enter."""
-    folder = resources.files("composer_replication.coordinator") / "web"
-
-    def read(name: str) -> str:
-        return (folder / name).read_text("utf-8")
-
-    page = read("page.html").replace("/* page.css */", read("page.css"))
-    return page.replace("/* scripts */", "\n".join(map(read, _SCRIPTS)))
-
-
-def report_html(data: Mapping[str, Any]) -> str:
-    """The page with its data inside, which needs no service and no network.
-
-    Args:
-        data: As ``/v1/page`` returns it. Numbers that are not finite become null.
-    """
-    text = json.dumps(_finite(data), separators=(",", ":"))
-    # Inside a script element "</script" or "<!--" would end or hide what follows.
-    text = text.replace("<", "\\u003c")
-    return page_html().replace('type="application/json">', f'type="application/json">{text}', 1)
+    folder = resources.files("composer_replication.coordinator")
+    return (folder / "web" / "page.html").read_text("utf-8")
 
 
 def write_report_html(folder: Path, data: Mapping[str, Any]) -> Path:
-    """Write ``report.html`` into a folder, and return its path.
+    """Write ``report.html`` into a folder: the page with its data inside, which needs no service.
+
+    Args:
+        folder: The folder.
+        data: As ``/v1/page`` returns it, and ``report``: when it was written, and which ``files``
+            lie beside it.
+
+    Returns:
+        The path.
 
     Raises:
         OSError: It cannot be written.
     """
+    text = json.dumps(finite(data), separators=(",", ":"))
+    # Inside a script element "</script" or "<!--" would end or hide what follows.
+    text = text.replace("<", "\\u003c")
     path = folder / REPORT
-    replace_text(path, report_html(data))
+    start = 'type="application/json">'
+    replace_text(path, page_html().replace(start, start + text, 1))
     return path
 
 
-def _finite(value: Any) -> Any:
+def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what a run's folder has. It has every sync, which heartbeats do not.
+
+    Args:
+        status: As ``/v1/status`` returns it.
+        record: Its ``groups`` has more columns of each group, and its ``events`` are added. Other
+            keys replace those of the status.
+    """
+    rest = {name: value for name, value in record.items() if name not in ("groups", "events")}
+    groups, shown = record.get("groups", {}), {r["replica_id"]: r for r in status["replicas"]}
+    return {
+        **status,
+        **rest,
+        "replicas": [
+            {"replica_id": id, **shown.get(id, {}), **groups.get(id, {})}
+            for id in dict.fromkeys([*shown, *groups])
+        ],
+        "events": [*status["events"], *record.get("events", ())],
+    }
+
+
+def agreement_of(digests: Mapping[int, Mapping[str, str]]) -> dict[str, Any] | None:
+    """Compare the digests of the groups' global parameters.
+
+    Args:
+        digests: By outer step, the digest of each group that has told it.
+
+    Returns:
+        ``outer_step`` and ``digests`` of the newest outer step of which several groups have told
+        theirs, and ``differing``, the outer steps at which they were not equal. None: there is no
+        such step.
+    """
+    several = sorted(step for step, groups in digests.items() if len(groups) > 1)
+    if not several:
+        return None
+    differing = [step for step in several if len(set(digests[step].values())) > 1]
+    newest = several[-1]
+    return {"outer_step": newest, "digests": dict(digests[newest]), "differing": differing[-20:]}
+
+
+def thinned(points: Points) -> Points:
+    """Sort points, and select at most ``MAX_POINTS`` at even distances, with the newest one."""
+    points.sort(key=lambda point: point[0])
+    if not points:
+        return []
+    every = 1 + (len(points) - 1) // MAX_POINTS
+    return points[(len(points) - 1) % every :: every]
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have, NaN and infinity, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

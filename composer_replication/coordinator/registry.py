@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.journal import Journal
-from composer_replication.coordinator.run_history import RunHistory
-from composer_replication.coordinator.run_settings import RejectedError
+from composer_replication.coordinator.database import Database, RejectedError
+from composer_replication.coordinator.events import Events, History
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replicas (
@@ -63,25 +61,25 @@ class Registry:
 
     Args:
         database: Holds what must survive this process.
-        journal: Receives registrations and departures.
+        events: Receives registrations and departures.
         versions: Versions of this process. Groups with others are rejected.
         heartbeat_timeout_s: Seconds of silence after which a group is dead.
         clock: Returns seconds; tests replace it.
 
     Attributes:
-        history: What the heartbeats have reported over time.
+        history: Losses and digests that heartbeats have reported.
     """
 
     def __init__(
         self,
         database: Database,
-        journal: Journal,
+        events: Events,
         versions: Versions,
         heartbeat_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
-        self._journal = journal
+        self._events = events
         self.versions = versions
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.clock = clock
@@ -91,7 +89,7 @@ class Registry:
         # dead.
         self._lock = threading.Lock()
         self._incarnations: dict[str, Incarnation] = {}
-        self.history = RunHistory()
+        self.history = History()
         database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
             rows = cursor.execute("SELECT replica_id, session FROM replicas").fetchall()
@@ -149,15 +147,8 @@ class Registry:
         is_new = row is None or row[0] != session
         with self._lock:  # from here on requests of the previous session are rejected
             since = self.clock() if is_new else self._registered_at(replica_id)
-            if is_new and replica_id in self._incarnations:
-                self.history.end_life(replica_id, self._life(replica_id))
             self._sessions[replica_id] = session
             self._incarnations[replica_id] = Incarnation(since, self.clock(), {"phase": "joining"})
-        if is_new:
-            again = "" if count == 1 else f", for the {count}. time"
-            self._journal.add(
-                f"replica group {replica_id} registered from {about.get('host')}{again}"
-            )
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
         """Record that a group is alive, and its heartbeat's fields. It never waits for the disk.
@@ -194,7 +185,7 @@ class Registry:
             )
             incarnation.left_at = self.clock()
             incarnation.progress["phase"] = "finished"
-        self._journal.add(f"replica group {replica_id} has left")
+        self._events.add(f"replica group {replica_id} has left")
 
     def _check_session(self, replica_id: str, session: str) -> None:
         if self._sessions.get(replica_id) != session:
@@ -247,27 +238,6 @@ class Registry:
     def _registered_at(self, replica_id: str) -> float:
         incarnation = self._incarnations.get(replica_id)
         return self._began if incarnation is None else incarnation.registered_at
-
-    def _life(self, replica_id: str) -> dict[str, Any]:
-        """When the present incarnation of a group lived, in seconds since 1970, and its end."""
-        incarnation = self._incarnations[replica_id]
-        epoch = time.time() - self.clock()
-        until = end = None
-        if not self.is_alive(replica_id):
-            until = epoch + (incarnation.left_at or incarnation.last_seen)
-            end = "finished" if incarnation.progress.get("phase") == "finished" else "lost"
-        return {"began": epoch + incarnation.registered_at, "ended": until, "end": end}
-
-    def lives(self) -> dict[str, list[dict[str, Any]]]:
-        """The lives of each group that this process knows, oldest first.
-
-        Returns:
-            For each group, rows of ``began`` and ``ended`` in seconds since 1970, and ``end``:
-            ``finished``, ``lost``, or None if the group is alive.
-        """
-        with self._lock:
-            now = {id: self._life(id) for id in self._incarnations}
-        return {id: [*self.history.lives(id), life] for id, life in now.items()}
 
     def replicas(self) -> list[dict[str, Any]]:
         """All groups that ever registered, as the status page shows them."""

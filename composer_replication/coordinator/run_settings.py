@@ -7,8 +7,8 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.database import Database, RejectedError
+from composer_replication.coordinator.events import Events
 from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -20,16 +20,12 @@ CREATE TABLE IF NOT EXISTS settings (
 """
 
 
-class RejectedError(ValueError):
-    """A replica group, or settings, that do not fit the run."""
-
-
 class RunSettings:
     """The settings that all replica groups of a run have, from its start to its end.
 
     Args:
         database: Keeps them.
-        journal: Receives what has changed since this state folder was last served.
+        events: Receives what has changed since this state folder was last served.
         settings: The settings of the config.
         source: Where they come from, for people.
         all_start: Whether all replica groups start with this service, so that settings may have
@@ -46,7 +42,7 @@ class RunSettings:
     def __init__(
         self,
         database: Database,
-        journal: Journal,
+        events: Events,
         settings: DiLoCoSettings,
         source: str,
         all_start: bool = False,
@@ -70,7 +66,7 @@ class RunSettings:
                 "INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", (json.dumps(now), self.source)
             )
         if changes:
-            journal.add(f"new settings from {self.source}: {changes}")
+            events.add(f"new settings from {self.source}: {changes}")
 
 
 def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
-from composer_replication.coordinator.api import create_app
-from composer_replication.coordinator.audit import AUDIT, Audit
+from composer_replication.coordinator.api import Record, RunData, RunFacts, create_app
 from composer_replication.coordinator.database import Database, StorageError
+from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
-from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry, Versions
-from composer_replication.coordinator.run_data import Record, RunData, RunFacts
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.arguments import takes
@@ -102,10 +100,10 @@ class Coordinator:
             # the first one's groups, count them as dead and close their streams.
             opened.callback(os.close, open_lock(own.state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(own.state_dir / STATE)))
-            journal = Journal(database)
-            run_settings = RunSettings(database, journal, own.settings, own.source, own.all_start)
+            events = Events(database)
+            run_settings = RunSettings(database, events, own.settings, own.source, own.all_start)
             versions = Versions(__version__, version("torchft-nightly"))
-            registry = Registry(database, journal, versions, own.heartbeat_timeout_s)
+            registry = Registry(database, events, versions, own.heartbeat_timeout_s)
             service = HttpService(own.bind, own.ssl_certfile, own.ssl_keyfile)
             self._http = opened.enter_context(closing(service))
             lighthouse = _start_lighthouse_beside(
@@ -119,15 +117,14 @@ class Coordinator:
             self._run = RunData(
                 settings=run_settings,
                 registry=registry,
-                streams=Streams(database, registry, journal),
-                journal=journal,
+                streams=Streams(database, registry, events),
+                events=events,
                 lighthouse_addr=self.lighthouse_addr,
                 facts=own,
                 record=own.record,
             )
             app = create_app(
                 self._run,
-                audit=Audit(own.state_dir / AUDIT),
                 tokens=own.tokens,
                 hosts=None if own.tokens else _loopback_names(own.bind, own.hostname),
             )

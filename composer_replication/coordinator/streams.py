@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Set
 
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.work_units.tables import OpenStream, check_count
 from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
@@ -30,13 +30,13 @@ class Streams:
     Args:
         database: Holds all of this.
         registry: Knows which groups are dead.
-        journal: Receives samples that become available again.
+        events: Receives samples that become available again.
     """
 
-    def __init__(self, database: Database, registry: Registry, journal: Journal) -> None:
+    def __init__(self, database: Database, registry: Registry, events: Events) -> None:
         self._database = database
         self._registry = registry
-        self._journal = journal
+        self._events = events
         self.units = WorkUnits(database)
         self._newest: tuple[int, Set[int]] = (0, set())
         """The newest outer step reported to this process, and the streams that took part in it."""
@@ -135,11 +135,11 @@ class Streams:
         check_count("outer_step", outer_step)
         with self._database.transaction() as cursor:
             if self._has_passed(outer_step):
-                self._journal.add(f"the run has already continued from outer step {outer_step}")
+                self._events.add(f"the run has already continued from outer step {outer_step}")
                 return
             self.units.rewind(ledger)
             if outer_step != self.outer_step:
-                self._journal.add(
+                self._events.add(
                     f"the run continues from outer step {outer_step}, not {self.outer_step}"
                 )
                 _set_outer_step(cursor, outer_step)
@@ -166,7 +166,7 @@ class Streams:
         samples, in_part = self.units.close(stream)
         if samples:
             part = f", {in_part} of them in part of the model" if in_part else ""
-            self._journal.add(
+            self._events.add(
                 f"{samples} uncommitted samples of replica group {replica_id} are available "
                 f"again{part}"
             )

@@ -15,6 +15,7 @@ from composer_replication.callback.run_folder import (
     CONTINUED,
     END,
     ERROR,
+    EVALUATION,
     EVENTS,
     OUTER_STEP,
     REJECTION,
@@ -24,7 +25,6 @@ from composer_replication.callback.run_folder import (
     SYNC,
 )
 from composer_replication.callback.words import format_bytes, plural
-from composer_replication.launch.outer_readings import describe_outer_loop
 from composer_replication.replica.json_files import JsonLineReader, replace_json
 
 # Colours, and the rank that torch writes before every line of a traceback.
@@ -35,7 +35,7 @@ _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \
 
 
 _SHARE = "share_of_time_in_inner_steps"
-_KEPT = {RESUME: "resumes", ERROR: "errors", REJECTION: "errors"}
+_KEPT = {RESUME: "resumes", EVALUATION: "evaluations", ERROR: "errors", REJECTION: "errors"}
 
 
 class GroupEvents(Collection[dict[str, Any]]):
@@ -49,6 +49,7 @@ class GroupEvents(Collection[dict[str, Any]]):
     Attributes:
         starts: Each start of a process, or of a further fit.
         resumes: Each resume from a checkpoint and what it repeated.
+        evaluations: Each evaluation: its batch, and what it found.
         errors: The errors with which it ended.
         result: Its final result; empty if it has none.
         num_damaged: Lines that cannot be read. They are left out.
@@ -64,6 +65,7 @@ class GroupEvents(Collection[dict[str, Any]]):
         self.ended_at = 0.0
         self.starts: list[dict[str, Any]] = []
         self.resumes: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
         self.errors: list[dict[str, Any]] = []
         self.result: dict[str, Any] = {}
         reader = JsonLineReader(path)
@@ -279,8 +281,6 @@ def describe(run: Run) -> list[tuple[str, str]]:
     shares = {id: group.inner_share for id, group in run.metrics.items()}
     each = ", ".join(f"group {id} {share:.0%}" for id, share in shares.items() if share is not None)
     rows += [("time in inner steps", each)] if each else []
-    longest = max(run.metrics.values(), key=len)
-    rows += describe_outer_loop(longest, len(longest))
     return rows
 
 

@@ -5,7 +5,6 @@ Requests go straight into the middleware, around the real application where that
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 from coordinator.test_api import make
@@ -13,7 +12,8 @@ from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from composer_replication.coordinator.admission import MAX_BODY, Admission
-from composer_replication.coordinator.audit import Audit
+from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.events import Events
 
 
 async def answer_ok(scope, receive, send):
@@ -35,7 +35,8 @@ def ask(headers, chunks=(b"",), *, path="/v1/replicas", tokens=("secret",), host
 
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
-    asyncio.run(Admission(answer_ok, tokens, hosts, Audit(Path("/dev/null")))(scope, receive, send))
+    events = Events(Database(":memory:"))
+    asyncio.run(Admission(answer_ok, tokens, hosts, events)(scope, receive, send))
     return sent[0]["status"], json.loads(sent[1]["body"]), len(chunks) - len(left)
 
 

@@ -4,12 +4,9 @@ Real: FastAPI and SQLite in ``tmp_path``; requests go straight into the applicat
 """
 
 import dataclasses
-import json
-import logging
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 
 import httpx
 import pytest
@@ -21,18 +18,14 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from composer_replication.coordinator.api import create_app
-from composer_replication.coordinator.audit import AUDIT, Audit
-from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.api import RunData, RunFacts, create_app
+from composer_replication.coordinator.database import Database, RejectedError
+from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
-from composer_replication.coordinator.journal import Journal
 from composer_replication.coordinator.registry import Registry, Versions
-from composer_replication.coordinator.run_data import RunData, RunFacts
-from composer_replication.coordinator.run_settings import RejectedError, RunSettings
+from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
-from composer_replication.diloco.outer_health import HEALTH
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.launch.outer_readings import READINGS
 
 SETTINGS = DiLoCoSettings(sync_every=20, num_fragments=2, fragment_patterns=[["a*"], ["*"]])
 MODEL = "2 tensors, sha256 aa"
@@ -53,18 +46,18 @@ def clock():
 
 def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **arguments):
     database = Database(tmp_path / "state.sqlite")
-    journal = Journal(database)
-    registry = Registry(database, journal, Versions("0.1.0", "2026.10.26"), 3.0, clock)
+    events = Events(database)
+    registry = Registry(database, events, Versions("0.1.0", "2026.10.26"), 3.0, clock)
     run = RunData(
-        settings=RunSettings(database, journal, settings, "tiny.yaml", **arguments),
+        settings=RunSettings(database, events, settings, "tiny.yaml", **arguments),
         registry=registry,
-        streams=Streams(database, registry, journal),
-        journal=journal,
+        streams=Streams(database, registry, events),
+        events=events,
         lighthouse_addr="http://head:1",
         facts=RunFacts(num_replicas=2, min_replicas=1, model_section={"d_model": 8}),
         record=record,
     )
-    app = create_app(run, audit=Audit(tmp_path / AUDIT), tokens=[token] if token else [])
+    app = create_app(run, tokens=[token] if token else [])
     headers = {"Authorization": f"Bearer {token}"}
     client = TestClient(app, headers=headers, raise_server_exceptions=False)
     client.app_state |= {"database": database, "registry": registry}
@@ -222,9 +215,9 @@ def test_the_status_shows_where_each_group_stands(client, clock):
     assert status["losses"] == {"0": [[20, 3.5], [40, 3.25]]}
     assert client.get("/v1/info").json()["outer_step"] == 2
     assert status["outer_step"] == 2
-    assert [event["text"] for event in status["events"]] == [
-        "replica group 0 registered from here",
-        "replica group 1 registered from here",
+    assert events_of(client) == [
+        "registration of replica group 0 on here, from testclient",
+        "registration of replica group 1 on here, from testclient",
     ]
 
 
@@ -454,52 +447,23 @@ def test_an_invalid_request_is_explained_without_its_values(client, path, body, 
     assert message in detail and "secret" not in detail and len(detail) <= 500
 
 
-AUDITED = {
-    "registration": lambda client: register(client),
-    "rewind": lambda client: client.post("/v1/rewind", json={"outer_step": 0, "ledger": []}),
-}
+def events_of(client):
+    return [event["text"] for event in client.get("/v1/status").json()["events"]]
 
 
-def audit_of(tmp_path):
-    return [json.loads(line) for line in (tmp_path / AUDIT).read_text().splitlines()]
-
-
-@pytest.mark.parametrize("what", AUDITED)
-def test_who_changes_a_run_is_written_down(client, tmp_path, caplog, what):
-    caplog.set_level(logging.INFO, "composer_replication.coordinator.audit")
-    assert AUDITED[what](client).is_success
-    (line,) = audit_of(tmp_path)
-    assert (line["what"], line["from"], line["outcome"]) == (what, "testclient", "done")
-    assert datetime.fromisoformat(line["time"]).tzinfo is not None
-    assert line["who"] == ("0" if what == "registration" else None)
-    assert (tmp_path / AUDIT).stat().st_mode & 0o777 == 0o600
-    (told,) = [
-        r.message for r in caplog.records if r.name == "composer_replication.coordinator.audit"
-    ]
-    assert json.loads(told) == line
-
-
-def test_a_refusal_is_written_down_with_its_reason(client, tmp_path):
+def test_who_changes_a_run_or_tries_to_is_written_down(client):
     register(client)
     register(client, "0", "two")
-    _, twin = audit_of(tmp_path)
-    assert (twin["who"], twin["outcome"]) == ("0", "refused") and "'0' is alive" in twin["why"]
-
-
-def test_wrong_tokens_are_written_down_once_a_minute(client, tmp_path):
+    client.post("/v1/rewind", json={"outer_step": 0, "ledger": []})
     for _ in range(5):
         client.get("/v1/info", headers={"Authorization": "Bearer guessed"})
-    (line,) = audit_of(tmp_path)
-    assert (line["what"], line["from"], line["requests"]) == ("wrong token", "testclient", 1)
-    assert "guessed" not in (tmp_path / AUDIT).read_text()
-
-
-def test_an_audit_that_cannot_be_written_stops_nothing(client, tmp_path, caplog):
-    (tmp_path / AUDIT).mkdir()
-    for name in "01":
-        assert register(client, name).status_code == 201
-    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "only the log has the audit" in warnings[0]
+    what = "registration of replica group 0 on here, from testclient"
+    told = events_of(client)
+    assert told[0] == what and told[1].startswith(f"{what}, is refused: a replica group '0' is")
+    assert told[2:] == [
+        "rewind to outer step 0, from testclient",
+        "requests with a wrong token: 1, the last one from testclient",
+    ]
 
 
 @pytest.mark.parametrize("header", [{"Authorization": ""}, {"Authorization": "Bearer wrong"}])
@@ -512,7 +476,7 @@ def test_without_the_token_nothing_is_told(client, header):
 
 def test_the_page_needs_no_internet(client):
     page = client.get("/", headers={"Authorization": ""})
-    assert page.status_code == 200 and "/v1/status" in page.text
+    assert page.status_code == 200 and "v1/page" in page.text
     assert not any(word in page.text for word in ('src="http', 'href="http', "@import", "//cdn"))
 
 
@@ -564,18 +528,25 @@ def test_the_page_keeps_the_token_out_of_the_address_bar(client):
     assert page.index("if (encoded) keepToken()") < page.index("history.replaceState(")
 
 
-def test_the_page_says_how_to_read_the_outer_loop_as_the_report_does(client):
-    page = client.get("/").text
-    for reading in READINGS:
-        names = ", ".join(f'"{name}"' for name in reading.names)
-        row = rf'\[\s*"{reading.title.capitalize()}",\s*\[{names}\],\s*'
-        assert re.search(row + f'"{re.escape(reading.sentence)}",', page), reading.title
-    assert [name for reading in READINGS for name in reading.names] == list(HEALTH)
-
-
-def test_the_status_has_the_outer_loops_metrics(client):
-    register(client, "0")
-    told = {name: 0.25 for name in HEALTH}
-    beat(client, **told)
-    (group,) = client.get("/v1/status").json()["replicas"]
-    assert told.items() <= group.items()
+def test_the_page_has_what_heartbeats_tell_and_what_the_folder_adds(tmp_path, clock):
+    record = {
+        "run_name": "quickstart",
+        "groups": {"0": {"inner_share": 0.5, "error": "OSError: no"}, "1": {"phase": "finished"}},
+        "losses": {"0": [[20, 3.0]]},
+        "events": [{"time": 1.0, "text": "replica group 0: OSError: no"}],
+    }
+    client, database = make(tmp_path, clock, record=lambda: record)
+    register(client)
+    beat(client, batch=20, loss=3.5, inner_share=0.9, digest_step=2, global_digest="ab" * 32)
+    status, page = (client.get(f"/v1/{name}").json() for name in ("status", "page"))
+    [group] = status["replicas"]
+    assert (group["inner_share"], status["losses"]) == (0.9, {"0": [[20, 3.5]]})
+    with_folder, other = page["replicas"]
+    assert (with_folder["loss"], with_folder["inner_share"]) == (3.5, 0.5)
+    assert (
+        with_folder["error"] == "OSError: no"
+        and other == {"replica_id": "1"} | record["groups"]["1"]
+    )
+    assert page["losses"] == record["losses"] and page["run_name"] == "quickstart"
+    assert page["events"] == status["events"] + record["events"]
+    database.close()

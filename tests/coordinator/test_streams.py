@@ -6,7 +6,7 @@ Real: SQLite in ``tmp_path``, the registry and the work units; only the clock is
 import pytest
 
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.journal import Journal
+from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import Registry, Versions
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.tables import UnknownStream
@@ -27,17 +27,16 @@ class Service:
 
     def start(self):
         self.database = Database(self.path)
-        self.journal = Journal(self.database)
-        self.registry = Registry(self.database, self.journal, VERSIONS, TIMEOUT_S, lambda: self.now)
-        self.streams = Streams(self.database, self.registry, self.journal)
+        self.events = Events(self.database)
+        self.registry = Registry(self.database, self.events, VERSIONS, TIMEOUT_S, lambda: self.now)
+        self.streams = Streams(self.database, self.registry, self.events)
 
     def restart(self):
         self.database.close()
         self.start()
 
     def register(self, replica_id, session):
-        model = [("weight", (2,), "torch.float32")]
-        self.registry.register(replica_id, session, {"host": "here"}, VERSIONS, model)
+        self.registry.register(replica_id, session, {"host": "here"}, VERSIONS, "a model")
 
     def begin(self, replica_id, session, leases=2):
         """A group registers, and leases some units of a stream of its own."""
@@ -67,7 +66,7 @@ class Service:
 
     def returned(self):
         return [
-            event["text"] for event in self.journal.events() if "available again" in event["text"]
+            event["text"] for event in self.events.newest() if "available again" in event["text"]
         ]
 
 
@@ -252,8 +251,8 @@ def test_the_largest_outer_step_is_remembered_until_a_rewind(service, a):
         service.streams.rewind(5, {a: (5, 5)})
     assert service.streams.outer_step == 5
     assert service.streams.units.dataset("c4").epochs[0].done == 5
-    events = [event["text"] for event in service.journal.events()]
-    assert events[1:] == ["the run continues from outer step 5, not 9"]
+    events = [event["text"] for event in service.events.newest()]
+    assert events == ["the run continues from outer step 5, not 9"]
     with pytest.raises(UnknownStream):
         service.streams.rewind(3, {2**40: (1, 1)})
     assert service.streams.outer_step == 5

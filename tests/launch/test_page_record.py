@@ -7,10 +7,10 @@ import re
 
 import pytest
 from launch import recorded_run
-from launch.recorded_run import BACK_AT, BEGAN, JOINED_S, KILLED_AFTER, SYNCS, sync_time
-from run_events import events_of, write_events
+from launch.recorded_run import BACK_AT, KILLED_AFTER, SYNCS, sync_time
+from run_events import write_events
 
-from composer_replication.coordinator.page import page_html, report_html
+from composer_replication.coordinator.page import page_html, write_report_html
 from composer_replication.launch.page_record import RunRecord, read_record, write_page
 
 
@@ -27,62 +27,51 @@ def data_of(html):
     return json.loads(text)
 
 
-def test_the_record_has_each_groups_losses_and_the_syncs_with_their_batch(run_dir):
+def test_the_record_has_what_the_groups_have_written(run_dir):
     record = read_record(run_dir)
+    assert record["run_name"] == "run"
     assert record["losses"].keys() == {"0", "1", "2"}
     assert len(record["losses"]["0"]) == SYNCS and len(record["losses"]["1"]) < SYNCS
     assert record["losses"]["2"][0] == [10, pytest.approx(5.19)]
-    assert [s["outer_step"] for s in record["syncs"]] == list(range(1, SYNCS + 1))
-    assert [s["batch"] for s in record["syncs"]] == list(range(10, 10 * SYNCS + 1, 10))
+    assert 0.5 < record["groups"]["0"]["inner_share"] < 1
+    digests = dict.fromkeys("012", "28" * 32)
+    assert record["agreement"] == {"outer_step": 40, "digests": digests, "differing": []}
+    assert record["evaluations"] == [{"batch": 400, "eval": {"ppl": 24.5}}]
 
 
-def test_a_group_that_was_killed_has_two_lives(run_dir):
-    lives = read_record(run_dir)["lives"]
-    assert lives["0"] == [
-        {"began": BEGAN, "joined": BEGAN + JOINED_S, "ended": sync_time(SYNCS), "end": "finished"}
-    ]
+def test_losses_faults_and_joins_are_events(run_dir):
+    events = read_record(run_dir)["events"]
     died = sync_time(KILLED_AFTER) + 0.5
-    first, second = lives["1"]
-    assert (first["ended"], first["end"]) == (died, "lost")
-    assert (second["began"], second["joined"]) == (died + 1.0, sync_time(BACK_AT))
-
-
-def keep(folder, *kinds):
-    events = events_of(folder, *kinds)
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-
-
-def test_a_group_without_a_result_may_be_alive(run_dir):
-    keep(run_dir / "replica_2", "start", "sync")
-    [life] = read_record(run_dir)["lives"]["2"]
-    assert (life["ended"], life["end"]) == (None, None)
-
-
-def test_a_group_that_never_joined_has_no_life(run_dir):
-    keep(run_dir / "replica_0", "sync", "end")
-    assert read_record(run_dir)["lives"]["0"] == []
-
-
-def test_a_further_fit_of_a_process_is_the_same_life(run_dir):
-    [start] = events_of(run_dir / "replica_0", "start")
-    write_events(run_dir / "replica_0", "start", start | {"joined": sync_time(5)})
-    assert len(read_record(run_dir)["lives"]["0"]) == 1
-
-
-def test_faults_retries_and_late_joins_are_marked(run_dir):
-    marks = read_record(run_dir)["marks"]
-    assert [(m["kind"], m["replica_id"], m["text"]) for m in marks] == [
-        ("fault", "1", "injected: kill"),
-        ("sync", "0", f"outer step {KILLED_AFTER + 1}: 2 retries of the sync"),
-        ("sync", "1", f"outer step {BACK_AT}: loaded the state of the others"),
+    assert [(e["time"], e["text"]) for e in events if e["time"] > recorded_run.BEGAN + 20] == [
+        (died, "replica group 1 ended with an error: OSError: the link is down"),
+        (died, "replica group 1 was lost"),
+        (sync_time(13), f"replica group 0, outer step {KILLED_AFTER + 1}: 2 retries of the sync"),
+        (sync_time(BACK_AT), "replica group 1 joined"),
+        (sync_time(BACK_AT), "replica group 1, outer step 16: loaded the state of the others"),
     ]
-    assert marks[0]["until"] is None
 
 
-def test_before_the_first_sync_there_is_no_record(tmp_path):
+def test_an_error_stands_beside_its_group_until_that_starts_again(run_dir):
+    assert read_record(run_dir)["groups"]["1"]["error"] is None
+    write_events(run_dir / "replica_1", "error", {"time": sync_time(41), "error": "KeyError: 3"})
+    assert read_record(run_dir)["groups"]["1"]["error"] == "KeyError: 3"
+
+
+def test_parameters_that_differ_are_told(run_dir):
+    other = recorded_run.sync(2, 30) | {"diloco/global_digest": "ff" * 32}
+    path = run_dir / "replica_2" / "events.jsonl"
+    path.write_text(path.read_text().replace("1e" * 32, "ff" * 32))
+    assert other["diloco/global_digest"] in path.read_text()
+    agreement = read_record(run_dir)["agreement"]
+    assert (agreement["outer_step"], agreement["differing"]) == (40, [30])
+
+
+def test_a_run_without_groups_has_no_record_and_one_without_a_sync_no_losses(tmp_path):
     assert read_record(tmp_path) == {}
     (tmp_path / "replica_0").mkdir()
-    assert read_record(tmp_path) == {}
+    record = read_record(tmp_path)
+    assert "losses" not in record and "agreement" not in record
+    assert record["groups"] == {"0": {"inner_share": None, "error": None}}
 
 
 def test_the_folder_is_not_read_at_every_question(run_dir):
@@ -98,25 +87,28 @@ def test_the_report_is_the_page_with_its_data(run_dir):
     data = data_of(html)
     [text] = EMBEDDED.findall(html)
     assert html.replace(text, "") == page_html()
-    assert data["events"][0]["text"] == "replica group 0 registered from here"
-    assert data["report"]["files"][:2] == ["config.yaml", "chaos.json"]
-    assert [(g["phase"], g["is_alive"], g["registrations"]) for g in data["replicas"]] == [
-        ("finished", False, 1),
-        ("finished", False, 2),
-        ("finished", False, 1),
-    ]
+    assert data["events"][0]["text"].startswith("registration of") and len(data["events"]) > 5
+    assert data["report"]["files"] == ["config.yaml"]
+    assert data["settings"] == {"outer_lr": 0.35} and data["outer_step"] == SYNCS
+    assert [(g["phase"], g["is_alive"], g["sync_seconds"]) for g in data["replicas"]] == [
+        ("finished", False, 0.25)
+    ] * 3
 
 
-def test_the_report_of_a_run_whose_coordinator_was_killed_has_the_configs_settings(run_dir):
+def test_the_report_of_a_run_whose_coordinator_was_killed_has_the_folders_part(run_dir):
     (run_dir / "page.json").unlink()
     data = data_of(write_page(run_dir).read_text())
-    assert data["settings"]["sync_every"] == 10
-    (run_dir / "config.yaml").unlink()  # a script of the user's own
-    assert data_of(write_page(run_dir).read_text())["settings"] == {}
+    assert len(data["replicas"]) == 3 and len(data["losses"]["0"]) == SYNCS
 
 
-def test_what_a_report_holds_cannot_end_its_script():
+def test_what_a_report_holds_cannot_end_its_script(tmp_path):
     evil = "</script><script>alert(1)</script><!--"
-    html = report_html({"events": [{"time": math.nan, "text": evil}]})
+    html = write_report_html(tmp_path, {"events": [{"time": math.nan, "text": evil}]}).read_text()
     assert data_of(html) == {"events": [{"time": None, "text": evil}]}
     assert html.count("</script>") == page_html().count("</script>")
+
+
+def test_the_page_has_at_most_500_lines_and_needs_nothing_from_elsewhere():
+    html = page_html()
+    assert html.count("\n") <= 500
+    assert not re.search(r"""(src|href)=["']?(http|//)|@import|innerHTML|url\(""", html)

@@ -7,7 +7,6 @@ import pytest
 from run_events import write_events
 
 from composer_replication.callback.words import format_duration
-from composer_replication.launch.outer_readings import READINGS
 from composer_replication.launch.run_record import (
     describe,
     last_lines,
@@ -91,26 +90,6 @@ def test_the_text_has_bits_agreement_and_traffic(tmp_path):
     assert rows["sent by each group"] == (
         "8 kB in 8 syncs; data parallel: 80 kB in 40 inner steps (10 times as much)"
     )
-
-
-def with_outer_metrics(step):
-    told = {"group_cosine": step / 10, "mean_norm_ratio": 0.8}
-    if step > 1:  # the first outer step has no momentum yet
-        told["momentum_cosine"] = -0.5
-    return sync(step, **{f"diloco/{name}": value for name, value in told.items()})
-
-
-def test_the_text_says_how_to_read_the_outer_loop(tmp_path):
-    rows = dict(
-        describe(read_run(write_run(tmp_path, [with_outer_metrics(i) for i in range(1, 9)])))
-    )
-    readings = {reading.title: reading.sentence for reading in READINGS}
-    # The last quarter of eight syncs is that of the steps 7 and 8.
-    assert {title: rows.get(title) for title in readings} == {
-        "mean and momentum": f"-0.5   ({readings['mean and momentum']})",
-        "between groups": f"0.75   ({readings['between groups']})",
-        "mean / group norm": f"0.8   ({readings['mean / group norm']})",
-    }
 
 
 def test_different_digests_are_told_apart(tmp_path):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from composer_replication.coordinator.run_settings import RejectedError
+from composer_replication.coordinator.database import RejectedError
 from composer_replication.coordinator.work_units.tables import (
     LeaseRow,
     ReturnedRow,

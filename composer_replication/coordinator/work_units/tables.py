@@ -7,8 +7,7 @@ import secrets
 import sqlite3
 from typing import NamedTuple
 
-from composer_replication.coordinator.database import StorageError
-from composer_replication.coordinator.run_settings import RejectedError
+from composer_replication.coordinator.database import RejectedError, StorageError
 
 log = logging.getLogger(__name__)
 

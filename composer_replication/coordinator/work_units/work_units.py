@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.run_settings import RejectedError
+from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator.work_units.accounting import (
     check_ledger_entry,

@@ -1,0 +1,114 @@
+"""A run's events, and what heartbeats have said over time. Run: pytest
+tests/coordinator/test_events.py"""
+
+import logging
+
+import pytest
+
+from composer_replication.coordinator.database import Database, RejectedError
+from composer_replication.coordinator.events import Events, History
+from composer_replication.coordinator.page import MAX_POINTS, agreement_of
+
+
+@pytest.fixture
+def events(tmp_path):
+    database = Database(tmp_path / "state.sqlite")
+    yield Events(database)
+    database.close()
+
+
+@pytest.fixture
+def history():
+    return History()
+
+
+def texts(events):
+    return [event["text"] for event in events.newest()]
+
+
+def test_the_newest_events_are_shown_and_more_are_kept(events, monkeypatch):
+    monkeypatch.setattr(Events, "KEPT", 60)
+    for number in range(70):
+        events.add(f"event {number}")
+    assert texts(events) == [f"event {number}" for number in range(20, 70)]
+    with events._database.transaction() as cursor:
+        assert cursor.execute("SELECT count(*) FROM events").fetchone() == (60,)
+
+
+def test_what_a_request_has_done_or_why_not_is_an_event_with_its_address(events, caplog):
+    caplog.set_level(logging.INFO)
+    with events.action("rewind to outer step 3", "10.0.0.1"):
+        pass
+    with pytest.raises(RejectedError), events.action("registration of 0", "10.0.0.2"):
+        raise RejectedError("it is alive")
+    expected = ["rewind to outer step 3, from 10.0.0.1"]
+    expected += ["registration of 0, from 10.0.0.2, is refused: it is alive"]
+    assert texts(events) == expected
+    assert [record.message.lower() for record in caplog.records] == [e.lower() for e in expected]
+
+
+def test_a_request_that_was_served_is_answered_on_a_full_disk_too(events, caplog):
+    with events._database.transaction() as cursor:
+        (pages,) = cursor.execute("PRAGMA page_count").fetchone()
+        cursor.execute(f"PRAGMA max_page_count = {pages}")
+    for number in range(300):
+        with events.action(f"rewind {number} {'x' * 100}", None):
+            pass
+    assert "That event is in the log alone" in caplog.text
+
+
+def test_wrong_tokens_are_one_event_a_minute(events):
+    assert events.count_wrong_token()
+    events.add_wrong_tokens("10.0.0.1")
+    assert not events.count_wrong_token() and not events.count_wrong_token()
+    events._next_wrong_tokens = 0.0
+    assert events.count_wrong_token()
+    events.add_wrong_tokens("10.0.0.2")
+    assert texts(events) == [
+        "requests with a wrong token: 1, the last one from 10.0.0.1",
+        "requests with a wrong token: 3, the last one from 10.0.0.2",
+    ]
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_newest_point(history):
+    for batch in range(5 * MAX_POINTS):
+        history.add("0", {"batch": batch, "loss": 1.0})
+    points = history.losses()["0"]
+    assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1][0] == 5 * MAX_POINTS - 1
+    gaps = {b[0] - a[0] for a, b in zip(points, points[1:], strict=False)}
+    assert max(gaps) <= 16
+    assert len(history._losses["0"]) <= 4 * MAX_POINTS  # however long the run is
+
+
+def tell(history, group, step, digest):
+    history.add(group, {"digest_step": step, "global_digest": digest})
+
+
+def test_digests_are_compared_at_the_newest_outer_step_that_several_groups_have_told(history):
+    assert history.agreement() is None
+    tell(history, "0", 10, "aa")
+    assert history.agreement() is None
+    tell(history, "1", 10, "aa")
+    tell(history, "0", 20, "bb")
+    equal = {"outer_step": 10, "digests": {"0": "aa", "1": "aa"}, "differing": []}
+    assert history.agreement() == equal
+    tell(history, "1", 20, "cc")
+    differing = history.agreement()
+    assert (differing["outer_step"], differing["differing"]) == (20, [20])
+
+
+def test_after_a_resume_digests_from_before_it_are_not_compared(history):
+    for step in (10, 20):
+        for group in "01":
+            tell(history, group, step, f"first {step}")
+    tell(history, "0", 10, "again")  # the group's own digest of this outer step has changed
+    assert history.agreement() is None
+    tell(history, "1", 10, "again")
+    assert history.agreement()["differing"] == []
+
+
+def test_memory_for_digests_has_a_bound(history):
+    for step in range(History.MAX_DIGESTS + 50):
+        tell(history, "0", step, "aa")
+    assert len(history._digests) == History.MAX_DIGESTS
+    assert agreement_of({}) is None
