@@ -28,8 +28,6 @@ SUMMARY = "summary.json"
 EVENTS = "events.jsonl"
 """What has happened to a group: a line an event, with ``time`` and ``event``, its kind."""
 STATUS = "status.json"
-CHAOS = "chaos.json"
-"""What happened to a run under injected faults."""
 STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
 
