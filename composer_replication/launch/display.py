@@ -160,8 +160,9 @@ def _row(view: GroupView) -> Iterator[Text | ProgressBar]:
     yield Text("") if view.done is None else ProgressBar(1.0, view.done, complete_style="cyan")
     yield Text(view.round)
     yield Text("-" if view.participants is None else f"{view.participants}")
-    yield Text("-" if view.loss is None else f"{view.loss:.3f}")
-    yield Text("-" if view.seconds_left is None else format_duration(view.seconds_left))
+    loss, left = view.status.get("loss"), view.seconds_left
+    yield Text("-" if loss is None else f"{loss:.3f}")
+    yield Text("-" if left is None else format_duration(left))
 
 
 def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> None:

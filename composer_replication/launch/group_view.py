@@ -136,11 +136,6 @@ class GroupView:
         return min(1.0, self.status.get("batch", 0) / batches) if batches else None
 
     @property
-    def loss(self) -> float | None:
-        """The newest training loss; None before the first batch."""
-        return self.status.get("loss")
-
-    @property
     def seconds_left(self) -> float | None:
         """The time until the group has trained all batches; None if not known or on hold."""
         is_training = self.phase == "training" and not self.silent_s
@@ -236,7 +231,7 @@ class Groups:
     def status_line(self) -> str:
         """How the whole run does, in one line."""
         rounds = max(self.views, key=lambda view: view.status.get("batch") or 0).round
-        losses = sorted(view.loss for view in self._present if view.loss is not None)
+        losses = sorted(filter(None, (view.status.get("loss") for view in self._present)))
         texts = dict.fromkeys(f"{loss:.3f}" for loss in losses[:1] + losses[-1:])
         left = [view.seconds_left for view in self.views if view.seconds_left is not None]
         in_trouble: dict[str, list[str]] = {}
