@@ -63,17 +63,11 @@ class SyncLog:
                 self._last_sync["global_digest"] = report.global_digest
             at = self._round(report.inner_steps, report.outer_step)
             logger.log_metrics(metrics | {"diloco/round": at})
-            digest = report.global_digest
-            self._folder.append(
-                SYNC,
-                metrics
-                | ({} if digest is None else {"diloco/global_digest": digest})
-                | {
-                    "batch": state.timestamp.batch.value,
-                    "inner_steps": report.inner_steps,
-                    "loss": loss,
-                },
-            )
+            if report.global_digest is not None:
+                metrics["diloco/global_digest"] = report.global_digest
+            batch, inner_steps = state.timestamp.batch.value, report.inner_steps
+            place = {"batch": batch, "inner_steps": inner_steps, "loss": loss}
+            self._folder.append(SYNC, metrics | place)
             log.info(
                 "outer step %d, fragment %d: %d replica groups, loss %s, blocked %.2f s%s",
                 report.outer_step,
@@ -161,7 +155,7 @@ class SyncLog:
         return position | more | self._last_sync
 
 
-def numbers_of(report: SyncReport) -> dict[str, float]:
+def numbers_of(report: SyncReport) -> dict[str, Any]:
     """Return a report as Composer metrics: numbers only, since some of its loggers need that.
 
     What a sync cannot tell is left out.

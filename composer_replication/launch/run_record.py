@@ -11,19 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback.run_folder import (
-    CONTINUED,
-    END,
-    ERROR,
-    EVALUATION,
-    EVENTS,
-    OUTER_STEP,
-    REJECTION,
-    RESUME,
-    START,
-    SUMMARY,
-    SYNC,
-)
+from composer_replication.callback import run_folder
+from composer_replication.callback.run_folder import EVENTS, OUTER_STEP, SUMMARY, SYNC
 from composer_replication.callback.words import format_bytes, plural
 from composer_replication.replica.json_files import JsonLineReader, replace_json
 
@@ -35,7 +24,13 @@ _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \
 
 
 _SHARE = "share_of_time_in_inner_steps"
-_KEPT = {RESUME: "resumes", EVALUATION: "evaluations", ERROR: "errors", REJECTION: "errors"}
+_KEPT = {
+    run_folder.START: "starts",
+    run_folder.RESUME: "resumes",
+    run_folder.EVALUATION: "evaluations",
+    run_folder.ERROR: "errors",
+    run_folder.REJECTION: "errors",
+}
 
 
 class GroupEvents(Collection[dict[str, Any]]):
@@ -72,25 +67,23 @@ class GroupEvents(Collection[dict[str, Any]]):
         position, inner_s, all_s = 0.0, 0.0, 0.0
         for line in reader.read():
             kind, at = line.get("event"), line.get("time", 0.0)
+            if kind in (run_folder.START, run_folder.CONTINUED):
+                self.result = {}
+            if kind == run_folder.CONTINUED:
+                position = 0.0
+            elif kind == run_folder.END:
+                self.result = {k: v for k, v in line.items() if k not in ("time", "event")}
+            elif kind in _KEPT:
+                getattr(self, _KEPT[kind]).append(line)
+            if kind not in (run_folder.START, SYNC):
+                continue
             since = max(0.0, at - position) if position else 0.0  # a clock may be set back
+            all_s, position = all_s + since, at
             if kind == SYNC:
                 self._length += 1
                 self.outer_steps = max(self.outer_steps, int(line[OUTER_STEP]))
                 self.ended_at = max(self.ended_at, at)
                 inner_s += max(0.0, since - line.get("diloco/sync_seconds", 0.0))
-            elif kind == START:
-                self.starts.append(line)
-                self.result = {}
-            elif kind == CONTINUED:
-                self.result = {}
-            elif kind in _KEPT:
-                getattr(self, _KEPT[kind]).append(line)
-            elif kind == END:
-                self.result = {k: v for k, v in line.items() if k not in ("time", "event")}
-            if kind in (SYNC, START):
-                all_s, position = all_s + since, at
-            elif kind == CONTINUED:
-                position = 0.0
         self.inner_share = inner_s / all_s if all_s else None
         self.num_damaged = reader.num_damaged
 
@@ -125,16 +118,6 @@ class Run:
     def results(self) -> dict[str, dict[str, Any]]:
         """Final result by replica group, of the groups that have one."""
         return {id: group.result for id, group in self.metrics.items() if group.result}
-
-    @property
-    def starts(self) -> dict[str, list[dict[str, Any]]]:
-        """By replica group, each process's start."""
-        return {id: group.starts for id, group in self.metrics.items()}
-
-    @property
-    def resumes(self) -> dict[str, list[dict[str, Any]]]:
-        """By replica group, each resume from a checkpoint and what it repeated."""
-        return {id: group.resumes for id, group in self.metrics.items()}
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -266,17 +249,12 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
-    rows += [("resumed", text) for text in _describe_resumes(run)]
-    rows += [
-        ("error", f"group {id}: {error['error']}")
-        for id, group in run.metrics.items()
-        for error in group.errors
-    ]
-    rows += [
-        ("damaged", f"{plural(group.num_damaged, 'line')} of replica_{id}/{EVENTS} left out")
-        for id, group in run.metrics.items()
-        if group.num_damaged
-    ]
+    for id, group in run.metrics.items():
+        rows += [("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.resumes]
+        rows += [("error", f"group {id}: {error['error']}") for error in group.errors]
+        if group.num_damaged:
+            damaged = plural(group.num_damaged, "line")
+            rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
     rows += _describe_traffic(run)
     shares = {id: group.inner_share for id, group in run.metrics.items()}
     each = ", ".join(f"group {id} {share:.0%}" for id, share in shares.items() if share is not None)
@@ -284,14 +262,11 @@ def describe(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def _describe_resumes(run: Run) -> list[str]:
-    return [
-        f"group {id} at batch {line['batch']}, outer step {line['outer_step']}; repeated: "
-        f"{plural(line['batches_again'], 'batch', 'batches')}, "
-        f"{plural(line['outer_steps_again'], 'outer step')}"
-        for id, lines in run.resumes.items()
-        for line in lines
-    ]
+def _describe_resume(resume: Mapping[str, Any]) -> str:
+    again = plural(resume["batches_again"], "batch", "batches")
+    steps = plural(resume["outer_steps_again"], "outer step")
+    at = f"at batch {resume['batch']}, outer step {resume['outer_step']}"
+    return f"{at}; repeated: {again}, {steps}"
 
 
 def describe_digests(run: Run) -> str:
