@@ -316,15 +316,6 @@ class WorkUnits:
             for row in all_streams(cursor):
                 update_position(cursor, row, *ledger.get(row.key, (0, 0)))
 
-    def is_open(self, stream: int) -> bool:
-        """Return whether a stream's samples are still leased to its owner.
-
-        Raises:
-            UnknownStream: There is no such stream.
-        """
-        with self._database.transaction() as cursor:
-            return bool(get_stream(cursor, stream).is_open)
-
     def owner(self, stream: int) -> str:
         """Return the replica group that owns a stream.
 
