@@ -20,7 +20,6 @@ from composer_replication.coordinator.api_types import (
     GroupName,
     Heartbeat,
     Info,
-    Member,
     Name,
     Registration,
 )
@@ -32,7 +31,6 @@ from composer_replication.coordinator.registry import (
     DuplicateError,
     OutdatedError,
     Registry,
-    Versions,
 )
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
@@ -101,8 +99,8 @@ class RunData:
         """The settings that all replica groups adopt, and what else they need to start."""
         section = self.facts.model_section
         return Info(
-            version=self.registry.versions.composer_replication,
-            torchft=self.registry.versions.torchft,
+            version=self.registry.versions["composer_replication"],
+            torchft=self.registry.versions["torchft"],
             settings=asdict(self.settings.settings),
             settings_source=self.settings.source,
             num_replicas=self.facts.num_replicas,
@@ -168,20 +166,20 @@ def create_app(
         return run.info()
 
     @v1.post("/replicas", status_code=201)
-    def register(request: Request, registration: Registration) -> Member:
+    def register(request: Request, registration: Registration) -> dict[str, str]:
         """Register a replica group. A repeated request with the same session is answered again."""
         about = {"host": registration.host, "world_size": registration.world_size}
-        versions = Versions(registration.composer_replication, registration.torchft)
+        versions = registration.model_dump(include=set(registry.versions))
         replica_id = registration.replica_id
         what = f"registration of replica group {replica_id} on {registration.host}"
         with run.events.action(what, address_of(request.scope)):
             registry.register(replica_id, registration.session, about, versions, registration.model)
-        return Member(replica_id=replica_id)
+        return {"replica_id": replica_id}
 
     @v1.post("/replicas/{replica_id}/heartbeat")
     async def heartbeat(
         replica_id: GroupName, beat: Heartbeat, afterwards: BackgroundTasks
-    ) -> Member:
+    ) -> dict[str, str]:
         """Record that a group is alive, and its progress."""
         # This runs on the event loop and does not use the database. In a thread it could wait for
         # other requests that wait for a slow disk, until all groups looked dead.
@@ -189,7 +187,7 @@ def create_app(
         registry.heartbeat(replica_id, beat.session, progress)
         if streams.observe_outer_step(beat.outer_step or 0):
             afterwards.add_task(store_outer_step, beat.outer_step or 0)
-        return Member(replica_id=replica_id)
+        return {"replica_id": replica_id}
 
     def store_outer_step(outer_step: int) -> None:
         try:
@@ -198,10 +196,10 @@ def create_app(
             log.warning("Cannot store outer step %d: %s", outer_step, error)
 
     @v1.delete("/replicas/{replica_id}")
-    def leave(replica_id: GroupName, session: Name) -> Member:
+    def leave(replica_id: GroupName, session: Name) -> dict[str, str]:
         """Record that a group has finished."""
         registry.leave(replica_id, session)
-        return Member(replica_id=replica_id)
+        return {"replica_id": replica_id}
 
     @v1.get("/status")
     def status() -> dict[str, Any]:

@@ -90,9 +90,3 @@ class Heartbeat(StrictBody):
     steps_per_second: Number = None
     digest_step: Count | None = None
     global_digest: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
-
-
-class Member(BaseModel):
-    """The replica group whose request has been served."""
-
-    replica_id: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, Field
 
 from composer_replication.coordinator.admission import address_of
 from composer_replication.coordinator.api_types import Count, ErrorBody, GroupName, Name, StrictBody
@@ -34,12 +34,6 @@ class DatasetRequest(StrictBody):
     unit_size: Annotated[int, Field(ge=1, lt=2**53)]
 
 
-class DatasetId(BaseModel):
-    """The name of a dataset."""
-
-    dataset_id: str
-
-
 class StreamRequest(StrictBody):
     """A stream of samples for one incarnation of a replica group, identified by ``name``."""
 
@@ -47,12 +41,6 @@ class StreamRequest(StrictBody):
     dataset_id: Name
     replica_id: GroupName
     session: Name
-
-
-class StreamKey(BaseModel):
-    """The key of a stream."""
-
-    stream: int
 
 
 class LeaseRequest(StrictBody):
@@ -94,18 +82,6 @@ class RewindRequest(StrictBody):
     ledger: LedgerRows
 
 
-class UnknownStreams(BaseModel):
-    """The streams of a ledger that the coordinator does not have."""
-
-    unknown: list[int]
-
-
-class OuterStep(BaseModel):
-    """The outer step from which the run continues."""
-
-    outer_step: int
-
-
 def data_router(streams: Streams, events: Events) -> APIRouter:
     """Build the routes for samples.
 
@@ -117,10 +93,10 @@ def data_router(streams: Streams, events: Events) -> APIRouter:
     units = streams.units
 
     @router.post("/datasets", status_code=201)
-    def create(dataset: DatasetRequest) -> DatasetId:
+    def create(dataset: DatasetRequest) -> dict[str, str]:
         """Add a dataset. A repeated request with the same numbers is answered again."""
         units.create_dataset(**dataset.model_dump())
-        return DatasetId(dataset_id=dataset.dataset_id)
+        return {"dataset_id": dataset.dataset_id}
 
     @router.get("/datasets/{dataset_id:path}")
     def progress(dataset_id: Name) -> DatasetProgress:
@@ -128,9 +104,9 @@ def data_router(streams: Streams, events: Events) -> APIRouter:
         return units.dataset(dataset_id)
 
     @router.post("/streams", status_code=201)
-    def open_stream(stream: StreamRequest) -> StreamKey:
+    def open_stream(stream: StreamRequest) -> dict[str, int]:
         """Open a stream. A repeated request with the same name is answered again."""
-        return StreamKey(stream=units.open_stream(**stream.model_dump()))
+        return {"stream": units.open_stream(**stream.model_dump())}
 
     @router.post("/streams/{stream}/leases", status_code=201)
     def lease(stream: Count, request: LeaseRequest) -> Lease:
@@ -138,32 +114,30 @@ def data_router(streams: Streams, events: Events) -> APIRouter:
         return units.lease(stream, request.number, request.epoch)
 
     @router.post("/streams/{stream}/reopen")
-    def reopen(stream: Count, request: ReopenRequest) -> StreamKey:
+    def reopen(stream: Count, request: ReopenRequest) -> dict[str, int]:
         """Continue a stream from a checkpoint of the group that owns it."""
         units.reopen(stream, request.position, request.session)
-        return StreamKey(stream=stream)
+        return {"stream": stream}
 
     @router.post("/streams/{stream}/release")
-    def release(stream: Count, request: ReleaseRequest) -> UnknownStreams:
+    def release(stream: Count, request: ReleaseRequest) -> dict[str, list[int]]:
         """Close a stream. Its samples that are not in the model become available."""
-        return UnknownStreams(unknown=streams.release(stream, _ledger(request.ledger)))
+        return {"unknown": streams.release(stream, _ledger(request.ledger))}
 
     @router.post("/commits")
-    def commit(report: CommitReport) -> UnknownStreams:
+    def commit(report: CommitReport) -> dict[str, list[int]]:
         """Record a sync. A report may be repeated and may be late."""
         ledger = _ledger(report.ledger)
         present = set(report.present)
-        return UnknownStreams(
-            unknown=streams.commit(report.outer_step, ledger, present, report.age_s)
-        )
+        return {"unknown": streams.commit(report.outer_step, ledger, present, report.age_s)}
 
     @router.post("/rewind")
-    def rewind(request: Request, body: RewindRequest) -> OuterStep:
+    def rewind(request: Request, body: RewindRequest) -> dict[str, int]:
         """Continue the run from a checkpoint, and undo what came after it."""
         outer_step = body.outer_step
         with events.action(f"rewind to outer step {outer_step}", address_of(request.scope)):
             streams.rewind(outer_step, _ledger(body.ledger))
-        return OuterStep(outer_step=outer_step)
+        return {"outer_step": outer_step}
 
     return router
 

@@ -118,12 +118,8 @@ class Database:
         """
         # Not executescript, which would commit a surrounding transaction.
         with self.transaction() as cursor:
-            statement = ""
-            for piece in sql.split(";"):
-                statement += piece + ";"
-                if sqlite3.complete_statement(statement):
-                    cursor.execute(statement)
-                    statement = ""
+            for statement in sql.split(";"):
+                cursor.execute(statement)
 
     def close(self) -> None:
         """Move the contents of the WAL into the file and close it. A second call does nothing."""

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError
@@ -29,14 +29,6 @@ class DuplicateError(RejectedError):
 
 class OutdatedError(RejectedError):
     """The request bears a session that was replaced or has ended."""
-
-
-@dataclass(frozen=True)
-class Versions:
-    """The versions of this package and of torchft that a replica group runs on."""
-
-    composer_replication: str
-    torchft: str
 
 
 @dataclass
@@ -74,7 +66,7 @@ class Registry:
         self,
         database: Database,
         events: Events,
-        versions: Versions,
+        versions: Mapping[str, str],
         heartbeat_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,7 +92,7 @@ class Registry:
         replica_id: str,
         session: str,
         about: Mapping[str, Any],
-        versions: Versions,
+        versions: Mapping[str, str],
         model: str,
     ) -> None:
         """Register a replica group. The first group determines the model of the run.
@@ -117,9 +109,8 @@ class Registry:
             DuplicateError: A live group has the name.
             RejectedError: The group has other versions or another model.
         """
-        for name, own in asdict(self.versions).items():
-            theirs = getattr(versions, name)
-            if theirs != own:
+        for name, own in self.versions.items():
+            if (theirs := versions[name]) != own:
                 raise RejectedError(
                     f"this group has {name} {theirs}, the run has {own}: install the same version"
                 )

@@ -19,7 +19,7 @@ from composer_replication.coordinator.database import Database, StorageError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.page import PAGE_DATA
-from composer_replication.coordinator.registry import Registry, Versions
+from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.arguments import takes
@@ -102,7 +102,7 @@ class Coordinator:
             database = opened.enter_context(closing(Database(own.state_dir / STATE)))
             events = Events(database)
             run_settings = RunSettings(database, events, own.settings, own.source, own.all_start)
-            versions = Versions(__version__, version("torchft-nightly"))
+            versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
             registry = Registry(database, events, versions, own.heartbeat_timeout_s)
             service = HttpService(own.bind, own.ssl_certfile, own.ssl_keyfile)
             self._http = opened.enter_context(closing(service))

@@ -22,7 +22,7 @@ from composer_replication.coordinator.api import RunData, RunFacts, create_app
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
-from composer_replication.coordinator.registry import Registry, Versions
+from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -47,7 +47,9 @@ def clock():
 def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **arguments):
     database = Database(tmp_path / "state.sqlite")
     events = Events(database)
-    registry = Registry(database, events, Versions("0.1.0", "2026.10.26"), 3.0, clock)
+    registry = Registry(
+        database, events, {"composer_replication": "0.1.0", "torchft": "2026.10.26"}, 3.0, clock
+    )
     run = RunData(
         settings=RunSettings(database, events, settings, "tiny.yaml", **arguments),
         registry=registry,

@@ -7,12 +7,12 @@ import pytest
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
-from composer_replication.coordinator.registry import Registry, Versions
+from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.tables import UnknownStream
 
 TIMEOUT_S = 3.0
-VERSIONS = Versions("0.1.0", "2026.10.26")
+VERSIONS = {"composer_replication": "0.1.0", "torchft": "2026.10.26"}
 UNIT_SIZE = 8
 
 
