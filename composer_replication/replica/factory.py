@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 import torchft.manager
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft._torchft import ManagerServer
 
 from composer_replication.diloco.arguments import takes
@@ -28,7 +27,7 @@ from composer_replication.replica.addresses import (
     is_loopback,
     own_address,
 )
-from composer_replication.replica.group_layout import check_on_rank_0, check_ranks
+from composer_replication.replica.group_layout import check_ranks
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, check_lighthouse, read_status
@@ -43,6 +42,7 @@ from composer_replication.replica.options import (
     replica_id_of,
 )
 from composer_replication.replica.process_group import host_store, make_process_group
+from composer_replication.replica.ranks import ask_on_rank_0
 from composer_replication.replica.single_group import SingleGroupManager
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,12 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     process_group = make_process_group(own.backend or "gloo", own.timeout, own.hostname)
     check_lighthouse(lighthouse_addr)
     tokens = _tokens(own.token, lighthouse_addr)
-    _check_ranks(own, replica_id, lighthouse_addr)
+
+    def check() -> None:
+        check_ranks(read_status(lighthouse_addr), replica_id, own.world_size)
+
+    # What the lighthouse says changes from one moment to the next: one rank asks for all of them.
+    ask_on_rank_0(check) if own.world_size > 1 else check()
     own_name = own.hostname or socket.gethostname()
     transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id)
     try:
@@ -182,23 +187,6 @@ def _train_alone(own: ManagerArguments) -> SingleGroupManager:
         f". Not used: {', '.join(unused)}" if unused else "",
     )
     return SingleGroupManager()
-
-
-def _check_ranks(own: ManagerArguments, replica_id: str, lighthouse_addr: str) -> None:
-    def check() -> None:
-        status = read_status(lighthouse_addr)
-        check_ranks(status, replica_id, own.world_size)
-
-    if own.world_size == 1:
-        return check()
-    assert own.store_addr is not None and own.store_port is not None
-    store = TCPStore(
-        own.store_addr,
-        own.store_port,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-    )
-    check_on_rank_0(check, store, own.rank, own.world_size)
 
 
 def _tokens(token: str | None, lighthouse_addr: str) -> tuple[str, ...]:

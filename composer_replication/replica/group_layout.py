@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
-
-from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.lighthouse import LighthouseStatus
 from composer_replication.replica.quorum_reports import Report
 
 log = logging.getLogger(__name__)
-
-CHECK_KEY = "rejected_at_start"
-"""Where rank 0 leaves what ``check_on_rank_0`` found."""
 
 
 class GroupLayout:
@@ -123,40 +117,6 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
     if peers and all(peer.world_size != num_ranks for peer in peers):
         expected = _ranks(peers[0].world_size)
         raise SettingsMismatch(_rejection(_ranks(num_ranks), peers[0].replica_id, expected))
-
-
-def check_on_rank_0(check: Callable[[], None], store: TCPStore, rank: int, num_ranks: int) -> None:
-    """Call a check on rank 0, and let all ranks of the group have its result.
-
-    What the lighthouse says changes from one moment to the next. If every rank asked it, one rank
-    could be rejected and another not, which would then wait for the first.
-
-    Args:
-        check: Raises ``SettingsMismatch`` if this group has to leave.
-        store: The group's, of which rank 0 is the master.
-        rank: The number of this process in its group.
-        num_ranks: Ranks of this group; each of them calls this.
-
-    Raises:
-        SettingsMismatch: The check raised it.
-        torch.distributed.DistError: Rank 0 has ended, or has not called this within the store's
-            timeout.
-    """
-    if rank:
-        rejection = store.get(CHECK_KEY).decode()
-        store.set(f"{CHECK_KEY}/{rank}", "")
-        if rejection:
-            raise SettingsMismatch(rejection)
-        return
-    try:
-        check()
-    except SettingsMismatch as error:
-        store.set(CHECK_KEY, str(error))
-        # The store ends with this process: the other ranks have to read it before.
-        with suppress(DistError):
-            store.wait([f"{CHECK_KEY}/{other}" for other in range(1, num_ranks)])
-        raise
-    store.set(CHECK_KEY, "")
 
 
 def _rejection(own: str, name: str, expected: str) -> str:

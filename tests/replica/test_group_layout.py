@@ -5,16 +5,13 @@ a dict.
 """
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from torch.distributed import TCPStore
 
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.group_layout import (
     GroupLayout,
-    check_on_rank_0,
     check_ranks,
 )
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
@@ -102,29 +99,3 @@ def test_a_joiner_is_refused_before_the_others_see_it():
         status, members=(*peers, Member("s:1", 9, "http://s", 2)), alive={"a:1", "s:1"}
     )
     check_ranks(stranger, "b", 1)
-
-
-@pytest.mark.parametrize("rejection", [None, "this replica group has 3 ranks"])
-def test_rank_0_asks_and_all_ranks_are_refused_or_none(rejection):
-    asked = []
-
-    def check():
-        asked.append(1)
-        if rejection is not None:
-            raise SettingsMismatch(rejection)
-
-    def one_rank(rank):
-        nonlocal store
-        try:
-            check_on_rank_0(check, clients[rank], rank, 3)
-        except SettingsMismatch as error:
-            return str(error)
-        finally:
-            if rank == 0 and rejection is not None:  # as when its process ends
-                clients[0] = store = None
-
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    clients = [TCPStore("localhost", store.port, wait_for_workers=False) for _ in range(3)]
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(one_rank, range(3))) == [rejection] * 3
-    assert asked == [1]
