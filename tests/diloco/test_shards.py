@@ -78,7 +78,7 @@ def compare(rank, mesh, placements, num_shards):
     shared = step(parameters, dist.group.WORLD)
     norms = [(mean.norm, theta.step_norms().momentum) for mean, theta in (alone, shared)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-    digest = GlobalState([shared[1]], {}).digest()
+    digest = GlobalState([shared[1]], {}, DiLoCoSettings()).digest()
     assert one_of_all([norms[1], digest])
     # A value that is not finite, in the shard of one rank, or of two if they hold the same one.
     with torch.no_grad():
