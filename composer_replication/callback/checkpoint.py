@@ -75,7 +75,6 @@ def pack(
         "format": FORMAT,
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
-        "frozen": [f["frozen"] for f in fragments],
         "tied": layout.tied,
         "first_names": layout.first_names,
         "model": whose,
@@ -217,8 +216,7 @@ def _fragments(
         }
         groups = progress["outer_optimizers"][index]
         optimizer = {"state": state, "param_groups": groups}
-        frozen = progress["frozen"][index]
-        fragments.append({"theta": theta, "optimizer": optimizer, "frozen": frozen})
+        fragments.append({"theta": theta, "optimizer": optimizer})
     return fragments
 
 

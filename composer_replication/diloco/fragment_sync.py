@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -11,7 +10,6 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout
-from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import pseudo_gradient
@@ -103,8 +101,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
-        self.frozen: list[bool] = []
-        """Whether this group had frozen each tensor at the last pseudo-gradient."""
         self.synced_samples = SyncedSamples(0, 0, 0)
         """How much of this group's samples is in the model once the sync that was sent last has
         committed."""
@@ -136,13 +132,17 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.unsynced.packed = Packed()
 
     def _save_grads(self) -> None:
-        self.frozen = self.globals.freezing.own()
         if self._has_too_few:
             return
         packed = self.unsynced.packed = self._pack()
-        sources = self.globals.own_parts(), self.globals.share.own(packed.local or self.local())
+        frozen = self.globals.frozen()
+        self.mean.forget_residual(frozen)
+        local = list(self.globals.share.own(packed.local or self.local()))
+        theta = list(self.globals.own_parts())
+        for index in frozen:
+            theta[index] = _unrounded(theta[index], local[index])
         contribution = 0.0 if self.is_joining else self.unsynced.contribution()
-        self.mean.pack(self._pseudo_gradient, sources, contribution)
+        self.mean.pack(self._pseudo_gradient, (theta, local), contribution)
         if not self.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes a new one
 
@@ -180,7 +180,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = self.mean.finish()
         if self.total_contribution > 0.0:
             self._state.begin_outer_step()
-            self.globals.take_outer_step(self.mean, self._rules())
+            self.globals.take_outer_step(
+                self.mean, self._write_back_alpha, replaces=self._peer_table.is_replacing
+            )
         self.mean.clear()
 
     def _merge_parameters(self) -> None:
@@ -215,13 +217,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
             return into
         staging = self._staging.view(local.dtype)
         return staging[: local.numel()] if local.numel() <= staging.numel() else into
-
-    def _rules(self) -> StepRules:
-        frozen, alpha = self._peer_table.frozen, self._write_back_alpha
-        rules = self.globals.freezing.rules(self.frozen, frozen, alpha)
-        if not self._peer_table.is_replacing:
-            return rules
-        return replace(rules, plain=frozenset(range(len(self._local))) - rules.held)
 
     @property
     def _write_back_alpha(self) -> float:
@@ -271,3 +266,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self.is_in_flight and not self._has_too_few:
             return self.unsynced.packed
         return self.unsynced.unsent
+
+
+def _unrounded(theta: Tensor, local: Tensor) -> Tensor:
+    """Global parameters from which a frozen tensor of fewer bits differs by no rounding."""
+    if local.dtype == theta.dtype:
+        return theta
+    rounded = theta.to(device=local.device, dtype=local.dtype)
+    kept = local.to(device=theta.device, dtype=theta.dtype)
+    return torch.where((rounded == local).to(theta.device), kept, theta)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
 from composer_replication.diloco.fragments import Buffers, Parameters
-from composer_replication.diloco.freezing import Freezing, StepRules
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
 from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
@@ -76,7 +75,6 @@ class GlobalParameters:
         self._step_norms = StepNorms()
         """Of this rank, in the last outer step; ``momentum`` is in ``_momentum_norm``."""
         self._buffers = frozenset(buffers or {})
-        self.freezing = Freezing(parameters)
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
@@ -91,38 +89,59 @@ class GlobalParameters:
             )
 
     @torch.no_grad()
-    def take_outer_step(self, mean: WeightedMean, rules: StepRules) -> None:
+    def take_outer_step(
+        self, mean: WeightedMean, alpha: float = 0.0, *, replaces: bool = False
+    ) -> None:
         """Move the global parameters by the mean pseudo-gradient, and ``write_back``.
 
         Buffers take theirs at once: global minus the mean of (global minus local) is the mean, and
-        a buffer that is a constant stays bitwise identical.
+        a buffer that is a constant stays bitwise identical. A tensor whose mean is exactly 0 is not
+        moved and forgets its momentum: that is one which all groups have frozen, since a frozen
+        tensor becomes the global one in each sync, whatever alpha is.
 
         Args:
             mean: After ``finish``, over the tensors in the order of ``theta``. It is used up.
-            rules: Which of them the outer optimizer does not move, and what of the local ones
-                stays.
+            alpha: See ``write_back``.
+            replaces: Whether all tensors take theirs at once, since an average is to be global.
         """
         theta = list(self.theta.values())
-        plain = {index for index, name in enumerate(self.theta) if name in self._buffers}
-        plain |= rules.plain
-        for index in plain | rules.held:
+        taken = self.theta if replaces else self._buffers
+        plain = {index for index, name in enumerate(self.theta) if name in taken}
+        held = self._unmoved(mean) - plain
+        for index in plain | held:
             if self.optimizer.state.pop(theta[index], None):
                 self._momentum_norm = None
         is_plain = is_plain_sgd(self.optimizer)
         decay = float(self.optimizer.param_groups[0]["momentum"]) if is_plain else 0.0
         before = (self._momentum_norm or self._compute_momentum_norm()) if decay else 0.0
-        self.freezing.record_frozen(rules)
         if mean.device.type == self.flat.device.type == "cpu" and is_plain:
-            norms = self._descend(mean, plain, rules)
+            norms = self._descend(mean, plain, held, alpha)
             is_written_back = not self.is_shared  # each chunk at once
         else:
-            norms = self._step(mean, plain, rules)
+            norms = self._step(mean, plain, held)
             is_written_back = False
         self._step_norms = norms._replace(momentum_before=before, decay=decay)
         if not is_written_back:
-            self._write_back(rules, self._gather(mean) if self.is_shared else self.theta.values())
+            self._write_back(alpha, self._gather(mean) if self.is_shared else self.theta.values())
 
-    def _step(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> StepNorms:
+    def _unmoved(self, mean: WeightedMean) -> set[int]:
+        """The tensors whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
+        if mean.device.type == "cpu":  # nearly always the first numbers tell
+            moved = [bool(each[:64].any() or each.any()) for each in mean.sums()]
+            parts = torch.tensor(moved, dtype=torch.float64)
+        else:  # asked once for all tensors, since an accelerator is waited for
+            parts = torch.stack([each.any() for each in mean.sums()]).double()
+        if self.is_shared:
+            parts = self.share.sum(parts)
+        parts = self.shards.sum(parts)
+        return {index for index, part in enumerate(parts.tolist()) if not part}
+
+    def frozen(self) -> list[int]:
+        """The tensors that this group has frozen since the run began (``requires_grad``)."""
+        parameters = enumerate(self.local.items())
+        return [i for i, (name, t) in parameters if not (t.requires_grad or name in self._buffers)]
+
+    def _step(self, mean: WeightedMean, plain: Collection[int], held: Collection[int]) -> StepNorms:
         """Give the mean to the outer optimizer as gradients, and let it step.
 
         For outer optimizers and devices that ``_descend`` does not handle.
@@ -132,10 +151,10 @@ class GlobalParameters:
             zip(self.theta.values(), mean.unpack(), strict=True)
         ):
             square = self.shards.own_part(torch.dot(delta, delta), index)
-            (still if index in plain or index in rules.held else stepped).append(square)
+            (still if index in plain or index in held else stepped).append(square)
             if index in plain:
                 parameter.sub_(delta.view(parameter.shape).to(parameter.device))
-            elif index not in rules.held:
+            elif index not in held:
                 parameter.grad = torch.empty_like(parameter).copy_(delta.view(parameter.shape))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -150,10 +169,12 @@ class GlobalParameters:
         parts = mean.flat[: sum(sizes)].split(sizes)
         return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
 
-    def _descend(self, mean: WeightedMean, plain: Collection[int], rules: StepRules) -> StepNorms:
+    def _descend(
+        self, mean: WeightedMean, plain: Collection[int], held: Collection[int], alpha: float
+    ) -> StepNorms:
         """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
         descent, divisor = ChunkedDescent(self.optimizer, self._momentum), mean.divisor
-        nothing = torch.zeros(())
+        nothing, frozen = torch.zeros(()), set(self.frozen())
         squares, stepped, still = [nothing], [nothing], [nothing]
         for index, (theta, parameter, sums) in enumerate(
             zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
@@ -162,7 +183,8 @@ class GlobalParameters:
             # A tensor whose elements do not lie one after the other is written back at once.
             is_cut = local is None or local.is_contiguous()
             chunk = CHUNK if is_cut else max(1, theta.numel())
-            if index in plain or index in rules.held:
+            kept = 0.0 if index in frozen else alpha
+            if index in plain or index in held:
                 square = torch.dot(sums, sums) / divisor**2
                 still.append(self.shards.own_part(square, index))
                 if index in plain:
@@ -179,7 +201,7 @@ class GlobalParameters:
                 squares.append(self.shards.own_part(torch.dot(momentum, momentum), index))
                 stepped.append(self.shards.own_part(square / divisor**2, index))
                 if part is not None:
-                    _mix(part, global_part.view(part.shape), rules.alpha_of(index))
+                    _mix(part, global_part.view(part.shape), kept)
         self._momentum_norm = _root(squares)
         return StepNorms.of_parts(_root(stepped), _root(still))
 
@@ -217,12 +239,13 @@ class GlobalParameters:
 
         A collective of the ranks, if they share.
         """
-        self._write_back(StepRules(alpha), map(self.whole, self.theta))
+        self._write_back(alpha, map(self.whole, self.theta))
 
-    def _write_back(self, rules: StepRules, whole: Iterable[Tensor]) -> None:
+    def _write_back(self, alpha: float, whole: Iterable[Tensor]) -> None:
+        frozen = set(self.frozen())
         pairs = zip(self.local.values(), whole, strict=True)
         for index, (parameter, theta) in enumerate(pairs):
-            _mix(local_tensor(parameter), theta, rules.alpha_of(index))
+            _mix(local_tensor(parameter), theta, 0.0 if index in frozen else alpha)
 
     def keep_own_state(self) -> None:
         """Copy what the optimizer has loaded, which may be a part of all that a peer sent."""

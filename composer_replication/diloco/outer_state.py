@@ -27,7 +27,6 @@ def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str,
     state = {
         "theta": dict(globals_.theta),
         "optimizer": globals_.optimizer.state_dict(),
-        "frozen": sorted(globals_.freezing.frozen_by_all),
     }
     take = Tensor.clone if copies else Tensor.detach
     with torch.no_grad():
@@ -99,8 +98,6 @@ def load_outer_state(
     _check(state, {name: theta.shape for name, theta in globals_.theta.items()})
     for name, theta in globals_.theta.items():
         copy_into(theta, state["theta"][name])
-    globals_.freezing.frozen_by_all = frozenset(state.get("frozen", ()))
-    globals_.freezing.freeze_like_global()
     optimizer = globals_.optimizer
     theirs = optimizer.state_dict() if keeps_hyperparameters else state["optimizer"]
     optimizer.load_state_dict(

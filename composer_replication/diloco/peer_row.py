@@ -29,7 +29,6 @@ class PeerRow:
         samples: How much of its sample stream is in the model once this sync has committed.
         settings: 44 bits of the digest of its settings, as two numbers above 0.
         digests: The same of each fragment's global parameters; zeros where none is due.
-        frozen: A 1 for each tensor of the fragment that it has frozen.
     """
 
     has_more: bool
@@ -42,7 +41,6 @@ class PeerRow:
     samples: SyncedSamples
     settings: tuple[int, ...]
     digests: tuple[tuple[int, ...], ...]
-    frozen: tuple[int, ...]
 
     def encode(self) -> list[float]:
         """The row as numbers of fp32. The first is a 1: this group is in the sum."""
@@ -58,22 +56,20 @@ class PeerRow:
             *(half for number in self.samples for half in divmod(number, 2**BITS)),
             *self.settings,
             *(half for digest in self.digests for half in digest),
-            *self.frozen,
         ]
         return [float(number) for number in numbers]
 
     @classmethod
-    def decode(cls, numbers: Sequence[float], num_fragments: int) -> PeerRow:
+    def decode(cls, numbers: Sequence[float]) -> PeerRow:
         """The row of which ``encode`` made these numbers."""
         _, more, joining, healed, step, min_size, replacing = map(int, numbers[:7])
         size = 7 + len(Vitals._fields)
         vitals, rest = Vitals(*numbers[7:size]), [int(number) for number in numbers[size:]]
-        samples, settings, rest = rest[:6], rest[6:8], rest[8:]
-        digests, frozen = rest[: 2 * num_fragments], rest[2 * num_fragments :]
+        samples, settings, digests = rest[:6], rest[6:8], rest[8:]
         whole = ((high << BITS) + low for high, low in _pairs(samples))
         return cls(
             bool(more), bool(joining), bool(healed), step, min_size, bool(replacing),
-            vitals, SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)), tuple(frozen),
+            vitals, SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)),
         )  # fmt: skip
 
 

@@ -34,7 +34,6 @@ class Syncing(Protocol):
 
     is_joining: bool
     device: torch.device
-    frozen: list[bool]
     mean: WeightedMean
     synced_samples: SyncedSamples
     """How much of this group's samples the sync will have brought into the model."""
@@ -53,8 +52,7 @@ class PeerTable:
       at every sync, and a digest of each fragment every ``digest_every`` outer steps, after a heal
       and after a resume.
     * How much of each group's sample stream is in the model once the sync has committed?
-    * Which parameters has each group frozen, and has one of them replaced its local parameters by
-      an average that is to be the global ones?
+    * Has a group replaced its local parameters by an average that is to be the global ones?
     * How long is each group's pseudo-gradient?
 
     Args:
@@ -71,8 +69,6 @@ class PeerTable:
         is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
         synced_samples: How far the groups of the last sync have read their sample streams.
         vitals: Contribution, norm and pace of the groups of the last sync.
-        frozen: What each group in training of the last sync has frozen, by its rank in the quorum:
-            1-D, a 1 for each frozen tensor of the fragment.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class PeerTable:
         self.is_over = self.are_all_joining = self.is_replacing = False
         self.synced_samples: list[SyncedSamples] = []
         self.vitals: list[Vitals] = []
-        self.frozen: dict[int, Tensor] = {}
 
     def send(self, fragment: Syncing) -> PeerTableWork:
         """Start the table's allreduce, for the sync of a fragment."""
@@ -120,7 +115,6 @@ class PeerTable:
             samples=fragment.synced_samples,
             settings=as_numbers(self._state.settings_digest()),
             digests=tuple(digests),
-            frozen=tuple(map(int, fragment.frozen)),
         )
 
     def _own_vitals(self, mean: WeightedMean) -> Vitals:
@@ -156,7 +150,7 @@ class PeerTable:
                 )
             )
             return
-        rows = [PeerRow.decode(row, len(self._fragments)) for row in columns]
+        rows = [PeerRow.decode(row) for row in columns]
         self._check_settings(rows)
         self._check_agreement(rows)
         self.is_over = not any(row.has_more for row in rows)
@@ -164,9 +158,6 @@ class PeerTable:
         self.is_replacing = any(row.is_replacing for row in rows)
         self.synced_samples = [row.samples for row in rows]
         self.vitals = [row.vitals for row in rows]
-        self.frozen = {
-            rank: torch.tensor(row.frozen) for rank, row in enumerate(rows) if not row.is_joining
-        }
         self._state.compare_next = self._state.was_healed = False
 
     def _check_settings(self, rows: Sequence[PeerRow]) -> None:

@@ -19,7 +19,6 @@ from composer_replication.coordinator.api_types import Heartbeat
 from composer_replication.diloco.algorithm import SyncReport
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
-from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_health import HEALTH
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
@@ -57,17 +56,19 @@ def train_by(pseudo_gradients, *, shapes=None, samples=(1, 1, 1), value=10.0, **
 
 def test_the_cosines_are_those_computed_by_hand():
     first = [((3.0, 0.0), (4.0,)), ((0.0, 0.0), (12.0,))]  # norms 5 and 12, product 48
-    second = [((0.0, 6.0), (0.0,)), ((-3.0, -2.0), (0.0,))]  # norms 6 and sqrt(13), product -12
-    # After the means (1.5, 0, 8) and (-1.5, 2, 0) the momentum is (-0.75, 2, 4).
-    third = [((-1.5, 4.0), (8.0,)), ((-0.75, 2.0), (4.0,))]
+    # Norms sqrt(37) and sqrt(13.25), product -12.5.
+    second = [((0.0, 6.0), (1.0,)), ((-3.0, -2.0), (-0.5,))]
+    # After the means (1.5, 0, 8) and (-1.5, 2, 0.25) the momentum is (-0.75, 2, 4.25).
+    third = [((-1.5, 4.0), (8.5,)), ((-0.75, 2.0), (4.25,))]
     reports, others = train_by([first, second, third], outer_lr=0.5, outer_momentum=0.5)
     one, two, three = reports
     assert one.momentum_cosine is None
     assert one.group_cosine == pytest.approx(48 / (5 * 12), abs=1e-5)
     assert one.mean_norm_ratio == pytest.approx(math.sqrt(66.25) / 8.5, abs=1e-5)
-    assert two.momentum_cosine == pytest.approx(-2.25 / (2.5 * math.sqrt(66.25)), abs=1e-5)
-    assert two.group_cosine == pytest.approx(-12 / (6 * math.sqrt(13)), abs=1e-5)
-    assert two.mean_norm_ratio == pytest.approx(2.5 / ((6 + math.sqrt(13)) / 2), abs=1e-5)
+    assert two.momentum_cosine == pytest.approx(-0.25 / math.sqrt(6.3125 * 66.25), abs=1e-5)
+    assert two.group_cosine == pytest.approx(-12.5 / math.sqrt(37 * 13.25), abs=1e-5)
+    mean_of_norms = (math.sqrt(37) + math.sqrt(13.25)) / 2
+    assert two.mean_norm_ratio == pytest.approx(math.sqrt(6.3125) / mean_of_norms, abs=1e-5)
     assert [getattr(three, name) for name in COSINES] == [pytest.approx(1.0, abs=1e-5)] * 3
     for mine, theirs in zip(reports, others, strict=True):
         assert [getattr(mine, name) for name in HEALTH] == [getattr(theirs, n) for n in HEALTH]
@@ -183,20 +184,18 @@ def test_the_momentum_is_compared_with_what_the_outer_optimizer_moves(is_chunked
     sizes = {"a": CHUNK + 77, "b": 5, "c": 40, "d": 9}
     model = Constant(**{name: (size,) for name, size in sizes.items()})
     build = nesterov_sgd()
-    globals_ = GlobalParameters(dict(model.named_parameters()), build, torch.device("cpu"), False)
+    globals_ = GlobalParameters(dict(model.named_parameters()), build, torch.device("cpu"))
     if not is_chunked:  # as on an accelerator
-        globals_._descend = globals_._step
+        globals_._descend = lambda mean, plain, held, _: globals_._step(mean, plain, held)
     draw = torch.Generator().manual_seed(0)
     momentum = {name: torch.zeros(size).double() for name, size in sizes.items()}
-    # In the second step b has been frozen and is averaged for the last time; c does not move.
-    steps = [StepRules(), StepRules(plain=frozenset({1}), held=frozenset({2})), StepRules()]
-    for rules in steps:
+    for still in (set(), {"c"}, set()):  # in the second step c has been frozen
         sums = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+        sums |= {name: torch.zeros(sizes[name]) for name in still}
         mean = WeightedMean(RankShare(list(sizes.values())), torch.device("cpu"))
         mean.pack(lambda value, into: into.copy_(value), (list(sums.values()),), 2.0)
         mean.finish()
-        globals_.take_outer_step(mean, rules)
-        still = {name for i, name in enumerate(sizes) if i in rules.plain | rules.held}
+        globals_.take_outer_step(mean)
         before = torch.cat([m for name, m in momentum.items() if name not in still])
         moved = torch.cat([d.double() for name, d in sums.items() if name not in still])
         for name, delta in sums.items():
@@ -212,14 +211,14 @@ def test_the_momentum_is_compared_with_what_the_outer_optimizer_moves(is_chunked
 
 def test_momentum_that_was_off_for_a_while_is_compared_again():
     values = nn.Parameter(torch.zeros(3))
-    built = GlobalParameters({"w": values}, nesterov_sgd(0.5, 0.9), torch.device("cpu"), False)
+    built = GlobalParameters({"w": values}, nesterov_sgd(0.5, 0.9), torch.device("cpu"))
     deltas = [torch.tensor(d) for d in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 0.0))]
     for delta, decay in zip(deltas, (0.9, 0.0, 0.9), strict=True):
         built.optimizer.param_groups[0].update(momentum=decay, nesterov=decay > 0)
         mean = WeightedMean(RankShare([3]), torch.device("cpu"))
         mean.pack(lambda value, into: into.copy_(value), ([delta],), 1.0)
         mean.finish()
-        built.take_outer_step(mean, StepRules())
+        built.take_outer_step(mean)
     assert built.step_norms().momentum_cosine == pytest.approx(math.sqrt(0.5), abs=1e-5)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
-from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_step import is_plain_sgd
 
@@ -59,7 +58,7 @@ def test_every_bit_is_that_of_torch(outer, dtype, alpha):
     draw = torch.Generator().manual_seed(1)
     for _ in range(3):
         deltas = [[torch.randn(t.shape, generator=draw) for t in theta] for _ in range(2)]
-        globals_.take_outer_step(summed(globals_, deltas, [1.0, 2.0]), StepRules(alpha))
+        globals_.take_outer_step(summed(globals_, deltas, [1.0, 2.0]), alpha)
         for t, one, other in zip(theta, *deltas, strict=True):
             t.grad = (one + 2 * other) / 3
         reference.step()
@@ -95,7 +94,7 @@ def test_any_other_outer_optimizer_takes_its_own_step(other):
     reference = other(theta)
     deltas = [[torch.full(t.shape, 0.5) for t in theta]]
     for _ in range(2):
-        globals_.take_outer_step(summed(globals_, deltas, [1.0]), StepRules())
+        globals_.take_outer_step(summed(globals_, deltas, [1.0]))
         for t in theta:
             t.grad = torch.full_like(t, 0.5)
         reference.step()
@@ -107,8 +106,6 @@ def test_buffers_become_the_mean_and_are_not_the_optimizers():
     parameters = {"weight": nn.Parameter(torch.ones(2))}
     buffers = {"running_mean": torch.tensor([5.0, 7.0])}
     globals_ = GlobalParameters(parameters, lambda p: torch.optim.SGD(p, lr=1.0), CPU, buffers)
-    globals_.take_outer_step(
-        summed(globals_, [[torch.ones(2), torch.tensor([1.0, 0.0])]], [1.0]), StepRules()
-    )
+    globals_.take_outer_step(summed(globals_, [[torch.ones(2), torch.tensor([1.0, 0.0])]], [1.0]))
     assert parameters["weight"].tolist() == [0.0, 0.0]
     assert buffers["running_mean"].tolist() == [4.0, 7.0]

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.freezing import StepRules
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import (
@@ -103,7 +102,7 @@ def step(parameters, ranks):
     mean.pack(lambda value, into: into.copy_(value), (local,), 1.0)
     mean.finish()
     if mean.is_finite:
-        owned.take_outer_step(mean, StepRules(alpha=1.0))
+        owned.take_outer_step(mean, alpha=1.0)
     return mean, owned
 
 

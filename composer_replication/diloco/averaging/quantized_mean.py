@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -139,8 +139,13 @@ class QuantizedMean(WeightedMean):
         own = whole[self.share.start : self.share.stop]
         self.residual.zero_()[: own.numel()] = own
 
-    def forget_residual(self) -> None:
-        self.residual.zero_()
+    def forget_residual(self, tensors: Collection[int] | None = None) -> None:
+        if tensors is None:
+            self.residual.zero_()
+            return
+        parts = self.residual[: sum(self.share.sizes)].split(self.share.sizes)
+        for index in tensors:
+            parts[index].zero_()
 
 
 def make_mean(layout: MeanLayout, wire_format: str) -> WeightedMean:
