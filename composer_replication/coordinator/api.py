@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
@@ -19,7 +19,6 @@ from composer_replication.coordinator.api_types import (
     ErrorBody,
     GroupName,
     Heartbeat,
-    Info,
     Name,
     Registration,
 )
@@ -95,26 +94,23 @@ class RunData:
     facts: RunFacts
     record: Record | None = None
 
-    def info(self) -> Info:
+    def info(self) -> dict[str, Any]:
         """The settings that all replica groups adopt, and what else they need to start."""
-        section = self.facts.model_section
-        return Info(
-            version=self.registry.versions["composer_replication"],
-            torchft=self.registry.versions["torchft"],
-            settings=asdict(self.settings.settings),
-            settings_source=self.settings.source,
-            num_replicas=self.facts.num_replicas,
-            min_replicas=self.facts.min_replicas,
-            lighthouse_addr=self.lighthouse_addr,
-            heartbeat_timeout_s=self.registry.heartbeat_timeout_s,
-            outer_step=self.streams.outer_step,
-            model_section=None if section is None else dict(section),
-        )
+        return {
+            "version": self.registry.versions["composer_replication"],
+            "torchft": self.registry.versions["torchft"],
+            "settings": asdict(self.settings.settings),
+            "settings_source": self.settings.source,
+            **{field.name: getattr(self.facts, field.name) for field in fields(RunFacts)},
+            "lighthouse_addr": self.lighthouse_addr,
+            "heartbeat_timeout_s": self.registry.heartbeat_timeout_s,
+            "outer_step": self.streams.outer_step,
+        }
 
     def status(self) -> dict[str, Any]:
         """What this service knows about the run. Groups ask for it too."""
         replicas = self.registry.replicas()
-        run = self.info().model_dump()
+        run = self.info()
         return run | {
             "time": time.time(),
             "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
@@ -161,7 +157,7 @@ def create_app(
     v1 = APIRouter(prefix="/v1", dependencies=described, responses=errors)
 
     @v1.get("/info")
-    def info() -> Info:
+    def info() -> dict[str, Any]:
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
         return run.info()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -43,22 +43,6 @@ class ErrorBody(BaseModel):
     """The reason why a request failed."""
 
     detail: str
-
-
-class Info(BaseModel):
-    """What a replica group has to know before it starts."""
-
-    version: str
-    torchft: str
-    settings_authority: bool = True
-    settings: dict[str, Any]
-    settings_source: str
-    num_replicas: int
-    min_replicas: int
-    lighthouse_addr: str
-    heartbeat_timeout_s: float
-    outer_step: int
-    model_section: dict[str, Any] | None
 
 
 class Registration(StrictBody):

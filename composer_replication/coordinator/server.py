@@ -24,7 +24,7 @@ from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.addresses import bracketed, is_loopback
 from composer_replication.replica.folder_lock import open_lock
 from composer_replication.replica.json_files import replace_json
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
@@ -186,12 +186,6 @@ def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
     """Host names of a service that only this machine reaches; None if other machines reach it."""
     return (
         ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
-        if is_loopback(bind)
+        if is_loopback(bind.rpartition(":")[0])
         else None
     )
-
-
-def is_loopback(bind: str) -> bool:
-    """Whether only this machine can reach ``address:port``."""
-    host = bind.rpartition(":")[0].strip("[]")
-    return host == "localhost" or host == "::1" or host.startswith("127.")

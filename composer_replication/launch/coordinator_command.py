@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
-from composer_replication.coordinator.server import Coordinator, is_loopback
+from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import CoordinatorOptions
+from composer_replication.replica.addresses import is_loopback
 from composer_replication.replica.json_files import read_json
 from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.training.config import ConfigError, diloco_section
@@ -112,7 +113,7 @@ def choose_tokens(
     if no_token and tokens:
         source = f"--token-file {token_file}" if token_file else f"{TOKEN} in the environment"
         raise ConfigError(f"--no-token and {source}: use one of them")
-    if tokens or no_token or is_loopback(bind):
+    if tokens or no_token or is_loopback(bind.rpartition(":")[0]):
         return tokens
     path = (state_dir / TOKEN_FILE).absolute()
     tokens = make_token_file(path)
