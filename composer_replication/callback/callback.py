@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer import Callback, Event, Logger, State
-from composer.core import DataSpec
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
 from composer_replication.callback.composer_job import (
     check_loads,
     check_parallelism,
-    data_spec_of,
     name_the_node,
     samples_in_batch,
     tokens_in_batch,
@@ -26,7 +24,7 @@ from composer_replication.callback.global_weights import Evaluation, metrics_of
 from composer_replication.callback.group_state import GroupState, Resume
 from composer_replication.callback.progress import max_batches
 from composer_replication.callback.run_folder import ERROR, EVALUATION, ReplicaFolder
-from composer_replication.callback.stuck_process import end_if_stuck_in_close
+from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.client_http import NameTakenError
 from composer_replication.coordinator.membership import ask_for_run
@@ -116,8 +114,6 @@ class DiLoCoCallback(Callback):
         self._metrics: dict[str, float] = {}
         """The metrics of the last evaluation by name, which become a part of the result."""
         self._passed_manager = arguments.get("manager")
-        self._data_spec: DataSpec | None = None
-        """Counts the tokens of a batch, if they weight this group."""
         self._run: RunInfo | None = None
         """What the coordinator says about the run, if there is one."""
         self._fit: Fit | None = None
@@ -208,9 +204,7 @@ class DiLoCoCallback(Callback):
         if self.settings.weight_by == "samples":
             self.diloco.count_samples(samples_in_batch(state))
         elif self.settings.weight_by == "tokens":
-            if self._data_spec is None or self._data_spec.dataloader is not state.dataloader:
-                self._data_spec = data_spec_of(state)
-            self.diloco.count_tokens(tokens_in_batch(state, self._data_spec))
+            self.diloco.count_tokens(tokens_in_batch(state))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None or self._fit is None:

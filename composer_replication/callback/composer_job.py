@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Collection
@@ -18,13 +17,13 @@ from torch import nn
 from torchft.manager import Manager
 
 from composer_replication.callback.run_folder import last_outer_step
+from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.options import DiLoCoOptions
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.replica.factory import backend_for, make_manager
-from composer_replication.replica.lighthouse import read_status
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.options import ManagerOptions, ReplicaOptions, lighthouse_of
 from composer_replication.replica.process_group import host_store
@@ -176,7 +175,6 @@ def _start_refusal_of(options: ReplicaOptions, state: State, known_step: int) ->
     if known_step > step:
         step, source = known_step, "the coordinator"
     if not step:
-        _warn_of_earlier_quorums(options)
         return None
     fix = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
     for saver in state.callbacks:
@@ -192,56 +190,28 @@ def _start_refusal_of(options: ReplicaOptions, state: State, known_step: int) ->
     )
 
 
-def _warn_of_earlier_quorums(options: ReplicaOptions) -> None:
-    if options.lighthouse_addr is None:
-        return
-    members = read_status(options.lighthouse_addr).members
-    step = max((member.step for member in members), default=0)
-    if step:
-        # Only a warning, because a lighthouse can outlive a run and serve the next one.
-        log.warning(
-            "The lighthouse's last quorum had made %d steps, and this group starts without a "
-            "checkpoint. If that was this run and no group of it is left, stop this group and "
-            "continue from a checkpoint: load_path, or autoresume: true",
-            step,
-        )
-
-
 def samples_in_batch(state: State) -> int:
     """Return the number of samples in the current batch, over all ranks of the group."""
-    # Composer's default count, for tensors, lists and dicts: its state lacks the loader's function.
-    own = DataSpec([]).get_num_samples_in_batch(state.batch)
+    own = _data_spec().get_num_samples_in_batch(state.batch)
     total = state.device.tensor_to_device(torch.tensor([own]))
     dist.all_reduce(total)
     return int(total.item())
 
 
-def data_spec_of(state: State) -> DataSpec:
-    """Return the DataSpec of the loader that a fit trains on.
-
-    Composer's state has the loader alone, and the function that counts its tokens is in the
-    DataSpec, which the Trainer keeps to itself. So it is looked up among all objects, once a fit.
-
-    Raises:
-        ValueError: There is none.
-    """
-    for each in gc.get_objects():
-        if isinstance(each, DataSpec) and each.dataloader is state.dataloader:
-            return each
-    raise ValueError(
-        "weight_by='tokens', and the training loader has no DataSpec that could count its tokens: "
-        "pass DataSpec(loader, get_num_tokens_in_batch=...) as train_dataloader, or use "
-        "weight_by='samples'"
-    )
+def _data_spec() -> DataSpec:
+    """The DataSpec that a fit trains on. It is the Trainer's; Composer's state has none."""
+    trainer = trainer_in_fit()
+    assert trainer is not None and trainer._train_data_spec is not None, "a batch is of a fit"
+    return trainer._train_data_spec
 
 
-def tokens_in_batch(state: State, data_spec: DataSpec) -> int:
+def tokens_in_batch(state: State) -> int:
     """Return the number of tokens in the current batch, over all ranks of the group.
 
     Raises:
         ValueError: On all ranks, if the batch of one has none.
     """
-    own = data_spec.get_num_tokens_in_batch(state.batch)
+    own = _data_spec().get_num_tokens_in_batch(state.batch)
     counts = state.device.tensor_to_device(torch.tensor([own, int(own == 0)]))
     dist.all_reduce(counts)
     total, num_without = counts.tolist()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from composer import Logger
-from composer.loggers import ConsoleLogger, ProgressBarLogger
+from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 
 from composer_replication.callback.words import listed_groups, plural
@@ -63,10 +63,7 @@ class Console:
             log.info("Outer step %d: %s; %s part", step, news, take_part)
 
     def show_position(self, rounds: float, outer_step: int, logger: Logger) -> None:
-        """Put the round, the outer step and the number of groups on Composer's console.
-
-        Its progress bar has them before the bar, and its console logger beside the other metrics
-        of each batch that it prints.
+        """Put the round, the outer step and the number of groups before Composer's progress bar.
 
         Args:
             rounds: How many rounds this group has trained.
@@ -81,14 +78,6 @@ class Console:
                 # It is drawn with the next loss.
                 bar.set_description_str(
                     f"round {rounds:.1f}, outer step {outer_step}, {groups}", refresh=False
-                )
-            elif isinstance(destination, ConsoleLogger):
-                destination.log_metrics(
-                    {
-                        "diloco/round": rounds,
-                        "diloco/outer_step": outer_step,
-                        "diloco/num_participants": self._num_groups,
-                    }
                 )
 
 

@@ -18,11 +18,11 @@ from composer_replication.callback.composer_job import (
     unwrapped,
 )
 from composer_replication.callback.console import Console
-from composer_replication.callback.fit_watch import when_fit_is_over
 from composer_replication.callback.group_state import GroupState
 from composer_replication.callback.heal_state import HealState
 from composer_replication.callback.progress import SyncLog
 from composer_replication.callback.run_folder import ReplicaFolder
+from composer_replication.callback.trainer_watch import when_fit_is_over
 from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.membership import Membership
 from composer_replication.data.group_data import group_data_of

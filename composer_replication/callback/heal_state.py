@@ -17,8 +17,8 @@ from composer.utils import dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from composer_replication.callback.fit_watch import trainer_in_fit
 from composer_replication.callback.progress import max_batches
+from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.callback.weight_averages import WeightAverages
 
 log = logging.getLogger(__name__)

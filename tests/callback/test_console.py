@@ -151,23 +151,6 @@ def test_a_shortened_format_of_a_bar_stays_as_it_is():
     assert short == short_bar_format(short) == "train {l_bar}{bar:10}{r_bar}{bar:-1b}"
 
 
-def test_composers_console_logger_shows_the_position_at_each_batch_that_it_prints(tmp_path):
-    def replica(sim):
-        with (tmp_path / f"{sim.replica_id}").open("w") as file:
-            shown = {"log_to_console": True, "console_stream": file, "console_log_interval": "2ba"}
-            fit(sim, max_duration="8ba", **shown)
-
-    simulate(replica, num_replicas=2)
-    said = (tmp_path / "0").read_text()
-    names = ("round", "outer_step", "num_participants")
-    values = [re.findall(rf"Train diloco/{name}: ([\d.]+)", said) for name in names]
-    # A sync every four batches. Each group's own metrics of a sync are shown in any case.
-    rounds, steps, participants = values
-    assert [float(value) for value in rounds] == [0.25, 0.5, 1.0, 1.5, 2.0]
-    assert [int(value) for value in steps] == [0, 0, 1, 1, 2]
-    assert participants == ["2"] * len(rounds)
-
-
 @pytest.mark.parametrize(
     ("number", "words"),
     [(1, "group 0"), (2, "groups 0 and 1"), (3, "groups 0, 1 and 2"), (9, "9 groups")],

@@ -1,7 +1,7 @@
 """A rank that waits for others in Trainer.close, and what must not be taken for it.
 
 Real: processes, signals, gloo, Composer, and where there is a replica group its lighthouse. Shorter
-than in a run: the grace. Run: pytest tests/callback/test_stuck_process.py
+than in a run: the grace. Run: pytest tests/callback/test_trainer_watch.py
 """
 
 import os
@@ -23,7 +23,7 @@ import torch, torch.distributed as dist
 from composer import Callback
 from composer_jobs import Each, trainer_of
 from composer_replication import DiLoCoCallback
-from composer_replication.callback import stuck_process as stopping
+from composer_replication.callback import trainer_watch as stopping
 from composer_replication.replica.lighthouse import start_lighthouse
 stopping.GRACE_S = 1.0
 
