@@ -57,7 +57,6 @@ def pack(
     local: Mapping[str, Tensor],
     in_model: Callable[[str], Tensor],
     layout: CheckpointLayout,
-    whose: str = "global",
 ) -> dict[str, Any]:
     """Turn ``DiLoCo.state_dict()`` into DiLoCo's part of a checkpoint.
 
@@ -66,7 +65,6 @@ def pack(
         local: The local parameters by name.
         in_model: Returns the tensor of a name in the checkpoint's model.
         layout: How tensors are stored.
-        whose: Which weights the checkpoint's model has: ``global``, ``ema`` or ``local``.
     """
     fragments = state["fragments"]
     theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
@@ -75,9 +73,7 @@ def pack(
         "format": FORMAT,
         "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
         "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
-        "tied": layout.tied,
         "first_names": layout.first_names,
-        "model": whose,
         "checksums": checksums(layout.live, in_model),
     }
     saved = {

@@ -28,7 +28,6 @@ class CheckpointLayout:
         fragments: The model's parameters and buffers in each fragment, by name.
         is_sharded: Whether each rank writes its shards (DCP), or rank 0 writes whole tensors.
         has_averages: Whether the saved model may hold other weights than the global ones.
-        tied: The name in ``fragments`` of a tied parameter, by each of its other names.
     """
 
     def __init__(
@@ -36,12 +35,10 @@ class CheckpointLayout:
         fragments: Sequence[Mapping[str, Tensor]],
         is_sharded: bool,
         has_averages: bool = False,
-        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.fragments = [list(fragment) for fragment in fragments]
         self.live = {name: t for fragment in fragments for name, t in fragment.items()}
         self.is_sharded = is_sharded
-        self.tied = dict(tied or {})
         self.theta_beside = [
             name for name, t in self.live.items() if has_averages or t.dtype != torch.float32
         ]

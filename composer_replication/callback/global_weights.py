@@ -178,13 +178,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the other names of tied parameters, with the name that is used for each here."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: names[id(p)] for name, p in every if names[id(p)] != name}
-
-
 def metrics_of(state: State) -> dict[str, float]:
     """Return the metrics of the last evaluation, those that are one number.
 

@@ -18,7 +18,7 @@ from composer_replication.callback.checkpoint_layout import (
     replaced,
 )
 from composer_replication.callback.composer_job import unwrapped
-from composer_replication.callback.global_weights import GlobalWeights, tied_names
+from composer_replication.callback.global_weights import GlobalWeights
 from composer_replication.callback.weight_averages import WeightAverages, averages_in
 from composer_replication.data.group_data import GroupData
 from composer_replication.diloco.algorithm import DiLoCo
@@ -83,10 +83,9 @@ class Resume:
 
     def layout(self, state: State, also_synced: Collection[str] = ()) -> CheckpointLayout:
         """Return the layout of this group's checkpoints. For ``also_synced`` see ``DiLoCo``."""
-        model = unwrapped(state)
-        fragments = synced_tensors(model, self._settings, also_synced)
+        fragments = synced_tensors(unwrapped(state), self._settings, also_synced)
         is_sharded = state.fsdp_sharded_state_dict_enabled
-        return CheckpointLayout(fragments, is_sharded, bool(averages_in(state)), tied_names(model))
+        return CheckpointLayout(fragments, is_sharded, bool(averages_in(state)))
 
     def read(self, state: State) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return the input of ``DiLoCo.load_state_dict``, and the local parameters; None if none.
@@ -213,7 +212,7 @@ class GroupState:
         if diloco_state is not None and data is not None:
             data.load_state_dict(diloco_state["reading"])
         self.weights = GlobalWeights(
-            unwrapped(state), diloco.global_parameters(), lambda: self._saved_model != "global"
+            unwrapped(state), diloco.global_parameters(), lambda: self._saves_as_is
         )
         self.averages.wrap(self.weights, diloco.make_local_global)
 
@@ -287,14 +286,13 @@ class GroupState:
         assert self.weights is not None and self._layout is not None, "begin has made them"
         assert self.averages is not None, "restore has made them"
         local = self.averages.local(self.weights.local())
-        return pack(diloco_state, local, self.weights.saved, self._layout, self._saved_model)
+        return pack(diloco_state, local, self.weights.saved, self._layout)
 
     @property
-    def _saved_model(self) -> str:
-        """Which weights Composer saves as the model: ``global``, ``ema`` or ``local``."""
-        if self.averages is not None and self.averages.is_ema_active:
-            return "ema"
-        return "local" if self._replaces_global else "global"
+    def _saves_as_is(self) -> bool:
+        """Whether Composer saves the model as it is, since it holds EMA's weights, or SWA's."""
+        has_ema = self.averages is not None and self.averages.is_ema_active
+        return has_ema or self._replaces_global
 
     @property
     def _replaces_global(self) -> bool:

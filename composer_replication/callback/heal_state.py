@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from composer import Logger, State, Timestamp, TimeUnit
-from composer.optim import compile_composer_scheduler
 from composer.utils import dist
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from composer_replication.callback.progress import max_batches
 from composer_replication.callback.trainer_watch import trainer_in_fit
@@ -164,10 +162,10 @@ def _counts(timestamp: Timestamp) -> dict[str, int]:
 
 
 class Schedules:
-    """Saves the states of torch's schedulers, and loads those of a donor.
+    """Saves the states of the job's schedulers, and loads those of a donor.
 
-    torch's schedulers count their own steps. Composer's are functions of the timestamp and have no
-    state.
+    torch's schedulers count their own steps. Composer's are functions of the timestamp, in one of
+    torch's whose count they do not read.
 
     Args:
         state: Composer's state.
@@ -182,44 +180,36 @@ class Schedules:
 
     def state_dict(self) -> SchedulerStates:
         """Return the states for a joiner. A state that is not plain numbers is None."""
-        kept = [(type(each).__name__, each.state_dict()) for each in self._of_torch()]
+        kept = [(type(each).__name__, each.state_dict()) for each in self._state.schedulers]
         states = [(kind, state if _is_plain(state) else None) for kind, state in kept]
         return states, [_rates(group) for group in self._groups()]
 
     def load_state_dict(self, saved: SchedulerStates) -> None:
         """Load the donor's states. If one cannot be loaded, none is, and a warning says why."""
         states, rates = saved
-        if not self._of_torch() or not self._fits(*saved):
-            return
-        for scheduler, (_, state) in zip(self._of_torch(), states, strict=True):
-            scheduler.load_state_dict(state or {})
-        self._set(rates)
+        schedulers = self._state.schedulers
+        own = [type(each).__name__ for each in schedulers]
+        if own == [kind for kind, state in states if state] and len(rates) == len(self._groups()):
+            for scheduler, (_, state) in zip(schedulers, states, strict=True):
+                scheduler.load_state_dict(state or {})
+            self._set(rates)
+        elif not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "Schedulers keep their own state, not the donor's: it has sent those of %s for %d "
+                "groups of parameters, and this group has %s for %d. Use the same, whose states "
+                "are numbers and plain containers",
+                [kind for kind, state in states if state],
+                len(rates),
+                own,
+                len(self._groups()),
+            )
 
     def load_from_rank_0(self, saved: SchedulerStates) -> None:
         """Load the states and all learning rates of rank 0 of this group."""
         self.load_state_dict(saved)
         if self._state.schedulers:
             self._set(saved[1])
-
-    def _fits(
-        self, states: list[tuple[str, dict[str, Any] | None]], rates: list[dict[str, float]]
-    ) -> bool:
-        own = [type(each).__name__ for each in self._of_torch()]
-        theirs = [kind for kind, _ in states]
-        num_own, num_theirs = len(self._groups()), len(rates)
-        if own != theirs:
-            problem = f"they have {theirs or 'none'}, and this group has {own}: use the same"
-        elif num_own != num_theirs:
-            problem = f"their optimizer has {num_theirs} groups of parameters, this one {num_own}"
-        elif any(state is None for _, state in states):
-            unsendable = [kind for kind, state in states if state is None]
-            problem = f"the state of {unsendable} is more than numbers and plain containers"
-        else:
-            return True
-        if not self._has_warned:
-            log.warning("torch's schedulers keep their own state, not the donor's: %s", problem)
-        self._has_warned = True
-        return False
 
     def _set(self, rates: list[dict[str, float]]) -> None:
         for group, its_rates in zip(self._groups(), rates, strict=True):
@@ -237,20 +227,8 @@ class Schedules:
             for scheduler in self._state.schedulers:
                 scheduler.step()
 
-    def _of_torch(self) -> Sequence[LRScheduler]:
-        return [each for each in self._state.schedulers if not _is_of_composer(each)]
-
     def _groups(self) -> list[dict[str, Any]]:
         return self._state.optimizers[0].param_groups
-
-
-def _is_of_composer(scheduler: LRScheduler) -> bool:
-    """Whether Composer has made this LambdaLR from one of its own schedulers."""
-    return isinstance(scheduler, LambdaLR) and all(
-        getattr(fn, "__module__", None) == compile_composer_scheduler.__module__
-        and fn.__qualname__.startswith(compile_composer_scheduler.__name__)
-        for fn in scheduler.lr_lambdas
-    )
 
 
 def _rates(group: dict[str, Any]) -> dict[str, float]:
