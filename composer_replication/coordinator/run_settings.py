@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict
 from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
 from composer_replication.diloco.settings import DiLoCoSettings
-
-log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (

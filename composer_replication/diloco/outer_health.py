@@ -6,13 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-HEALTH = (
-    "momentum_cosine",
-    "group_cosine",
-    "mean_norm_ratio",
-)
-"""Fields of ``SyncReport`` that tell how the outer loop does; equal in all groups of a sync."""
-
 
 class Vitals(NamedTuple):
     """What one replica group says about itself beside a sync. Missing numbers are NaN.
