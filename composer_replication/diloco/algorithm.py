@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import takes
-from composer_replication.diloco.fragments import model_fingerprint
+from composer_replication.diloco.fragments import check_none_thawed, left_out, model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.joining import join
@@ -18,7 +18,6 @@ from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.outer_optimizer import describe
 from composer_replication.diloco.own_model import own_model, settings_of
-from composer_replication.diloco.parameter_checks import check_none_thawed, left_out
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retries import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
-from composer_replication.diloco.fragment_sizes import log_sizes
-from composer_replication.diloco.fragments import split_all
+from composer_replication.diloco.fragments import check_trained_by, split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
-from composer_replication.diloco.parameter_checks import check_trained_by
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, count_shards, local_tensor
+
+log = logging.getLogger(__name__)
+
+LOPSIDED = 2.0
+"""The largest fragment is warned of if it is more than so many times an equal share."""
 
 
 def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSettings:
@@ -66,8 +70,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     split = split_all(arguments.model_fragments, settings, arguments.also_synced)
     fragments = [parameters for parameters, _ in split]
     check_trained_by(fragments, arguments.inner_optimizer)
-    sent = [parameters | buffers for parameters, buffers in split]
-    log_sizes(arguments.model_fragments, settings, sent, arguments.also_synced)
+    log_sizes([parameters | buffers for parameters, buffers in split])
     ranks, sharded_over = arguments.ranks, None
     num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
     if num_shards > 1:  # each rank holds a part already
@@ -91,3 +94,26 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         )
         for parameters, buffers in split
     ]
+
+
+def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:
+    """Log the largest fragment's share, and warn if it is too large.
+
+    The largest fragment's sync takes the longest, and determines the rate that a link needs.
+
+    Args:
+        fragments: The tensors of each fragment by name. All of them have equally many bytes an
+            element in a message.
+    """
+    sizes = [sum(tensor.numel() for tensor in fragment.values()) for fragment in fragments]
+    count, share = len(sizes), max(sizes) / sum(sizes)
+    if count > 1:
+        log.info("The largest of %d fragments has %.0f %% of the bytes", count, 100 * share)
+    if share * count > LOPSIDED:
+        log.warning(
+            "The largest of %d fragments has %.1f times the bytes of an equal share: its sync takes"
+            " longer than the others, and needs more of the link. A block, an embedding or a head "
+            "is never cut apart: use fewer fragments, or fragment_patterns that divide it",
+            count,
+            share * count,
+        )

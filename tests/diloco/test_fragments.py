@@ -1,17 +1,20 @@
 """Fragments: every trainable parameter in exactly one, or an error that names it."""
 
 import copy
+import logging
 
 import pytest
 import torch
 from common import TinyMLP
 from torch import nn
 
+from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import (
+    check_trained_by,
     model_fingerprint,
     split_model,
 )
-from composer_replication.diloco.parameter_checks import check_trained_by
+from composer_replication.simulation.simulation import simulate
 
 
 class Transformer(nn.Module):
@@ -182,3 +185,18 @@ def test_the_fingerprint_knows_names_shapes_and_dtypes():
     assert len(prints) == 4
     assert model_fingerprint(split_model(TinyMLP(seed=3))) in prints
     assert model_fingerprint(split_model(TinyMLP(), 3)) in prints
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, []), (3, ["67 %"]), (8, ["67 %", "5.3 times"])])
+def test_a_group_says_at_its_start_how_large_the_largest_fragment_is(caplog, count, said):
+    def replica(sim):
+        # A layer of 400 parameters and ten of 20.
+        model = nn.Sequential(nn.Embedding(100, 4), *(nn.Linear(4, 4) for _ in range(10)))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        DiLoCo(sim.manager, model, inner, sync_every=24, num_fragments=count)
+
+    with caplog.at_level(logging.INFO):
+        simulate(replica, num_replicas=1)
+    messages = [each for each in caplog.messages if each.startswith("The largest of")]
+    assert len(messages) == len(said)
+    assert all(text in message for text, message in zip(said, messages, strict=True))
