@@ -7,12 +7,7 @@ from typing import Any
 
 from composer_replication.diloco.arguments import REMOVED
 
-FIXED = (
-    "num_fragments",
-    "fragment_patterns",
-    "sync_buffers",
-    "wire_format",
-)
+FIXED = ("num_fragments", "fragment_patterns", "sync_buffers", "wire_format")
 """Settings that a resume cannot change: they define the fragments and the messages. Other groups
 that resume have them from their checkpoints, and a message of another size would abort these groups
 inside gloo before the settings could be compared."""

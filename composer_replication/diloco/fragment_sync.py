@@ -12,12 +12,12 @@ from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.hang_watch import SyncClock
 from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.diloco.sync_clock import SyncClock
 from composer_replication.diloco.torchft_api import DiLoCoManager, _StreamingDiLoCoFragment
 from composer_replication.diloco.unsynced import Packed, Unsynced
 

@@ -10,11 +10,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
 from composer_replication.diloco.global_parameters import GlobalParameters
-from composer_replication.diloco.looked_up import LookedUp, digest_of
 from composer_replication.diloco.outer_state import (
     Staged,
     cut,
@@ -254,3 +254,35 @@ class GlobalState:
                 load_outer_state(fragment, saved, keeps_hyperparameters=keeps_hyperparameters)
         self.outer_step = state_dict["outer_step"]
         self.ledger.load_rows(state_dict["ledger"])
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256, in hex, over the bytes of tensors in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        flat = tensors[name].detach().cpu().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class LookedUp(Mapping[str, Tensor]):
+    """Global parameters by name, each gathered when it is asked for if the ranks share it.
+
+    Args:
+        homes: The global parameters of the fragment that each name belongs to.
+    """
+
+    def __init__(self, homes: Mapping[str, GlobalParameters]) -> None:
+        self._homes = homes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._homes[name].whole(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)

@@ -24,10 +24,7 @@ def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str,
         globals_: Of one fragment.
         copies: Whether of the tensors, or the tensors themselves.
     """
-    state = {
-        "theta": dict(globals_.theta),
-        "optimizer": globals_.optimizer.state_dict(),
-    }
+    state = {"theta": dict(globals_.theta), "optimizer": globals_.optimizer.state_dict()}
     take = Tensor.clone if copies else Tensor.detach
     with torch.no_grad():
         return tree_map_only(Tensor, take, state)

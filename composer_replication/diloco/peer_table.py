@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,16 +17,82 @@ from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.diloco.unsynced import Unsynced
 
-log = logging.getLogger(__name__)
+BITS = 22
+"""Bits of a number that a sum in fp32 keeps exactly, with room for the 1 that marks it as set."""
 
 
 class DivergenceError(RuntimeError):
     """Replica groups hold different global parameters, which no sync can mend."""
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """What one replica group reports to the others beside a sync.
+
+    Attributes:
+        has_more: Whether it still trains, or has steps that no sync has brought in.
+        is_joining: Whether it joins with this sync and contributes nothing.
+        was_healed: Whether it has taken over the global state since its last sync.
+        outer_step: Its outer step, modulo 2**22.
+        min_replica_size: Its ``min_replica_size``.
+        is_replacing: Whether its local parameters are to be the global ones, see
+            ``DiLoCo.make_local_global``.
+        vitals: Its contribution, norm and pace: any numbers of fp32, to which the others
+            add 0.
+        samples: How much of its sample stream is in the model once this sync has committed.
+        settings: 44 bits of the digest of its settings, as two numbers above 0.
+        digests: The same of each fragment's global parameters; zeros where none is due.
+    """
+
+    has_more: bool
+    is_joining: bool
+    was_healed: bool
+    outer_step: int
+    min_replica_size: int
+    is_replacing: bool
+    vitals: Vitals
+    samples: SyncedSamples
+    settings: tuple[int, ...]
+    digests: tuple[tuple[int, ...], ...]
+
+    def encode(self) -> list[float]:
+        """The row as numbers of fp32. The first is a 1: this group is in the sum."""
+        flags = self.has_more, self.is_joining, self.was_healed
+        numbers = [
+            *(1, *flags, self.outer_step, self.min_replica_size, self.is_replacing),
+            *self.vitals,
+            *(half for number in self.samples for half in divmod(number, 2**BITS)),
+            *self.settings,
+            *(half for digest in self.digests for half in digest),
+        ]
+        return [float(number) for number in numbers]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[float]) -> PeerRow:
+        """The row of which ``encode`` made these numbers."""
+        _, more, joining, healed, step, min_size, replacing = map(int, numbers[:7])
+        size = 7 + len(Vitals._fields)
+        vitals, rest = Vitals(*numbers[7:size]), [int(number) for number in numbers[size:]]
+        samples, settings, digests = rest[:6], rest[6:8], rest[8:]
+        whole = ((high << BITS) + low for high, low in _pairs(samples))
+        return cls(
+            bool(more), bool(joining), bool(healed), step, min_size, bool(replacing),
+            vitals, SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)),
+        )  # fmt: skip
+
+
+def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def as_numbers(digest: str) -> tuple[int, int]:
+    """44 bits of a digest in hex, as two numbers above 0."""
+    bits = int(digest[:11], 16)
+    return (bits >> BITS) + 1, bits % 2**BITS + 1
 
 
 class Syncing(Protocol):
@@ -104,6 +170,9 @@ class PeerTable:
         digests = [(0, 0)] * len(self._fragments)
         if self._digest_is_due():
             digests = [as_numbers(digest) for digest in self._state.fragment_digests()]
+        mean = fragment.mean
+        # A norm that is not finite belongs to a group that contributes nothing.
+        norm = mean.norm if mean.contribution else 0.0
         return PeerRow(
             has_more=self.is_training or any(other.unsynced.has_more for other in others),
             is_joining=fragment.is_joining,
@@ -111,16 +180,11 @@ class PeerTable:
             outer_step=self._state.outer_step % 2**BITS,
             min_replica_size=self._manager._min_replica_size,
             is_replacing=fragment.unsynced.packed.is_replacing,
-            vitals=self._own_vitals(fragment.mean),
+            vitals=Vitals(mean.contribution, norm, self.step_s),
             samples=fragment.synced_samples,
             settings=as_numbers(self._state.settings_digest()),
             digests=tuple(digests),
         )
-
-    def _own_vitals(self, mean: WeightedMean) -> Vitals:
-        # A norm that is not finite belongs to a group that contributes nothing.
-        norm = mean.norm if mean.contribution else 0.0
-        return Vitals(mean.contribution, norm, self.step_s)
 
     def _digest_is_due(self) -> bool:
         by_count = self._digest_every and self._state.outer_step % self._digest_every == 0

@@ -8,8 +8,8 @@ from typing import Any
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.hang_watch import SyncSeconds
 from composer_replication.diloco.outer_health import Vitals, directions
-from composer_replication.diloco.sync_clock import SyncSeconds
 
 
 @dataclass(frozen=True)

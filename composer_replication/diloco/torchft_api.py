@@ -1,6 +1,7 @@
-"""The part of torchft that this package uses, private names included.
+"""The part of torchft that this package uses.
 
-``tests/replica/test_torchft_contract.py`` checks that the installed torchft has it.
+``tests/replica/test_torchft_contract.py`` checks that the installed torchft has it, and the private
+names that we use.
 """
 
 from __future__ import annotations
@@ -14,65 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torchft.local_sgd import _StreamingDiLoCoFragment
 
-__all__ = ["HEAL_STATE", "PRIVATE_NAMES", "DiLoCoManager", "_StreamingDiLoCoFragment"]
-
-PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
-    # Attributes we set or read, methods we override: all on instances of these classes.
-    "torchft.local_sgd.DiLoCo": (
-        "_manager",
-        "_fragments",
-        "_fragment_sync_delay",
-        "_local_optimizer",
-        "_local_step",
-        "_sync_every",
-        "_register_state_dict_fn",
-        "_current_fragment",
-        "_step_pre_hook",
-        "_step_post_hook",
-    ),
-    "torchft.local_sgd._StreamingDiLoCoFragment": (
-        "_manager",
-        "_allreduce_work",
-        "_save_grads",
-        "_average_grads",
-        "_set_grads",
-        "_merge_parameters",
-        "_outer_optimizer",
-    ),
-    "torchft.process_group.ProcessGroupGloo": (
-        "_pg",
-        "_rendezvous_store",
-        "_create_pg",
-        "_timeout",
-    ),
-    "torchft.manager.Manager": (
-        "_use_async_quorum",
-        "_min_replica_size",
-        "_pg",
-        "_checkpoint_transport",
-        "_client",
-        "_connect_timeout",
-        "_executor",
-        "_group_rank",
-        "_group_world_size",
-        "_load_state_dict_fns",
-        "_manager",
-        "_quorum_future",
-        "_quorum_id",
-        "_reconfigure_pg",
-        "_store",
-        "_quorum_timeout",
-        "_timeout",
-        "_user_state_dicts",
-    ),
-    "torchft.manager.ManagerServer": ("address", "shutdown"),  # ours is put in its place
-    "torchft.manager._ManagedWork": ("_work", "wait"),
-    "torchft.work._DummyWork": ("wait",),
-    "torchft.coordination.ManagerClient": ("_checkpoint_metadata", "_quorum"),
-    "torchft._torchft.LighthouseServer": ("address", "shutdown"),
-}
-"""Every private torchft name that this package uses, by the class that has it."""
-
+__all__ = ["HEAL_STATE", "DiLoCoManager", "_StreamingDiLoCoFragment"]
 
 HEAL_STATE = "diloco"
 """Key under which DiLoCo registers the global state with ``Manager.register_state_dict_fn``. It is
@@ -109,14 +52,6 @@ class DiLoCoManager(Protocol):
     ) -> None: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
-
-
-def connection_of(manager: Any) -> object:
-    """Return what changes whenever the groups of a quorum have connected anew.
-
-    Our managers count their connections. torchft's own connects anew when the quorum's id changes.
-    """
-    return manager.connection if hasattr(manager, "connection") else manager._quorum_id
 
 
 class HealSource(Protocol):

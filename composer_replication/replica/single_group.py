@@ -27,8 +27,6 @@ class SingleGroupManager:
 
     _use_async_quorum = False
     _min_replica_size = 1
-    connection = 0
-    """The number of the connection to other groups. There are none, so it never changes."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -47,10 +45,6 @@ class SingleGroupManager:
     def current_step(self) -> int:
         """The number of committed syncs."""
         return self._step
-
-    def batches_committed(self) -> int:
-        """The same number: each committed sync had one group."""
-        return self._batches_committed
 
     def num_participants(self) -> int:
         """The number of groups in the quorum, which is 1."""

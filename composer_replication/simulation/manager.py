@@ -139,10 +139,6 @@ class SimulatedManager:
         """The number of committed syncs."""
         return self._step
 
-    def batches_committed(self) -> int:
-        """The sum of the participants of all committed syncs."""
-        return self._batches_committed
-
     def num_participants(self) -> int:
         """The number of members of the quorum; 0 before the first one."""
         return len(self._quorum.members) if self._quorum else 0

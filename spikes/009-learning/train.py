@@ -17,7 +17,7 @@ from torch import nn
 from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco import sync_clock
+from composer_replication.diloco import hang_watch
 from composer_replication.simulation import Fault
 from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
@@ -120,7 +120,7 @@ class _Clock:
 
 
 _clock = _Clock()
-sync_clock.time = _clock  # pyright: ignore[reportAttributeAccessIssue]
+hang_watch.time = _clock  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _comings_and_goings(cell: Cell) -> list[Fault]:

@@ -21,7 +21,7 @@ BEGIN = """
 import logging, sys, time
 logging.basicConfig()
 from composer_replication.diloco.hang_watch import HangWatch
-from composer_replication.diloco.sync_clock import SyncClock
+from composer_replication.diloco.hang_watch import SyncClock
 def wait_in_vain(seconds):
     time.sleep(seconds)
 watch = HangWatch(0.5)

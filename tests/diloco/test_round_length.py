@@ -10,7 +10,7 @@ import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco import sync_clock
+from composer_replication.diloco import hang_watch
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.round_length import RoundLength
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(sync_clock, "time", clock)
+    monkeypatch.setattr(hang_watch, "time", clock)
     return clock
 
 

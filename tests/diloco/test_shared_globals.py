@@ -15,7 +15,7 @@ from forked import context
 from torch import nn
 
 from composer_replication import DiLoCo
-from composer_replication.diloco import sync_clock
+from composer_replication.diloco import hang_watch
 from composer_replication.diloco.averaging import rank_shares
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.simulation.simulation import simulate
@@ -144,7 +144,7 @@ def keep_step(rank, world):
             return self.now
 
     clock = Clock()
-    sync_clock.time, real = clock, sync_clock.time
+    hang_watch.time, real = clock, hang_watch.time
 
     def replica(sim):
         model = Model()
@@ -159,7 +159,7 @@ def keep_step(rank, world):
         return lengths
 
     assert simulate(replica, num_replicas=1) == [[5, 5, 5]]
-    sync_clock.time = real
+    hang_watch.time = real
 
 
 def heal_together(rank, world):
