@@ -91,7 +91,9 @@ def _record_of(run: Run) -> dict[str, Any]:
     losses, digests = {}, {}
     events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
     for id, group in run.metrics.items():
-        record["groups"][id] = {"inner_share": group.inner_share, "error": _error_of(group)}
+        columns = {"inner_share": group.inner_share, "error": _error_of(group)}
+        # What the folder does not know yet, a heartbeat may know.
+        record["groups"][id] = {name: v for name, v in columns.items() if v is not None}
         events_of_group = deque(_events_of(id, group), maxlen=MAX_EVENTS)
         syncs = _noted(group, id, digests, events_of_group)
         drawn = thin_out(syncs, ("batch", "loss"), MAX_POINTS)
