@@ -321,15 +321,8 @@ class ReplicaManager(InterruptibleManager):
         self._board.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these closes its sockets when its last reference goes.
-        for name in (
-            "_pg",
-            "_store",
-            "_client",
-            "_watch",
-            "_manager",
-            "_checkpoint_transport",
-            "_prefetch",
-        ):
+        names = "_pg _store _client _watch _manager _checkpoint_transport _prefetch"
+        for name in names.split():
             setattr(self, name, None)
         self.layout = GroupLayout(self._group_world_size)  # the old one holds the store
         self._load_state_dict_fns.clear()
