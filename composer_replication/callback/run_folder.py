@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from composer_replication.replica.folder_lock import lock_folder
 from composer_replication.replica.json_files import (
     JsonLineWriter,
+    lock_folder,
     read_json,
     read_last_line,
     replace_json,

@@ -25,8 +25,7 @@ from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.addresses import bracketed, is_loopback
-from composer_replication.replica.folder_lock import open_lock
-from composer_replication.replica.json_files import replace_json
+from composer_replication.replica.json_files import open_lock, replace_json
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:

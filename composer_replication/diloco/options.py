@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from composer_replication.diloco.checks import check_integer, check_seconds
+from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
 from composer_replication.diloco.settings import DiLoCoSettings
 
 if TYPE_CHECKING:
@@ -89,11 +89,7 @@ class StartPolicy(RunSize):
     def __post_init__(self) -> None:
         RunSize.__post_init__(self)
         check_seconds("start_timeout_s", self.start_timeout_s)
-        if self.on_start_timeout not in ON_START_TIMEOUT:
-            raise ValueError(
-                f"on_start_timeout={self.on_start_timeout!r}: use one of "
-                f"{', '.join(ON_START_TIMEOUT)}"
-            )
+        check_choice("on_start_timeout", self.on_start_timeout, ON_START_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
-from composer_replication.diloco.checks import check_integer, check_number
+from composer_replication.diloco.checks import check_choice, check_integer, check_number
 from composer_replication.diloco.schedule import check_fits, check_rows, value_at
 
 WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
@@ -107,8 +107,7 @@ class DiLoCoSettings:
         if not isinstance(self.outer_nesterov, bool):
             raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
         self._choose_weights()
-        if self.sync_buffers not in SYNC_BUFFERS:
-            raise ValueError(f"sync_buffers={self.sync_buffers!r}: use {' or '.join(SYNC_BUFFERS)}")
+        check_choice("sync_buffers", self.sync_buffers, SYNC_BUFFERS)
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
         self._check_schedule()
@@ -142,8 +141,7 @@ class DiLoCoSettings:
         if self.weight_by is None:
             weight_by = "uniform" if self.round_seconds is None else "steps"
             object.__setattr__(self, "weight_by", weight_by)
-        if self.weight_by not in WEIGHT_BY:
-            raise ValueError(f"weight_by={self.weight_by!r}: use one of {', '.join(WEIGHT_BY)}")
+        check_choice("weight_by", self.weight_by, WEIGHT_BY)
 
     def _choose_alpha(self) -> None:
         alpha = self.fragment_update_alpha

@@ -1,4 +1,4 @@
-"""JSON files of a run, on a disk that may be full, and after a power cut.
+"""JSON files of a run, on a disk that may be full, and after a power cut; the lock of their folder.
 
 Imports neither torch nor Composer.
 """
@@ -6,6 +6,7 @@ Imports neither torch nor Composer.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import logging
@@ -22,6 +23,9 @@ MAX_WAITING = 1000
 """How many lines are kept in memory while their file cannot be written."""
 
 _TAIL_BYTES = 2**14
+
+_held: dict[Path, int] = {}
+"""The file descriptors of the locks that this process holds, by the files they lock."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -233,3 +237,45 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return content if isinstance(content, dict) else None
+
+
+def lock_folder(folder: Path, name: str, fix: str) -> None:
+    """Keep other processes out of a folder until this one ends, however it ends.
+
+    Args:
+        folder: The folder.
+        name: The name of the lock's file in it. The file stays there after the lock is released.
+        fix: What else to do if another process holds the lock, for the error.
+
+    Raises:
+        ValueError: Another process holds the lock.
+    """
+    path = (folder / name).resolve()
+    if path not in _held:
+        _held[path] = open_lock(folder, name, fix)
+
+
+def open_lock(folder: Path, name: str, fix: str) -> int:
+    """Lock a folder until the returned file descriptor is closed, or this process ends.
+
+    The lock keeps out other processes and other calls in this process. Arguments and errors are
+    those of ``lock_folder``.
+    """
+    path = folder / name
+    # Python opens files so that child processes do not inherit them. In a child that outlives this
+    # process the lock would stay.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.read(descriptor, 20).decode(errors="replace") or "?"
+        os.close(descriptor)
+        raise ValueError(
+            f"{folder} is in use by process {owner}: wait for its end, end it, or {fix}"
+        ) from error
+    except OSError as error:  # a network file system without locks
+        log.warning("Cannot lock %s (%s): start no other process in its folder", path, error)
+    with contextlib.suppress(OSError):  # a full disk: the process id is only for the error above
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+    return descriptor

@@ -26,7 +26,7 @@ from composer_replication.diloco.fingerprints import SettingsMismatch, compare_f
      "outer_momentum=1.0: use a number between 0 and 1, exclusive"),
     ({"outer_momentum": "Auto"}, "outer_momentum='Auto': use a number"),
     ({"outer_nesterov": "yes"}, "outer_nesterov='yes': use true or false"),
-    ({"weight_by": "words"}, "weight_by='words': use one of uniform, steps, samples, tokens"),
+    ({"weight_by": "words"}, "weight_by='words': use uniform or steps or samples or tokens"),
     ({"max_sync_retries": -1}, "max_sync_retries=-1: use an integer of at least 0"),
     ({"fragment_patterns": []}, "fragment_patterns=[]: give a list"),
     ({"fragment_patterns": "*"}, "fragment_patterns='*': give a list"),
