@@ -14,9 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["DiLoCoCallback"]
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "DiLoCoCallback": "composer_replication.callback.callback",
-    },
-)
+__getattr__ = lazily(__name__, {"DiLoCoCallback": "composer_replication.callback.callback"})

@@ -26,11 +26,7 @@ from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import RejectedError, StorageError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.page import page_html, with_record
-from composer_replication.coordinator.registry import (
-    DuplicateError,
-    OutdatedError,
-    Registry,
-)
+from composer_replication.coordinator.registry import DuplicateError, OutdatedError, Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.work_units.tables import (
@@ -128,10 +124,7 @@ class RunData:
 
 
 def create_app(
-    run: RunData,
-    *,
-    tokens: Collection[str],
-    hosts: Collection[str] | None = None,
+    run: RunData, *, tokens: Collection[str], hosts: Collection[str] | None = None
 ) -> FastAPI:
     """Build the application.
 

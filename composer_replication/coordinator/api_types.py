@@ -18,9 +18,7 @@ def _printable(text: str) -> str:
 
 
 Name = Annotated[
-    str,
-    Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$"),
-    AfterValidator(_printable),
+    str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$"), AfterValidator(_printable)
 ]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 

@@ -57,10 +57,7 @@ class CoordinatorHttp:
         # The transport reads SSL_CERT_FILE. The client's trust_env would also read proxies from the
         # environment: groups connect directly.
         self._client = httpx.Client(
-            base_url=address,
-            headers=headers,
-            trust_env=False,
-            transport=httpx.HTTPTransport(),
+            base_url=address, headers=headers, trust_env=False, transport=httpx.HTTPTransport()
         )
 
     def with_limits(self, retry_s: float, timeout_s: float = TIMEOUT_S) -> Self:

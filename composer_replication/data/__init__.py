@@ -13,9 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplicaDataLoader"]
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "ReplicaDataLoader": "composer_replication.data.loader",
-    },
-)
+__getattr__ = lazily(__name__, {"ReplicaDataLoader": "composer_replication.data.loader"})

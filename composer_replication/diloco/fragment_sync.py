@@ -89,10 +89,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             global_parameters.shards,
             gathers=not global_parameters.is_shared,  # else theta, once it has moved
         )
-        self.mean = make_mean(
-            self.layout,
-            settings.wire_format,
-        )
+        self.mean = make_mean(self.layout, settings.wire_format)
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator

@@ -13,9 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["launch_groups"]
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "launch_groups": "composer_replication.launch.launcher",
-    },
-)
+__getattr__ = lazily(__name__, {"launch_groups": "composer_replication.launch.launcher"})

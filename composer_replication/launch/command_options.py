@@ -30,8 +30,7 @@ Nproc = Annotated[
     ),
 ]
 MaxRestarts = Annotated[
-    int,
-    typer.Option(help="Most restarts in a row of a group that dies.", min=0),
+    int, typer.Option(help="Most restarts in a row of a group that dies.", min=0)
 ]
 StragglerTimeout = Annotated[
     float,

@@ -132,10 +132,7 @@ def _events_of(id: str, group: GroupEvents) -> Iterator[dict[str, Any]]:
 
 
 def _noted(
-    group: GroupEvents,
-    id: str,
-    digests: dict[int, dict[str, str]],
-    events: deque[dict[str, Any]],
+    group: GroupEvents, id: str, digests: dict[int, dict[str, str]], events: deque[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """The syncs of a group; notes their digests, and what was unusual about them."""
     for line in group:

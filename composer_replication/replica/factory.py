@@ -133,10 +133,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     try:
         check_hostname(own_name, transport.port, lighthouse_addr)
         prefetch = Prefetch(
-            transport,
-            lighthouse_addr=lighthouse_addr,
-            rank=own.rank,
-            timeout=own.timeout,
+            transport, lighthouse_addr=lighthouse_addr, rank=own.rank, timeout=own.timeout
         )
         prefetch.fetch()
     except BaseException:

@@ -20,11 +20,7 @@ from composer_replication.training.config import REQUIRED, ConfigError, check_di
 SECTION = "callbacks.diloco"
 EXAMPLE = "callbacks: {diloco: {sync_every: 100}}"
 
-OF_THE_RUN = (
-    *(field.name for field in fields(DiLoCoSettings)),
-    "min_replica_size",
-    "num_replicas",
-)
+OF_THE_RUN = (*(field.name for field in fields(DiLoCoSettings)), "min_replica_size", "num_replicas")
 """What a coordinator reads of the section. The other keys belong to a group and its machine."""
 
 _OF_A_GROUP = {field.name for field in fields(ReplicaOptions)} - {*OF_THE_RUN}

@@ -45,12 +45,7 @@ class Prefetch:
     """
 
     def __init__(
-        self,
-        transport: HealTransport,
-        *,
-        lighthouse_addr: str,
-        rank: int,
-        timeout: float,
+        self, transport: HealTransport, *, lighthouse_addr: str, rank: int, timeout: float
     ) -> None:
         self._transport, self._client = transport, transport.client
         self._lighthouse_addr, self._rank = lighthouse_addr, rank

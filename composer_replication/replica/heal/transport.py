@@ -53,11 +53,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     """
 
     def __init__(
-        self,
-        tokens: Sequence[str],
-        hostname: str | None,
-        timeout: float,
-        name: str = "",
+        self, tokens: Sequence[str], hostname: str | None, timeout: float, name: str = ""
     ) -> None:
         self.client = HealClient(tokens, name, timeout)
         self._donor = Donor(self.client.limits)
