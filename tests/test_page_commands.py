@@ -72,8 +72,8 @@ def test_make_train_trains_two_groups(tmp_path):
     command = [*lines[0][0], *here, f"ARGS={' '.join(SMALL)} run_dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRON, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal in 2 groups after 3 outer steps" in done.stdout
-    assert json.loads((tmp_path / "summary.json").read_text())["outer_steps"] == 3
+    assert "equal in 2 groups after 2 outer steps" in done.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())["outer_steps"] == 2
 
 
 @pytest.mark.slow

@@ -132,14 +132,15 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self._has_too_few:
             return
         packed = self.unsynced.packed = self._pack()
-        frozen = self.globals.frozen()
+        frozen, share = set(self.globals.frozen()), self.globals.share
         self.mean.forget_residual(frozen)
-        local = list(self.globals.share.own(packed.local or self.local()))
-        theta = list(self.globals.own_parts())
-        for index in frozen:
-            theta[index] = _unrounded(theta[index], local[index])
+        local = packed.local or self.local()
+        theta = (
+            _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
+            for index, part in enumerate(self.globals.own_parts())
+        )
         contribution = 0.0 if self.is_joining else self.unsynced.contribution()
-        self.mean.pack(self._pseudo_gradient, (theta, local), contribution)
+        self.mean.pack(self._pseudo_gradient, (theta, share.own(local)), contribution)
         if not self.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes a new one
 

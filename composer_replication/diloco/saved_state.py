@@ -25,7 +25,7 @@ def saved_state(
 
     Args:
         state: The global state.
-        fragments: In the order of their turns.
+        fragments: In the order of their syncs.
         in_flight: What ``in_flight_state`` returned.
         copies: Whether to copy the tensors.
     """

@@ -198,8 +198,6 @@ def test_a_host_without_a_link_for_30_s_comes_back_and_the_others_go_on(tmp_path
         assert run.metrics(2)[before]["diloco/healed"]
         for group in (0, 1):
             assert not any(line["diloco/steps_lost"] for line in run.metrics(group))
-            assert "group 2 has left; 2 groups take part" in run.said(group)
-            assert "group 2 has joined; 3 groups take part" in run.said(group)
 
 
 @pytest.mark.alone
@@ -230,4 +228,3 @@ def test_the_coordinator_moves_and_a_host_vanishes_in_a_sync(tmp_path):
             # Whose wait is over first says how long it was; then gloo closes, as the other says.
             timed_out = f"Timed out waiting {1000 * TIMEOUT_S:.0f}ms"
             assert timed_out in failed or "Application timeout caused pair closure" in failed
-            assert "group 1 has left; 2 groups take part" in said

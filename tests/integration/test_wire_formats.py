@@ -34,7 +34,6 @@ def train(
 ) -> list[str | None]:
     """The digests of all outer steps."""
     torch.set_num_threads(1)
-    rank_shares.BUCKET = 2**13  # several buckets, the last one of another size
     model = TinyMLP(width=200)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with (
@@ -56,13 +55,19 @@ def train(
         return [report.global_digest for report in diloco.pop_finished_syncs()]
 
 
+BUCKET = 2**13
+"""Several buckets, the last one of another size."""
+
+
 def train_for_real(group: Group, settings: dict) -> list[str | None]:
+    rank_shares.BUCKET = BUCKET
     return train(group.manager(), group.replica_id, group.num_replicas, settings)
 
 
 @pytest.mark.parametrize("wire_format", ["bfloat16", "int8", "fp4"])
 @pytest.mark.parametrize("schedule", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
-def test_real_groups_come_to_the_bits_of_the_simulation(wire_format, schedule):
+def test_real_groups_come_to_the_bits_of_the_simulation(wire_format, schedule, monkeypatch):
+    monkeypatch.setattr(rank_shares, "BUCKET", BUCKET)
     settings = {**schedule, "wire_format": wire_format}
     seen = run_groups(train_for_real, num_replicas=3, settings=settings)
     simulated = simulate(

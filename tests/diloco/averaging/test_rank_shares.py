@@ -60,7 +60,9 @@ def mean_of(ours, theirs, weights, ranks):
     means = []
     for values, weight in zip((ours, theirs), weights, strict=True):
         sizes = [v.numel() for v in values]
-        mean = WeightedMean(RankShare(sizes, 1000, ranks, CPU), 0.1, CPU)
+        share = RankShare(sizes, ranks, CPU)
+        share.bucket = 1000
+        mean = WeightedMean(share, CPU)
         mean.pack(lambda value, into: into.copy_(value), (mean.share.own(values),), weight)
         means.append(mean)
     for one, other in zip(means[0].messages, means[1].messages, strict=True):
@@ -96,7 +98,7 @@ def test_every_element_is_in_the_share_of_one_rank_in_order(sizes, ranks):
     tensors = whole.split(sizes)
     seen = []
     for rank in range(ranks):
-        share = RankShare(sizes, 10, OneOf(rank, ranks), CPU)
+        share = RankShare(sizes, OneOf(rank, ranks), CPU)
         own = list(share.own(tensors))
         assert [part.numel() for part in own] == share.sizes
         assert torch.equal(torch.cat(own), whole[share.start : share.stop])
