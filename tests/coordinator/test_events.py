@@ -36,7 +36,7 @@ def test_the_newest_events_are_shown_and_more_are_kept(events, monkeypatch):
 
 
 def test_what_a_request_has_done_or_why_not_is_an_event_with_its_address(events, caplog):
-    caplog.set_level(logging.INFO, "composer_replication")
+    caplog.set_level(logging.INFO, "composer_replication.coordinator")  # launch raises it
     with events.action("rewind to outer step 3", "10.0.0.1"):
         pass
     with pytest.raises(RejectedError), events.action("registration of 0", "10.0.0.2"):
