@@ -1,10 +1,10 @@
 """Work units of a small data set, and three streams of them."""
 
 import pytest
-from coordinator.small_units import LENGTH, SEED, UNIT_SIZE, open_stream
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.work_units.work_units import WorkUnits
+from coordinator.small_units import LENGTH, SEED, UNIT_SIZE, open_stream
 
 
 @pytest.fixture

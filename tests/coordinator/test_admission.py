@@ -7,13 +7,13 @@ import asyncio
 import json
 
 import pytest
-from coordinator.test_api import make
 from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from composer_replication.coordinator.admission import MAX_BODY, Admission
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
+from coordinator.test_api import make
 
 
 async def answer_ok(scope, receive, send):

@@ -9,9 +9,9 @@ disk or a broken one.
 import sqlite3
 
 import pytest
-from coordinator.test_api import C4, Clock, make, registration
 
 from composer_replication.coordinator import database as coordinator_database
+from coordinator.test_api import C4, Clock, make, registration
 
 
 class FailingConnection(sqlite3.Connection):

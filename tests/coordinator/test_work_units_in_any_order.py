@@ -12,15 +12,6 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from coordinator.small_units import (
-    LENGTH,
-    SEED,
-    UNIT_SIZE,
-    UNKNOWN,
-    samples,
-    size_of,
-    unit_order,
-)
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -37,6 +28,15 @@ from composer_replication.coordinator.work_units.work_units import (
     EpochProgress,
     Returned,
     WorkUnits,
+)
+from coordinator.small_units import (
+    LENGTH,
+    SEED,
+    UNIT_SIZE,
+    UNKNOWN,
+    samples,
+    size_of,
+    unit_order,
 )
 
 EPOCHS = st.sampled_from([0, 0, 0, 1, 2])

@@ -6,14 +6,6 @@ temporary folder.
 
 import numpy as np
 import pytest
-from coordinator.small_units import (
-    UNKNOWN,
-    counts,
-    lease_all,
-    open_stream,
-    twice,
-    unit_order,
-)
 
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.work_units import leases as unit_leases
@@ -23,6 +15,14 @@ from composer_replication.coordinator.work_units.tables import (
     UnknownStream,
 )
 from composer_replication.coordinator.work_units.work_units import EpochProgress
+from coordinator.small_units import (
+    UNKNOWN,
+    counts,
+    lease_all,
+    open_stream,
+    twice,
+    unit_order,
+)
 
 # Rewinding and reopening.
 
