@@ -133,7 +133,7 @@ class History:
     def _add_digest(self, replica_id: str, step: int, digest: str) -> None:
         if self._digests.get(step, {}).get(replica_id, digest) != digest:
             # The run has resumed from before this step: what came after it is not comparable.
-            self._digests = {s: told for s, told in self._digests.items() if s < step}
+            self._digests = {s: sent for s, sent in self._digests.items() if s < step}
         self._digests.setdefault(step, {})[replica_id] = digest
         if len(self._digests) > self.MAX_DIGESTS:
             del self._digests[min(self._digests)]

@@ -78,11 +78,11 @@ def agreement_of(digests: Mapping[int, Mapping[str, str]]) -> dict[str, Any] | N
     """Compare the digests of the groups' global parameters.
 
     Args:
-        digests: By outer step, the digest of each group that has told it.
+        digests: By outer step, the digest of each group that has sent one.
 
     Returns:
-        ``outer_step`` and ``digests`` of the newest outer step of which several groups have told
-        theirs, and ``differing``, the outer steps at which they were not equal. None: there is no
+        ``outer_step`` and ``digests`` of the newest outer step of which several groups have sent
+        one, and ``differing``, the outer steps at which they were not equal. None: there is no
         such step.
     """
     several = sorted(step for step, groups in digests.items() if len(groups) > 1)

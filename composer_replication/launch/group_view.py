@@ -231,8 +231,8 @@ class Groups:
     def status_line(self) -> str:
         """How the whole run does, in one line."""
         rounds = max(self.views, key=lambda view: view.status.get("batch") or 0).round
-        told = [view.status.get("loss") for view in self._present]
-        losses = sorted(loss for loss in told if loss is not None)
+        newest = [view.status.get("loss") for view in self._present]
+        losses = sorted(loss for loss in newest if loss is not None)
         texts = dict.fromkeys(f"{loss:.3f}" for loss in losses[:1] + losses[-1:])
         left = [view.seconds_left for view in self.views if view.seconds_left is not None]
         in_trouble: dict[str, list[str]] = {}

@@ -121,14 +121,14 @@ def _error_of(group: GroupEvents) -> str | None:
 
 
 def _events_of(id: str, group: GroupEvents) -> Iterator[dict[str, Any]]:
-    told: list[tuple[float, str]] = []
+    happened: list[tuple[float, str]] = []
     for before, start in zip([{}, *group.starts], group.starts, strict=False):
         if start["trained_at"] is not None and start["started"] != before.get("started"):
-            told.append((start["trained_at"], "was lost"))
-        told.append((start["joined"], "joined"))
-    told += [(line["time"], f"resumed at batch {line['batch']}") for line in group.resumes]
-    told += [(line["time"], f"ended with an error: {line['error']}") for line in group.errors]
-    return ({"time": at, "text": f"replica group {id} {text}"} for at, text in sorted(told))
+            happened.append((start["trained_at"], "was lost"))
+        happened.append((start["joined"], "joined"))
+    happened += [(line["time"], f"resumed at batch {line['batch']}") for line in group.resumes]
+    happened += [(line["time"], f"ended with an error: {line['error']}") for line in group.errors]
+    return ({"time": at, "text": f"replica group {id} {text}"} for at, text in sorted(happened))
 
 
 def _noted(
