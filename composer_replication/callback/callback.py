@@ -210,6 +210,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is None or self._fit is None:
             return
         self.diloco.counts_steps = False
+        self.diloco.forget_counted()  # of a batch whose step the grad scaler has skipped
         if self._group.data is not None:
             self._group.data.after_batch()
         self._check_launcher()

@@ -104,9 +104,15 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _step_post_hook(self, *step: Any) -> None:
         if not self.counts_steps:
             return
+        found_inf = getattr(self._local_optimizer, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            # torch's GradScaler lets a fused optimizer's step run, and do nothing.
+            self._manager.allow_state_dict_read()
+            self.forget_counted()
+            return
         check_none_thawed(self._left_out, self._local_optimizer)
         self._outer.count_inner_step(self._samples)
-        self._samples = 0
+        self.forget_counted()
         counted = self._local_step
         with self._outer.clock.blocking():
             if counted + 1 == self._sync_every and self._outer.is_unsent:
@@ -196,6 +202,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         if self.settings.weight_by == "tokens":
             self._samples += num_tokens
+
+    def forget_counted(self) -> None:
+        """Forget the samples and tokens that were counted for an inner step that is not taken.
+
+        Call it after a batch in which a gradient scaler has not called the inner optimizer.
+        """
+        self._samples = 0
 
     def expect_last_step(self) -> None:
         """Announce that the next inner step is the last one.

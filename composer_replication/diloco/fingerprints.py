@@ -12,6 +12,9 @@ FIXED = ("num_fragments", "fragment_patterns", "sync_buffers", "wire_format")
 that resume have them from their checkpoints, and a message of another size would abort these groups
 inside gloo before the settings could be compared."""
 
+COUNTED = ("samples", "tokens")
+"""Values of ``weight_by`` that need a count which a checkpoint of another ``weight_by`` lacks."""
+
 
 class SettingsMismatch(ValueError):
     """Two replica groups of one run were started with different settings or models."""
@@ -47,9 +50,10 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
+    keeps = ("model", *FIXED, *(["weight_by"] if mine.get("weight_by") in COUNTED else []))
     compare_fingerprints(
-        {key: mine.get(key) for key in ("model", *FIXED)},
-        {key: saved.get(key) for key in ("model", *FIXED)},
+        {key: mine.get(key) for key in keeps},
+        {key: saved.get(key) for key in keeps},
         "the checkpoint",
     )
     name = "outer_optimizer"

@@ -172,9 +172,17 @@ class OuterLoop:
             self.manager, self.state, self._settings.max_sync_retries, self._give_up_after_s
         )
         while self._has_failed:
+            present = self.manager.num_participants()
+            (was_last,) = self.fragments[0].globals.mean_over_ranks(self.peer_table.is_over)
             retries.wait()
             self.manager.start_quorum()
             retries.check_limit(self.fragments[0].is_joining)
+            if was_last and self.manager.num_participants() < present:
+                log.warning(
+                    "Groups have left since the run's last sync, in which this group's vote failed:"
+                    " if they have committed it, this group ends with other global parameters than "
+                    "they. Compare the digests, and use the weights of a group that has ended first"
+                )
             # If a peer has committed the sync, this quorum has healed this group, and the next
             # fragment has its turn.
             self.sync_in_quorum()

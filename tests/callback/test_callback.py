@@ -179,25 +179,32 @@ class OneInfinity(Callback):
             state.loss = state.loss * float("inf")
 
 
-def test_a_step_that_the_grad_scaler_skips_does_not_count():
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_that_the_grad_scaler_skips_does_not_count(is_fused):
     # Composer scales gradients under amp_fp16 only, and that needs a GPU. What it then does is
     # done here: a real scaler decides, after the backward pass, whether the optimizer steps.
+    def adam(parameters):
+        return torch.optim.Adam(parameters, fused=is_fused)
+
     def replica(sim):
-        callback = callback_of(sim)
+        callback, logged = callback_of(sim, weight_by="samples"), InMemoryLogger()
         skipping = OneInfinity(batch=1)
-        trainer = trainer_of(callback, skipping, max_duration="4ba")
+        trainer = trainer_of(
+            callback, skipping, optimizer=adam, loggers=[logged], max_duration="4ba"
+        )
         trainer._use_closures = lambda: False
         trainer._use_grad_scaling = lambda precision, scaler: True
         trainer.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         trainer.fit()
         trainer.close()
-        return callback, trainer
+        return callback, trainer, logged
 
-    [(callback, trainer)] = simulate(replica, num_replicas=1)
+    [(callback, trainer, logged)] = simulate(replica, num_replicas=1)
     assert trainer.state.timestamp.batch == 4
     assert trainer.state.scaler.get_scale() == 1.0  # halved once
     assert callback.result["inner_steps"] == 3
     assert callback.result["outer_steps"] == 2  # after steps 2 and 3, the last at the end
+    assert logged.data["diloco/contribution"][0][1] == 16, "without the skipped batch's samples"
 
 
 def test_samples_are_counted_over_all_microbatches():

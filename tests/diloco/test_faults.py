@@ -122,6 +122,44 @@ def test_a_group_that_is_sick_again_and_again_leaves_with_the_reason():
     assert healthy[-1] == (-2.0, -2.0)
 
 
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_sick_in_one_inner_step_costs_one_contribution_whatever_the_fragments(delay):
+    # Three fragments in turns of 3 steps; one gradient of group 1 is not a number.
+    def replica(sim):
+        model = Constant(a=(2,), b=(2,), c=(2,))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"fragment_patterns": ["a", "b", "c"], "fragment_sync_delay": delay}
+        with DiLoCo(sim.manager, model, inner, None, 9, max_sync_retries=2, **settings) as diloco:
+            for step in range(27):
+                take_step(inner, math.nan if (sim.replica_id, step) == (1, 11) else -0.1)
+            reports = diloco.pop_finished_syncs()
+            return [r.contribution for r in reports], sum(r.steps_lost for r in reports)
+
+    (healthy, lost_by_healthy), (sick, lost) = simulate(replica, num_replicas=2)
+    assert (healthy, lost_by_healthy) == ([1.0] * 9, 0)
+    assert sick.count(0.0) == 1 and len(sick) == 9
+    assert 0 < lost <= 9 + delay  # at most a round
+
+
+def test_a_vote_that_fails_in_the_last_sync_ends_with_a_warning(caplog):
+    def replica(sim):
+        model = Constant()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, None, 2) as diloco:
+            for step in range(4):
+                if step == 3:
+                    diloco.expect_last_step()
+                take_step(inner, -1.0 - sim.replica_id)
+            diloco.final_sync()
+            return diloco.global_digest()
+
+    faults = [Fault("fail_commit", replica_id=2, step=2)]
+    first, second, odd = simulate(replica, num_replicas=3, faults=faults)
+    assert first == second != odd
+    (warning,) = (r for r in caplog.records if "the run's last sync" in r.message)
+    assert warning.threadName == "replica_2"
+
+
 def test_survivors_below_min_replica_size_wait_and_go_on_when_it_is_met_again():
     def replica(sim):
         sim.manager._min_replica_size = 2

@@ -107,15 +107,17 @@ def test_a_group_that_joins_when_the_others_have_just_ended_trains_and_all_end_e
 # ---- who took part ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wire_format", ["float32", "int8"])
 @pytest.mark.parametrize("stale", [0, 1, 2])
-def test_a_quorum_id_used_twice_is_noticed_and_the_mean_is_right(stale, caplog):
+def test_a_quorum_id_used_twice_is_noticed_and_the_mean_is_right(stale, wire_format, caplog):
     # torchft sums two groups and divides by three: -4/3 instead of -2 (research).
     def replica(sim):
-        return run_scripted(sim, (-1.0, -2.0, -3.0)[sim.replica_id], 4, sync_every=2)
+        move = (-1.0, -2.0, -3.0)[sim.replica_id]
+        return run_scripted(sim, move, 4, sync_every=2, wire_format=wire_format)
 
     faults = [Fault("stale_quorum", replica_id=stale, step=1)]
-    for trace in simulate(replica, num_replicas=3, faults=faults):
-        assert [trace[1], trace[3]] == [(6.0, 6.0), (2.0, 2.0)]
+    for trace in simulate(replica, num_replicas=3, faults=faults, timeout_s=20):
+        assert [*trace[1], *trace[3]] == pytest.approx([6.0, 6.0, 2.0, 2.0], abs=1e-4)
     assert any("2 of the quorum's 3 replica groups" in r.message for r in caplog.records)
 
 

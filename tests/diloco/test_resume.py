@@ -251,6 +251,7 @@ def test_a_changed_outer_learning_rate_is_the_one_that_steps():
     [
         ({"num_fragments": 1}, "num_fragments: 1 here, 2 there"),
         ({"sync_buffers": "mean"}, "sync_buffers: 'mean' here, 'none' there"),
+        ({"weight_by": "samples"}, "weight_by: 'samples' here, 'uniform' there"),
     ],
 )
 def test_settings_that_the_state_does_not_allow_are_refused_with_both_values(changed, told):

@@ -197,7 +197,9 @@ class ReduceScatterBucket(QuantizedBucket):
                     part = self._decode(message[WEIGHT:], frame, decoded)
                 mean[: exact.numel()].add_(part[: exact.numel()], alpha=weight / self.total)
             self._format.encode(mean[: frame.size], self._own[frame.encoded])
-            if keeps_error:
+            # Without a weight here this group is not in the sum: the connections are those of
+            # another quorum, as the peer table says to all.
+            if keeps_error and weights[self._rank]:
                 # The next sync weights this error by this group's share of the mean: undo that.
                 rounded = self._decode(self._own, frame, decoded)[: exact.numel()]
                 torch.sub(mean[: exact.numel()], rounded, out=exact)
