@@ -132,7 +132,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self._has_too_few:
             return
         packed = self.unsynced.packed = self._pack()
-        frozen, share = set(self.globals.frozen()), self.globals.share
+        frozen, share = set(packed.frozen), self.globals.share
         self.mean.forget_residual(frozen)
         local = packed.local or self.local()
         theta = (
@@ -203,7 +203,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         kept = None
         if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
-        return self.unsynced.pack(self._state.ledger.position, kept)
+        return self.unsynced.pack(self._state.ledger.position, kept, self.globals.frozen())
 
     def local(self) -> list[Tensor]:
         """The local parameters, as this rank holds them; not copies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +21,8 @@ class Packed:
             ``DiLoCo.make_local_global``.
         is_dropped: Whether the local parameters have been reset since.
         local: The local parameters, kept while the sync is in flight; None without a delay.
+        frozen: The tensors that were frozen then, by index. One that is frozen while its sync is in
+            flight is sent again as it was sent first.
     """
 
     inner_steps: int = 0
@@ -28,6 +31,7 @@ class Packed:
     is_replacing: bool = False
     is_dropped: bool = False
     local: list[Tensor] | None = None
+    frozen: Sequence[int] = ()
 
 
 class Unsynced:
@@ -57,14 +61,16 @@ class Unsynced:
         self.inner_steps += 1
         self.samples += samples
 
-    def pack(self, position: int, local: list[Tensor] | None) -> Packed:
+    def pack(self, position: int, local: list[Tensor] | None, frozen: Sequence[int]) -> Packed:
         """Return what the next pseudo-gradient is computed from.
 
         Args:
             position: The position in the sample stream.
             local: Copies of the local parameters, if the sync has a delay.
+            frozen: The tensors that are frozen, by index.
         """
-        return Packed(self.inner_steps, self.samples, position, self.replaces_global, local=local)
+        counted = self.inner_steps, self.samples, position
+        return Packed(*counted, self.replaces_global, local=local, frozen=frozen)
 
     def contribution(self) -> float:
         """This group's weight in the mean, from what is packed.

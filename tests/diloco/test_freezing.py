@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from common import Constant, plain_sgd, take_step
+from common import Constant, load, plain_sgd, save, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
@@ -120,6 +120,29 @@ def test_training_what_was_frozen_when_it_began_is_an_error_that_names_it():
 
     with pytest.raises(SimulationError, match="frozen when training began, and trained now: b"):
         simulate(replica, num_replicas=1)
+
+
+def test_frozen_in_flight_stopped_there_and_resumed_is_bitwise_uninterrupted():
+    # Sent after inner step 6, frozen before step 7, stopped after it, applied after step 8.
+    def replica(sim, steps, saved=None):
+        model = Constant(a=(2, 3), b=(3,))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"sync_every": 4, "fragment_sync_delay": 2, "wire_format": "int8"}
+        diloco = DiLoCo(sim.manager, model, inner, num_replicas=2, **settings)
+        if saved is not None:
+            load(saved[sim.replica_id], diloco, model)
+        with diloco:
+            for step in steps:
+                model.a.requires_grad_(step < 6)
+                for p in model.parameters():
+                    numbers = torch.arange(p.numel()).view(p.shape) + step + sim.replica_id
+                    p.grad = torch.sin(numbers.float()) if p.requires_grad else None
+                inner.step()
+            return save(diloco, model) if steps[-1] == 6 else diloco.global_digest()
+
+    whole = simulate(lambda sim: replica(sim, range(12)), num_replicas=2)
+    saved = simulate(lambda sim: replica(sim, range(7)), num_replicas=2)
+    assert simulate(lambda sim: replica(sim, range(7, 12), saved), num_replicas=2) == whole
 
 
 def test_what_is_also_synced_is_frozen_and_belongs_to_the_global_state():

@@ -10,7 +10,7 @@ def sent(weight_by="steps", samples=(8, 8)):
     unsynced = Unsynced(weight_by)
     for number in samples:
         unsynced.count(number)
-    unsynced.packed = unsynced.pack(position=5, local=None)
+    unsynced.packed = unsynced.pack(position=5, local=None, frozen=())
     return unsynced
 
 
@@ -49,7 +49,7 @@ def test_an_average_is_sent_once_and_counts_as_one_group():
     unsynced = Unsynced("steps")
     unsynced.replaces_global = True
     assert unsynced.has_more
-    unsynced.packed = unsynced.pack(position=0, local=None)
+    unsynced.packed = unsynced.pack(position=0, local=None, frozen=())
     assert unsynced.contribution() == 1.0
     unsynced.discard_synced(keeps_later=True, is_joining=False)
     assert not unsynced.has_more
