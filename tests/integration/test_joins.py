@@ -218,8 +218,9 @@ def prepare_slowly(group: Group) -> Any:
 
 def test_a_joiner_that_was_overtaken_prepares_again_and_not_in_the_quorum():
     first, second, (joiner, what) = run_groups(prepare_slowly, num_replicas=3)
-    assert what[:2] == ["fetch", "stage"] and what[-1] == "take over what was staged"
-    assert what.count("fetch") == what.count("stage") >= 2
+    # On a busy machine the others may be ahead before a download has ended: it is begun again.
+    assert what[0] == "fetch" and what.count("fetch") >= what.count("stage") >= 2
+    assert what[-1] == "take over what was staged" and "take over" not in what
     check_equal(first, second, joiner)
 
 
