@@ -201,6 +201,7 @@ class DiLoCoCallback(Callback):
         self.diloco.counts_steps = True
         if max_batches(state) == state.timestamp.batch.value + 1:
             self.diloco.expect_last_step()
+        self.diloco.note_batch(state.batch)
         if self.settings.weight_by == "samples":
             self.diloco.count_samples(samples_in_batch(state))
         elif self.settings.weight_by == "tokens":

@@ -12,6 +12,7 @@ import psutil
 from composer import Logger, State, TimeUnit
 
 from composer_replication.callback.run_folder import RESUME, START, SYNC, ReplicaFolder
+from composer_replication.callback.words import on_same_samples
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -66,7 +67,10 @@ class SyncLog:
             if report.global_digest is not None:
                 metrics["diloco/global_digest"] = report.global_digest
             batch, inner_steps = state.timestamp.batch.value, report.inner_steps
-            place = {"batch": batch, "inner_steps": inner_steps, "loss": loss}
+            place: dict[str, Any] = {"batch": batch, "inner_steps": inner_steps, "loss": loss}
+            if report.equal_samples:
+                place["equal_samples"] = report.equal_samples
+                log.warning(on_same_samples(report.equal_samples))
             self._folder.append(SYNC, metrics | place)
             log.info(
                 "outer step %d, fragment %d: %d replica groups, loss %s, blocked %.2f s%s",
@@ -161,7 +165,7 @@ def numbers_of(report: SyncReport) -> dict[str, Any]:
     What a sync cannot tell is left out.
     """
     values = asdict(report)
-    del values["inner_steps"], values["global_digest"]
+    del values["inner_steps"], values["global_digest"], values["equal_samples"]
     return {f"diloco/{name}": +value for name, value in values.items() if value is not None}
 
 

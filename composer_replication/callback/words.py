@@ -42,6 +42,15 @@ def format_roughly(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h"
 
 
+def on_same_samples(names: Sequence[str]) -> str:
+    """Say that replica groups train on the same samples, and what to do."""
+    return (
+        f"{listed_groups(names)} train on the same samples, their first batches are equal: give "
+        "each its own part with ReplicaDataLoader(dataset, batch_size), or with a sampler that "
+        "divides by REPLICA_GROUP_ID; if they are meant to be the same, set same_samples=True"
+    )
+
+
 def listed_groups(names: Sequence[str], limit: int = 8) -> str:
     """Name replica groups: ``group 1``, ``groups 0, 1 and 2``, or how many, if they are many."""
     if len(names) > limit:

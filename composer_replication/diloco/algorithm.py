@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import takes
+from composer_replication.diloco.equal_samples import NUM_BATCHES, digest_of
 from composer_replication.diloco.fragments import check_none_thawed, left_out, model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
@@ -209,6 +210,19 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Call it after a batch in which a gradient scaler has not called the inner optimizer.
         """
         self._samples = 0
+
+    def note_batch(self, batch: Any) -> None:
+        """Note what the next inner step trains on: groups that train on equal samples are found.
+
+        Groups compare a digest of their first batches at their first sync, and the report of that
+        sync has the result. Every later call does nothing.
+
+        Args:
+            batch: Of this rank: tensors in any containers.
+        """
+        batches = self._outer.peer_table.first_batches
+        if batches is not None and len(batches) < NUM_BATCHES and not self._arguments.same_samples:
+            batches.append(digest_of(batch))
 
     def expect_last_step(self) -> None:
         """Announce that the next inner step is the last one.

@@ -105,6 +105,8 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
         backup_device: Where global parameters and outer state are stored. None: in host memory.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and reports contain the ``global_digest``; 0: never.
+        same_samples: Whether this group is meant to train on the same samples as others. If it is
+            not, a warning at the first sync names the groups that do.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -113,6 +115,7 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
     hang_timeout_s: float | None = None
     backup_device: torch.device | str | None = None
     digest_every: int = 0
+    same_samples: bool = False
 
     def __post_init__(self) -> None:
         WaitLimit.__post_init__(self)

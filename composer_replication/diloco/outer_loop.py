@@ -240,8 +240,11 @@ class OuterLoop:
             steps_lost=self._steps_lost,
             retries=retries,
             healed=self.has_healed,
+            equal_samples=self.peer_table.equal_samples,
         )
         self.reports.append(report)
+        if report.contribution:
+            self.peer_table.first_batches = None  # they have been compared
         self.has_healed = False
         self._steps_lost = 0
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.equal_samples import digest_of
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals
@@ -45,6 +46,7 @@ class PeerRow:
             add 0.
         samples: How much of its sample stream is in the model once this sync has committed.
         settings: 44 bits of the digest of its settings, as two numbers above 0.
+        batches: The same of its first batches, at its first sync; else zeros.
         digests: The same of each fragment's global parameters; zeros where none is due.
     """
 
@@ -57,6 +59,7 @@ class PeerRow:
     vitals: Vitals
     samples: SyncedSamples
     settings: tuple[int, ...]
+    batches: tuple[int, ...]
     digests: tuple[tuple[int, ...], ...]
 
     def encode(self) -> list[float]:
@@ -67,6 +70,7 @@ class PeerRow:
             *self.vitals,
             *(half for number in self.samples for half in divmod(number, 2**BITS)),
             *self.settings,
+            *self.batches,
             *(half for digest in self.digests for half in digest),
         ]
         return [float(number) for number in numbers]
@@ -77,11 +81,11 @@ class PeerRow:
         _, more, joining, healed, step, min_size, replacing = map(int, numbers[:7])
         size = 7 + len(Vitals._fields)
         vitals, rest = Vitals(*numbers[7:size]), [int(number) for number in numbers[size:]]
-        samples, settings, digests = rest[:6], rest[6:8], rest[8:]
+        samples, settings, batches, digests = rest[:6], rest[6:8], rest[8:10], rest[10:]
         whole = ((high << BITS) + low for high, low in _pairs(samples))
         return cls(
             bool(more), bool(joining), bool(healed), step, min_size, bool(replacing),
-            vitals, SyncedSamples(*whole), tuple(settings), tuple(_pairs(digests)),
+            vitals, SyncedSamples(*whole), tuple(settings), tuple(batches), tuple(_pairs(digests)),
         )  # fmt: skip
 
 
@@ -109,7 +113,7 @@ class Syncing(Protocol):
 class PeerTable:
     """Sends this group's row with a sync, and checks the rows of all its groups before the vote.
 
-    The table answers six questions that torchft does not:
+    The table answers seven questions that torchft does not:
 
     * Were all groups of the quorum in this sum? Under a quorum id that was used before, the
       connections can be those to other groups, or to fewer.
@@ -120,6 +124,7 @@ class PeerTable:
     * How much of each group's sample stream is in the model once the sync has committed?
     * Has a group replaced its local parameters by an average that is to be the global ones?
     * How long is each group's pseudo-gradient?
+    * Which groups train on the same samples?
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -135,6 +140,9 @@ class PeerTable:
         is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
         synced_samples: How far the groups of the last sync have read their sample streams.
         vitals: Contribution, norm and pace of the groups of the last sync.
+        first_batches: Digests of this group's first batches; None after its first sync.
+        equal_samples: The names of the groups whose first batches were found to be equal to this
+            group's in the last sync, and its own; empty if there are none.
     """
 
     def __init__(
@@ -153,6 +161,8 @@ class PeerTable:
         self.is_over = self.are_all_joining = self.is_replacing = False
         self.synced_samples: list[SyncedSamples] = []
         self.vitals: list[Vitals] = []
+        self.first_batches: list[str] | None = []
+        self.equal_samples: tuple[str, ...] = ()
 
     def send(self, fragment: Syncing) -> PeerTableWork:
         """Start the table's allreduce, for the sync of a fragment."""
@@ -173,6 +183,7 @@ class PeerTable:
         mean = fragment.mean
         # A norm that is not finite belongs to a group that contributes nothing.
         norm = mean.norm if mean.contribution else 0.0
+        batches = self.first_batches if mean.contribution else None
         return PeerRow(
             has_more=self.is_training or any(other.unsynced.has_more for other in others),
             is_joining=fragment.is_joining,
@@ -183,6 +194,7 @@ class PeerTable:
             vitals=Vitals(mean.contribution, norm, self.step_s),
             samples=fragment.synced_samples,
             settings=as_numbers(self._state.settings_digest()),
+            batches=as_numbers(digest_of(batches)) if batches and all(batches) else (0, 0),
             digests=tuple(digests),
         )
 
@@ -222,7 +234,16 @@ class PeerTable:
         self.is_replacing = any(row.is_replacing for row in rows)
         self.synced_samples = [row.samples for row in rows]
         self.vitals = [row.vitals for row in rows]
+        self._find_equal_samples(rows)
         self._state.compare_next = self._state.was_healed = False
+
+    def _find_equal_samples(self, rows: Sequence[PeerRow]) -> None:
+        own = rows[self._manager.participating_rank() or 0].batches
+        # torchft's own manager has no names of the members.
+        names = getattr(self._manager, "members", None) or range(len(rows))
+        same = [name for name, row in zip(names, rows, strict=False) if row.batches == own]
+        is_found = any(own) and len(same) > 1
+        self.equal_samples = tuple(str(n).partition(":")[0] for n in same if is_found)
 
     def _check_settings(self, rows: Sequence[PeerRow]) -> None:
         """A group that resumes at the outer step of those in training is not healed by them."""

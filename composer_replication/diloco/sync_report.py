@@ -50,6 +50,9 @@ class SyncReport:
         outer_momentum: Its momentum in this sync; 0 if it has none of that name.
         global_digest: SHA-256 of the global parameters after this sync, every ``digest_every``
             outer steps; None in between.
+        equal_samples: Names of the groups, this one included, that have trained on the same
+            samples before this sync, which was their first one; empty if there are none. See
+            ``DiLoCo.note_batch``.
     """
 
     outer_step: int
@@ -75,6 +78,7 @@ class SyncReport:
     outer_lr: float
     outer_momentum: float
     global_digest: str | None
+    equal_samples: tuple[str, ...]
 
     @classmethod
     def of(
@@ -96,7 +100,7 @@ class SyncReport:
             seconds: What ``SyncClock.read`` returned.
             has_digest: Whether the report contains the digest.
             **counted: What the outer loop counts: ``num_participants``, ``inner_steps``,
-                ``sync_every``, ``steps_lost``, ``retries`` and ``healed``.
+                ``sync_every``, ``steps_lost``, ``retries``, ``healed`` and ``equal_samples``.
         """
         mean, globals_ = fragment.mean, fragment.globals
         moved, norms = fragment.total_contribution > 0, globals_.step_norms()

@@ -13,6 +13,7 @@ from composer_replication.callback.words import (
     format_duration,
     format_roughly,
     listed_groups,
+    on_same_samples,
     plural,
 )
 from composer_replication.launch.supervision import LEFT_OUT, NOT_BACK, RESTARTING
@@ -41,15 +42,18 @@ class GroupView:
         name: The group's id.
         status: The newest ``status.json``.
         sync: The newest sync of ``events.jsonl``; empty before the first.
+        equal_samples: The groups that train on the same samples as this one, if it has found any.
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._events = JsonLineReader(folder / EVENTS)
+        self._began = time.time()  # a run that is continued has events before it
         self.name = folder.name.removeprefix("replica_")
         self.status: dict[str, Any] = {}
         self.sync: dict[str, Any] = {}
+        self.equal_samples: tuple[str, ...] = ()
         self.digests: dict[int, str] = {}
 
     def update(self, exit_status: int | None) -> None:
@@ -70,6 +74,8 @@ class GroupView:
             if event.get("event") != SYNC:
                 continue
             self.sync = event
+            if event.get("equal_samples") and event["time"] >= self._began:
+                self.equal_samples = tuple(event["equal_samples"])
             if event.get("diloco/global_digest"):
                 self.digests.pop(event[OUTER_STEP], None)  # repeated after a resume
                 self.digests[event[OUTER_STEP]] = event["diloco/global_digest"]
@@ -159,6 +165,7 @@ class Groups:
         self._silent: set[str] = set()
         self._participants: int | None = None
         self._differed = False
+        self._equal: set[tuple[str, ...]] = set()
 
     def update(self, exit_statuses: Mapping[int, int | None]) -> list[str]:
         """Read what the groups have written.
@@ -168,7 +175,7 @@ class Groups:
 
         Returns:
             A line for each event since the last call: a return, another number of groups in a sync,
-            a long silence, different parameters.
+            a long silence, different parameters, equal samples.
 
         Raises:
             OSError: A file cannot be read.
@@ -196,6 +203,9 @@ class Groups:
         differed, self._differed = self._differed, self.differ
         if self._differed and not differed:
             yield f"the groups' {self._agreement}"
+        equal = {view.equal_samples for view in self.views if view.equal_samples}
+        new_equal, self._equal = sorted(equal - self._equal), equal
+        yield from map(on_same_samples, new_equal)
 
     @property
     def outer_step(self) -> int:

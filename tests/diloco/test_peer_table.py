@@ -29,6 +29,7 @@ def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
         vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
         settings=(largest + 1, 1),
+        batches=(largest + 1, 3),
         digests=((1, largest + 1), (0, 0)),
     )
     table = torch.zeros(2, len(row.encode()))

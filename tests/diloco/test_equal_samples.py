@@ -1,0 +1,233 @@
+"""Groups that train on equal samples are found at their first sync, and no others.
+
+``pytest tests/diloco/test_equal_samples.py``: simulated network. All groups take the same steps, so
+that their pseudo-gradients are parallel whatever they read.
+"""
+
+import collections
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from common import Constant, plain_sgd, take_step
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from composer_replication import DiLoCo, ReplicaDataLoader, simulate
+from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.wire_types import Lease
+from composer_replication.coordinator.work_units.work_units import WorkUnits
+from composer_replication.data.fixed_shards import FixedShards
+from composer_replication.data.sample_stream import StreamPosition
+from composer_replication.diloco.equal_samples import MAX_NUMBERS, NUM_BATCHES, digest_of
+from composer_replication.simulation.simulation import Fault
+
+SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+
+
+def found(num_replicas, batches_of, *faults, steps=12, **settings):
+    """What each group's reports have as equal samples; empty ones are left out."""
+
+    def replica(sim):
+        model = Constant(a=(1,), b=(1,))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(
+            sim.manager, model, inner, plain_sgd(), **{"sync_every": 4} | settings
+        ) as diloco:
+            for batch in itertools.islice(batches_of(sim), steps):
+                diloco.note_batch(batch)
+                diloco.count_samples(len(batch))
+                take_step(inner, -1.0)
+            diloco.final_sync()
+            reports = diloco.pop_finished_syncs()
+        return [(r.outer_step, r.equal_samples) for r in reports if r.equal_samples]
+
+    return simulate(replica, num_replicas=num_replicas, faults=faults)
+
+
+def cycle(dataset, batch_size=4, seed=None):
+    generator = torch.Generator().manual_seed(seed or 0)
+    loader = DataLoader(dataset, batch_size, shuffle=seed is not None, generator=generator)
+    return itertools.chain.from_iterable(loader for _ in itertools.count())
+
+
+def same(sim):
+    return cycle(SAMPLES)
+
+
+def own(sim):
+    """A part of the samples."""
+    return cycle(SAMPLES[sim.replica_id :: sim.num_replicas], 2)
+
+
+# ---- equal samples ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [
+    {},
+    {"sync_every": 1},
+    {"fragment_patterns": ["a", "b"], "sync_every": 4},
+    {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5},
+    {"weight_by": "samples"},
+])  # fmt: skip
+@pytest.mark.parametrize("groups", [2, 3, 8])
+def test_groups_on_the_same_samples_are_named_at_the_first_sync_and_once(settings, groups):
+    names = tuple(str(i) for i in range(groups))
+    assert found(groups, same, **settings) == [[(1, names)]] * groups
+
+
+def test_of_several_groups_those_are_named_that_are_equal():
+    def batches_of(sim):
+        return cycle(SAMPLES[(0, 16, 0, 32)[sim.replica_id] :])
+
+    pair = [(1, ("0", "2"))]
+    assert found(4, batches_of) == [pair, [], pair, []]
+
+
+@pytest.mark.parametrize("kind", ["fail_allreduce", "fail_commit"])
+def test_a_first_sync_that_is_tried_again_finds_them_too(kind):
+    first, second = found(2, same, Fault(kind, replica_id=1, step=1))
+    assert first == [(1, ("0", "1"))] and (second == first or kind == "fail_commit")
+
+
+def test_a_run_that_is_meant_so_says_so():
+    assert found(2, same, same_samples=True) == [[], []]
+
+
+# ---- honest jobs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", range(2, 9))
+def test_parts_of_a_dataset_are_not_equal(groups):
+    assert not any(found(groups, own))
+
+
+def test_a_sampler_of_another_seed_in_each_group_is_not_equal():
+    assert not any(found(4, lambda sim: cycle(SAMPLES, 1, seed=1 + sim.replica_id)))
+
+
+def test_epochs_of_unequal_length_are_not_equal():
+    def batches_of(sim):
+        return cycle(SAMPLES[:20] if sim.replica_id else SAMPLES[20:])
+
+    assert not any(found(2, batches_of, steps=30))
+
+
+def test_batches_of_unequal_size_that_count_as_such_are_not_equal():
+    def batches_of(sim):
+        return cycle(SAMPLES[32 * sim.replica_id :][:32], 2 + sim.replica_id)
+
+    assert not any(found(2, batches_of, weight_by="samples"))
+
+
+@pytest.mark.parametrize("read", [own, same])
+def test_a_joiner_is_at_another_position_than_the_others(read):
+    late = Fault("late", replica_id=2, step=3)
+    *_, joiner = found(3, lambda sim: own(sim) if sim.replica_id == 1 else read(sim), late)
+    assert joiner == []
+
+
+@pytest.mark.parametrize("kind", ["left_behind", "restart", "fail_commit"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_group_that_heals_is_not_equal(kind, step):
+    assert not any(found(3, own, Fault(kind, replica_id=1, step=step), steps=20))
+
+
+def loader_of():
+    return ReplicaDataLoader(TensorDataset(SAMPLES), 4, dataset_id="samples", unit_size=4)
+
+
+def read(loader, source):
+    loader.read(source, StreamPosition(), lambda: False)
+    for epoch in itertools.count():
+        loader.begin(epoch, 0)
+        yield from loader
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_fixed_shards_are_not_equal(groups):
+    def batches_of(sim):
+        loader = loader_of()
+        return read(loader, FixedShards(loader.spec, sim.replica_id, groups).lease)
+
+    assert not any(found(groups, batches_of))
+
+
+@pytest.mark.parametrize("faults", [(), (Fault("restart", replica_id=1, step=2),)])
+def test_leases_are_not_equal(tmp_path, faults):
+    units = WorkUnits(Database(tmp_path / "units.sqlite"))
+    incarnations = itertools.count()
+
+    def batches_of(sim):
+        loader = loader_of()
+        spec = loader.spec
+        units.create_dataset(spec.dataset_id, spec.length, spec.seed, spec.unit_size)
+        name = f"{next(incarnations)}"
+        stream = units.open_stream(name, spec.dataset_id, str(sim.replica_id), name)
+        return read(loader, lambda *asked: Lease(**vars(units.lease(stream, *asked))))
+
+    assert not any(found(3, batches_of, *faults))
+
+
+# ---- a digest --------------------------------------------------------------------------------
+
+
+def test_a_digest_is_that_of_the_content_alone():
+    image = torch.arange(24.0).view(1, 2, 3, 4)
+    words = ["some words", 3, None]
+    batch = {"x": image, "words": words, "array": np.ones(2), "number": np.float32(1)}
+    same = {
+        "x": image.to(memory_format=torch.channels_last).requires_grad_(),
+        "words": list(words),
+        "array": np.ones(4)[::2],
+        "number": np.float32(1),
+    }
+    assert digest_of(batch) == digest_of(same)
+    # Known to the digit, since groups on different machines compare it.
+    assert digest_of(batch)[:16] == "31ee777ba0f1ccf3"
+    others = [
+        batch | {"x": image + 1},
+        batch | {"x": image.view(2, 12)},
+        batch | {"x": image.double()},
+        batch | {"words": ["other words", 3, None]},
+        batch | {"array": np.zeros(2)},
+        collections.UserDict(batch),
+        [*batch.values()],
+    ]
+    assert len({digest_of(each) for each in [batch, *others]}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_every_type_of_number_has_a_digest(dtype):
+    one, zero = (torch.tensor(value, dtype=dtype) for value in (1, 0))
+    assert digest_of(one) != digest_of(zero) != ""
+    assert digest_of(torch.ones(0, dtype=dtype)) != digest_of(one)
+
+
+def test_only_the_beginning_of_a_large_tensor_is_copied():
+    large = torch.zeros(MAX_NUMBERS + 1)
+    digest = digest_of(large)
+    large[-1] = 1
+    assert digest_of(large) == digest
+    large[MAX_NUMBERS - 1] = 1
+    assert digest_of(large) != digest
+
+
+def test_what_cannot_be_pickled_is_never_equal():
+    assert digest_of([lambda: 0]) == ""
+    assert found(2, lambda sim: itertools.repeat([lambda: 0])) == [[], []]
+
+
+def test_no_batch_is_looked_at_after_the_first_sync():
+    class Batch(Dataset):
+        looked_at = 0
+
+        def __reduce__(self):
+            Batch.looked_at += 1
+            return Batch, ()
+
+        def __len__(self):
+            return 1
+
+    found(1, lambda sim: itertools.repeat(Batch()), steps=40, sync_every=10)
+    assert Batch.looked_at == NUM_BATCHES
