@@ -24,7 +24,7 @@ trainer = Trainer(
     model=ComposerClassifier(network, num_classes=4),
     optimizers=torch.optim.AdamW(network.parameters(), lr=1e-3),
     # Each sample goes to one group; with a plain DataLoader all groups would read the same ones.
-    train_dataloader=ReplicaDataLoader(dataset, 16, dataset_id="four-classes", unit_size=64),
+    train_dataloader=ReplicaDataLoader(dataset, 16, unit_size=64),
     max_duration=BATCHES,
     device="gpu" if torch.cuda.is_available() else "cpu",
     callbacks=[DiLoCoCallback()],  # the settings come from the coordinator

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.data.sample_stream import LeaseSource, StreamPosition, StreamReader
+from composer_replication.diloco.equal_samples import digest_of
 
 
 class ReplicaDataLoader(DataLoader):
@@ -30,7 +31,8 @@ class ReplicaDataLoader(DataLoader):
     Args:
         dataset: With ``__getitem__`` and a length; a ``streaming.StreamingDataset`` will do.
         batch_size: Samples per batch and rank.
-        dataset_id: Its name, the same in all groups.
+        dataset_id: Its name, the same in all groups. None: one of its class, its length and three
+            of its samples.
         unit_size: Number of samples that are leased together, contiguous in the dataset. A group
             trains on one unit and already has the next one, so it can train on both without the
             coordinator.
@@ -55,7 +57,7 @@ class ReplicaDataLoader(DataLoader):
         dataset: Dataset[Any],
         batch_size: int,
         *,
-        dataset_id: str,
+        dataset_id: str | None = None,
         unit_size: int = 512,
         seed: int = 0,
         shuffle: bool = True,
@@ -70,7 +72,10 @@ class ReplicaDataLoader(DataLoader):
         samples = MapStyle(dataset) if isinstance(dataset, IterableDataset) else dataset
         length = len(samples)  # pyright: ignore[reportArgumentType]
         if not length:
-            raise ValueError(f"the dataset {dataset_id!r} has no samples")
+            raise ValueError(f"{type(dataset).__name__} has no samples")
+        if dataset_id is None:
+            content = _content_of(samples, length, num_workers)
+            dataset_id = f"{type(dataset).__name__} {length} {content}"
         self.spec = DatasetSpec(dataset_id, length, seed, unit_size, shuffle)
         self.position = StreamPosition()
         self.position_before: StreamPosition | None = None
@@ -203,3 +208,20 @@ class MapStyle(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return cast(Any, self._dataset)[index]
+
+
+def _content_of(samples: Dataset[Any], length: int, num_workers: int) -> str:
+    """A digest of three samples; "unknown" if they differ when they are read again.
+
+    They are read where training reads them, since a dataset may open its files in a worker.
+    """
+    picked = [0, length // 2, length - 1]
+    first, again = DataLoader(
+        samples,
+        batch_size=len(picked),
+        sampler=picked * 2,
+        collate_fn=digest_of,
+        num_workers=min(num_workers, 1),
+        generator=torch.Generator(),
+    )
+    return first[:16] if first and first == again else "unknown"

@@ -97,26 +97,18 @@ class DatasetArguments(ShardArguments):
 
     Args:
         dataset: Map-style, or a ``StreamingDataset``.
-        dataset_id: Its name with ``shards: leased``, the same in all groups.
+        dataset_id: Its name with ``shards: leased``, see :class:`ReplicaDataLoader`.
         collate_fn: See ``torch.utils.data.DataLoader``, as for the next.
         pin_memory: Whether batches are put into pinned memory.
 
     Raises:
-        ValueError: A value is out of range, or samples are leased and ``dataset_id`` is missing.
+        ValueError: A value is out of range.
     """
 
     dataset: Any
     dataset_id: str | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     pin_memory: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.is_leased and not self.dataset_id:
-            raise ValueError(
-                "shards: leased needs a dataset_id: a name of the dataset, the same in all groups, "
-                "and another one if the data change"
-            )
 
 
 @takes(DatasetArguments)
@@ -130,14 +122,14 @@ def build_dataset_loader(**arguments: Any) -> DataLoader:
     return shard(
         options.dataset,
         options,
-        dataset_id=options.dataset_id or "",
+        dataset_id=options.dataset_id,
         collate_fn=options.collate_fn,
         pin_memory=options.pin_memory,
     )
 
 
 def shard(
-    dataset: Dataset[Any], options: ShardArguments, *, dataset_id: str, **of_torch: Any
+    dataset: Dataset[Any], options: ShardArguments, *, dataset_id: str | None, **of_torch: Any
 ) -> DataLoader:
     """Build a loader over this rank's share of a dataset.
 
@@ -273,4 +265,4 @@ def build_text_loader(**arguments: Any) -> DataLoader:
     """
     options = TextArguments(**arguments)
     text = TextBytes(options.path, max_seq_len=options.max_seq_len, split=options.split)
-    return shard(text, options, dataset_id=text.name if options.is_leased else "")
+    return shard(text, options, dataset_id=text.name if options.is_leased else None)

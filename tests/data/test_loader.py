@@ -4,6 +4,7 @@ No network: the leases come from a list here, or from fixed shards.
 """
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -184,12 +185,60 @@ def test_it_gives_nothing_before_training_and_its_length_is_a_bound():
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"batch_size": 0}, "batch_size=0 must be at least 1"),
     ({"unit_size": 0}, "unit_size=0 must be at least 1"),
-    ({"dataset": Numbers(0)}, "'numbers' has no samples"),
+    ({"dataset": Numbers(0)}, "Numbers has no samples"),
 ])  # fmt: skip
 def test_bad_sizes_are_refused(wrong, message):
     arguments = {"dataset": Numbers(), "batch_size": 1, "dataset_id": "numbers"} | wrong
     with pytest.raises(ValueError, match=message):
         ReplicaDataLoader(**arguments)
+
+
+class Drawn(Numbers):
+    """Samples with an augmentation at random."""
+
+    def __getitem__(self, index):
+        return torch.rand(3)
+
+
+class Opened(Numbers):
+    """Samples of a file that each worker has to open for itself."""
+
+    process = None
+
+    def __getitem__(self, index):
+        self.process = self.process or os.getpid()
+        assert self.process == os.getpid()
+        return torch.tensor(index)
+
+
+class Halves(Numbers):
+    def __getitem__(self, index):
+        return torch.tensor(index / 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_has_a_name_of_its_class_its_length_and_three_samples(num_workers):
+    def name(dataset, **own):
+        before = torch.get_rng_state()
+        loader = ReplicaDataLoader(dataset, batch_size=16, num_workers=num_workers, **own)
+        # A name takes no number of the generator, from which a run would go on otherwise.
+        assert isinstance(dataset, Drawn) or torch.equal(torch.get_rng_state(), before)
+        return loader.spec.dataset_id
+
+    # Known to the digit, since groups on different machines have to agree on it.
+    assert name(Numbers()) == "Numbers 100 d703cf56f8bdcfac"
+    assert name(Numbers(101)) != name(Numbers())
+    assert name(Halves()) != name(Numbers()).replace("Numbers", "Halves")
+    assert name(Numbers(1)).startswith("Numbers 1 ")
+    assert name(Drawn()) == "Drawn 100 unknown"
+    assert name([lambda: 0]) == "list 1 unknown"
+    assert name(Numbers(), dataset_id="mine") == "mine"
+
+
+def test_a_dataset_that_opens_a_file_in_each_worker_may_do_so_after_it_was_named():
+    dataset = Opened(10)
+    named = ReplicaDataLoader(dataset, 4, num_workers=1).spec.dataset_id
+    assert named.startswith("Opened 10 ") and dataset.process is None
 
 
 def test_a_dataset_that_can_also_be_indexed_will_do():
@@ -205,7 +254,8 @@ def test_a_dataset_that_can_also_be_indexed_will_do():
         def __iter__(self):
             return iter(())
 
-    assert len(ReplicaDataLoader(Streaming(), 1, dataset_id="s").dataset) == 3
+    loader = ReplicaDataLoader(Streaming(), 1)
+    assert len(loader.dataset) == 3 and loader.spec.dataset_id.startswith("Streaming 3 ")
 
     class Iterated(IterableDataset):
         def __iter__(self):
