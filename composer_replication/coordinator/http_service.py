@@ -11,15 +11,36 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-BACKLOG = 128
-"""Connections that may wait to be accepted."""
+from composer_replication.replica.connections import Strangers
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted; asyncio accepts as many at once."""
+
+MOST_CONNECTIONS = 400
+"""How many may be open. It is above what the groups have; they connect again after a close."""
+
+
+class _Listener(socket.socket):
+    """A listening socket that keeps at most ``MOST_CONNECTIONS`` of those it has accepted.
+
+    It counts them before their TLS handshake, of which uvicorn would know nothing.
+    """
+
+    def __init__(self, listening: socket.socket) -> None:
+        super().__init__(fileno=listening.detach())
+        self._accepted = Strangers(MOST_CONNECTIONS)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        self._accepted.add(connection, address[0])
+        return connection, address
 
 
 class _Protocol(H11Protocol):
     """uvicorn's HTTP protocol, which also closes a connection on which no request comes at all.
 
     uvicorn itself waits for the next request ``timeout_keep_alive``, and for the first one for
-    ever, so that silent connections would use up ``limit_concurrency``.
+    ever.
     """
 
     def connection_made(self, transport: Any) -> None:
@@ -69,7 +90,7 @@ class HttpService:
             http=_Protocol,
             ws="none",
             backlog=BACKLOG,
-            limit_concurrency=500,  # the usual limit of 1,024 files also serves the lighthouse
+            loop="asyncio",  # others do not accept through ``_Listener``
             timeout_keep_alive=10,
             # A line for every request, or for every malformed one, would hide our own log lines.
             log_level="error",
@@ -121,6 +142,6 @@ def _listen(bind: str) -> socket.socket:
         # Accepted sockets inherit it. asyncio does not set it on sockets that it did not create,
         # and without it the second packet of an answer waits 40 ms for the client's ACK.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listening
+        return _Listener(listening)
     except OSError as error:
         raise OSError(f"cannot listen at --bind {bind}: {error}. Choose another port") from error

@@ -62,12 +62,12 @@ def listen(hostname: str | None) -> socket.socket:
     address = own_address(hostname)
     if address is not None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family, backlog=1024)
+        return socket.create_server((address, 0), family=family, backlog=4096)
     if socket.has_dualstack_ipv6():
         return socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
         )
-    return socket.create_server(("", 0), backlog=1024)
+    return socket.create_server(("", 0), backlog=4096)
 
 
 def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:

@@ -27,6 +27,7 @@ from composer_replication.replica.addresses import (
     is_loopback,
     own_address,
 )
+from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.group_layout import check_ranks
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
@@ -115,6 +116,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     tame_torchft_logs()
     if own.is_alone:
         return _train_alone(own)
+    raise_file_limit()
     replica_id, lighthouse_addr = replica_id_of(own), lighthouse_of(own)
     for name in _OVERRIDES:
         if name in os.environ:

@@ -13,69 +13,24 @@ import hmac
 import json
 import logging
 import socket
-import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from socketserver import StreamRequestHandler, TCPServer, ThreadingMixIn
+from socketserver import StreamRequestHandler
 from typing import Any
 
 from composer_replication.replica.addresses import bracketed, listen
+from composer_replication.replica.connections import BackgroundServer
 
 log = logging.getLogger(__name__)
-
-
-class BackgroundServer(ThreadingMixIn, TCPServer):
-    """Serves from a daemon thread until ``stop``; each connection has a daemon thread too.
-
-    socketserver's ``serve_forever`` is not used. Its ``shutdown`` waits for the serving thread
-    without a limit. Once the interpreter is finalising, daemon threads never run again, so a
-    training process that is about to end would hang there.
-
-    Args:
-        listener: A listening socket, which the server closes in the end.
-        handler: The class that handles a connection (``socketserver.BaseRequestHandler``).
-        name: The name of the serving thread.
-    """
-
-    daemon_threads = True
-    block_on_close = False
-    timeout = 0.1
-    """How long the loop waits for a connection before it checks whether to stop, in seconds."""
-
-    STOP_WITHIN_S = 5.0
-    """How long ``stop`` waits for the loop, which may be waiting for room for a connection."""
-
-    def __init__(self, listener: socket.socket, handler: Any, name: str) -> None:
-        super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
-        self.socket.close()  # the one that socketserver has made, which is not bound
-        self.socket = listener
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start to serve."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop accepting connections. Open connections are answered to their end."""
-        self._stopping.set()
-        # Threads do not run any more while the interpreter is finalising: a join would only wait.
-        if not sys.is_finalizing():
-            self._thread.join(self.STOP_WITHIN_S)
-
-    def _serve(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                self.handle_request()
-        finally:
-            self.server_close()
 
 
 LARGEST_REQUEST = 64 << 10
 MOST_CONNECTIONS = 64
 MOST_NOTICES = 4096
 REQUEST_WITHIN_S = 5.0
+ASK_AGAIN_AFTER_S = 0.02
 
 
 class NoticeBoard:
@@ -109,7 +64,8 @@ class Notices:
     Args:
         address: ``host:port`` of the board.
         tokens: The run's secrets; the first one signs.
-        timeout_s: Limit of each wait for the board, in seconds.
+        timeout_s: How long a request is repeated that the board closes without an answer, in
+            seconds, and the limit of each wait for the board.
     """
 
     def __init__(self, address: str, tokens: Sequence[str], timeout_s: float) -> None:
@@ -135,7 +91,20 @@ class Notices:
         return self._ask({"read": list(keys)})
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        with socket.create_connection(self._address, self._timeout_s) as connection:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._ask_once(request, deadline - time.monotonic())
+            except (ConnectionRefusedError, TimeoutError):
+                raise  # nobody listens, so its process has ended; or it has had all of the time
+            except ConnectionError:
+                # A board that strangers keep full closes connections, those of members too.
+                if time.monotonic() > deadline - ASK_AGAIN_AFTER_S:
+                    raise
+            time.sleep(ASK_AGAIN_AFTER_S)
+
+    def _ask_once(self, request: Mapping[str, Any], limit_s: float) -> dict[str, str]:
+        with socket.create_connection(self._address, limit_s) as connection:
             self._address = connection.getpeername()[:2]  # so that the name is looked up once only
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as answer:
@@ -159,25 +128,10 @@ class _Server(BackgroundServer):
     """Holds the notices. ``lock`` guards them: each connection has a thread."""
 
     def __init__(self, listener: socket.socket, tokens: Sequence[str]) -> None:
-        super().__init__(listener, _Handler, "notice_board")
+        super().__init__(listener, _Handler, "notice_board", MOST_CONNECTIONS)
         self.tokens = tokens
         self.notices: OrderedDict[str, str] = OrderedDict()
         self.lock = threading.Lock()
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            # The open connections are of strangers: members ask for milliseconds. Waiting for room
-            # here would keep the loop from accepting the next member.
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("A request to the notice board failed", exc_info=True)

@@ -26,6 +26,7 @@ from composer_replication.replica.heal.protocol import (
 )
 
 CHUNK = 1 << 20
+ASK_AGAIN_AFTER_S = 0.02
 LARGEST_OFFER = 1 << 16
 """Most bytes that are read of an answer that has not been authenticated yet."""
 
@@ -124,28 +125,47 @@ class HealClient:
     ) -> Iterator[tuple[Question, HTTPResponse]]:
         """Send a request, and give its proof's content and the answer to the ``with`` block.
 
+        A server that strangers keep full closes connections, those of peers too. Then it is asked
+        again, until the deadline.
+
         Raises:
             HealError: Something went wrong here, or in the ``with`` block.
         """
         try:
-            with _connected(address, self.timeout, deadline) as connection:
-                # A socket's timeout limits each wait, not their sum: a peer that sends a byte now
-                # and then could hold this group for ever. The timer ends every wait at once.
-                watchdog = threading.Timer(_left(deadline), _break_off, (connection.sock,))
-                watchdog.daemon = True
-                watchdog.start()
-                connection.sock.settimeout(silence_s)
-                try:
-                    with self._exchange(connection, address, path) as (question, answer):
-                        yield question, answer
-                finally:
-                    watchdog.cancel()
+            with contextlib.ExitStack() as opened:
+                while True:
+                    attempt = self._attempt(address, path, deadline, silence_s)
+                    try:
+                        question, answer = opened.enter_context(attempt)
+                        break
+                    except (ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
+                        if time.monotonic() > deadline - ASK_AGAIN_AFTER_S:
+                            raise
+                    time.sleep(ASK_AGAIN_AFTER_S)
+                yield question, answer
         except HealError:
             raise
         except (OSError, ValueError, OverflowError, HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise HealError(f"{address}{path} did not answer in time") from error
             raise HealError(f"{address}{path}: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _attempt(
+        self, address: str, path: str, deadline: float, silence_s: float
+    ) -> Iterator[tuple[Question, HTTPResponse]]:
+        with _connected(address, self.timeout, deadline) as connection:
+            # A socket's timeout limits each wait, not their sum: a peer that sends a byte now and
+            # then could hold this group for ever. The timer ends every wait at once.
+            watchdog = threading.Timer(_left(deadline), _break_off, (connection.sock,))
+            watchdog.daemon = True
+            watchdog.start()
+            connection.sock.settimeout(silence_s)
+            try:
+                with self._exchange(connection, address, path) as (question, answer):
+                    yield question, answer
+            finally:
+                watchdog.cancel()
 
     @contextlib.contextmanager
     def _exchange(

@@ -9,23 +9,21 @@ and they cannot keep an honest joiner out.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import secrets
 import socket
 import struct
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
 from itertools import islice
 from typing import Any
 
+from composer_replication.replica.connections import BackgroundServer, RateLimitedCount
 from composer_replication.replica.heal.protocol import CHALLENGE, CLIENT_NAME, MAC, NONCE, Question
-from composer_replication.replica.notice_board import BackgroundServer
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +34,12 @@ MOST_UNPROVEN = 16
 
 PROOF_WITHIN_S = 5.0
 LARGEST_HEAD = 8 << 10
-LOG_EVERY_S = 60.0
-ACCEPT_PAUSE_S = 0.5
 
 SILENT_S = 60
 """How long a joiner may receive nothing before the server gives up on it, in seconds."""
 
 PARTS_A_CALL = 1024
 """How many buffers the kernel takes in one call (``IOV_MAX``)."""
-
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class HealServer(BackgroundServer):
@@ -76,84 +70,10 @@ class HealServer(BackgroundServer):
     ) -> None:
         self.address, self.tokens, self.answer = address, tokens, answer
         self.rejections = RateLimitedCount()
-        self._shortages = RateLimitedCount()
-        self._unproven: dict[socket.socket, str] = {}  # with their hosts; the oldest comes first
-        self._changed = threading.Condition()
-        super().__init__(listener, _Handler, "heal")
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection."""
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                # The connection stays in the kernel's queue. Without this pause the loop would spin
-                # and take the interpreter lock from the training thread.
-                if (count := self._shortages.count()) is not None:
-                    log.warning("Cannot accept a connection (%s), %d times", error, count)
-                time.sleep(ACCEPT_PAUSE_S)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection.
-
-        If too many connections have no proof yet, the oldest one of the host with most of them is
-        closed. Otherwise a stranger that keeps opening connections would keep joiners out.
-        """
-        with self._changed:
-            if len(self._unproven) >= MOST_UNPROVEN:
-                by_host = Counter(self._unproven.values())
-                [(greediest, _)] = by_host.most_common(1)
-                oldest = next(c for c, host in self._unproven.items() if host == greediest)
-                with contextlib.suppress(OSError):  # it may just have ended by itself
-                    oldest.shutdown(socket.SHUT_RDWR)  # ends the read that its thread waits in
-            has_room = self._changed.wait_for(
-                lambda: len(self._unproven) < MOST_UNPROVEN, PROOF_WITHIN_S
-            )
-            if has_room:
-                self._unproven[request] = client_address[0]
-        if has_room:
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def has_proven(self, connection: socket.socket) -> None:
-        """Count a connection as a peer's from now on; wakes the thread that waits for room."""
-        with self._changed:
-            self._unproven.pop(connection, None)
-            self._changed.notify_all()
-
-    def shutdown_request(self, request: Any) -> None:
-        super().shutdown_request(request)
-        self.has_proven(request)  # it is closed, so it takes no room any more
+        super().__init__(listener, _Handler, "heal", MOST_UNPROVEN)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect: the joiner logs the reason itself."""
-
-
-class RateLimitedCount:
-    """Counts events that strangers can cause, and says when the count may be logged.
-
-    A line for every event would let a stranger fill the disk with the log. So there is at most one
-    line in ``LOG_EVERY_S``.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # connections have threads of their own
-        self._count, self._logged_at = 0, -LOG_EVERY_S
-
-    def count(self) -> int | None:
-        """Count one event.
-
-        Returns:
-            How many events there have been since the last line, if a new line is due; else None.
-        """
-        with self._lock:
-            self._count += 1
-            if time.monotonic() - self._logged_at < LOG_EVERY_S:
-                return None
-            count, self._count, self._logged_at = self._count, 0, time.monotonic()
-            return count
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -190,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not challenge or not question.is_proven(self.server.tokens, mac):
             self._reject(client_name)
             return
-        self.server.has_proven(self.request)
+        self.server.unproven.discard(self.request)  # it is a peer's
         with contextlib.ExitStack() as stack:
             try:
                 body = stack.enter_context(self.server.answer(self.path))

@@ -1,0 +1,178 @@
+"""Connections of strangers: how many a server keeps, and which of them it closes first.
+
+Everybody who reaches a port of a training process or of the coordinator can open connections there
+and be silent. They must use up neither the file descriptors of the process nor the places of the
+peers. Imports neither torch nor torchft.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 60.0
+ACCEPT_PAUSE_S = 0.5
+
+MOST_FILES = 1 << 16
+"""Most file descriptors for which a process asks. Some programs, which a training may start, close
+every number up to the limit before they begin."""
+
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many file descriptors as the system lets it have.
+
+    The usual soft limit of 1,024 is soon reached by strangers' connections to ports that have no
+    limit of their own, such as those of torch's TCPStore, and torch then ends the process.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # some systems have a further limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+class Strangers:
+    """The open connections of a server that may be strangers', at most ``most`` of them.
+
+    When there is no room for a new one, the oldest connection of the host with most of them is
+    shut down. So somebody who keeps opening connections closes his own, and keeps nobody out.
+
+    Args:
+        most: How many connections are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._hosts: dict[socket.socket, str] = {}  # the oldest comes first
+
+    def add(self, connection: socket.socket, host: str) -> None:
+        """Add a connection from a host; make room for it."""
+        with self._lock:
+            if len(self._hosts) >= self._most:
+                self._hosts = {c: h for c, h in self._hosts.items() if c.fileno() >= 0}  # open ones
+            if len(self._hosts) >= self._most:
+                [(greediest, _)] = Counter(self._hosts.values()).most_common(1)
+                oldest = next(c for c, h in self._hosts.items() if h == greediest)
+                del self._hosts[oldest]
+                with suppress(OSError):  # it may just have ended by itself
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends the read that waits for its request
+            self._hosts[connection] = host
+
+    def discard(self, connection: socket.socket) -> None:
+        """Forget a connection: it is closed, or no stranger's."""
+        with self._lock:
+            self._hosts.pop(connection, None)
+
+
+class RateLimitedCount:
+    """Counts events that strangers can cause, and says when the count may be logged.
+
+    A line for every event would let a stranger fill the disk with the log. So there is at most one
+    line in ``LOG_EVERY_S``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # connections have threads of their own
+        self._count, self._logged_at = 0, -LOG_EVERY_S
+
+    def count(self) -> int | None:
+        """Count one event.
+
+        Returns:
+            How many events there have been since the last line, if a new line is due; else None.
+        """
+        with self._lock:
+            self._count += 1
+            if time.monotonic() - self._logged_at < LOG_EVERY_S:
+                return None
+            count, self._count, self._logged_at = self._count, 0, time.monotonic()
+            return count
+
+
+class BackgroundServer(ThreadingMixIn, TCPServer):
+    """Serves from a daemon thread until ``stop``; each connection has a daemon thread too.
+
+    There are at most ``most`` connections of strangers, see ``Strangers``.
+
+    socketserver's ``serve_forever`` is not used. Its ``shutdown`` waits for the serving thread
+    without a limit. Once the interpreter is finalising, daemon threads never run again, so a
+    training process that is about to end would hang there.
+
+    Args:
+        listener: A listening socket, which the server closes in the end.
+        handler: The class that handles a connection (``socketserver.BaseRequestHandler``).
+        name: The name of the serving thread.
+        most: Most connections that may be strangers'. All are, until they are discarded from
+            ``unproven``.
+
+    Attributes:
+        unproven: The connections that may be strangers'.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    timeout = 0.1
+    """How long the loop waits for a connection before it checks whether to stop, in seconds."""
+
+    STOP_WITHIN_S = 5.0
+    """How long ``stop`` waits for the loop, which may be waiting for room for a connection."""
+
+    def __init__(self, listener: socket.socket, handler: Any, name: str, most: int) -> None:
+        self.unproven = Strangers(most)
+        self._shortages = RateLimitedCount()
+        super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
+        self.socket.close()  # the one that socketserver has made, which is not bound
+        self.socket = listener
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop accepting connections. Open connections are answered to their end."""
+        self._stopping.set()
+        # Threads do not run any more while the interpreter is finalising: a join would only wait.
+        if not sys.is_finalizing():
+            self._thread.join(self.STOP_WITHIN_S)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
+        try:
+            connection, address = super().get_request()
+        except OSError as error:
+            if error.errno in _OUT_OF_RESOURCES:
+                # The connection stays in the kernel's queue. Without this pause the loop would spin
+                # and take the interpreter lock from the training thread.
+                if (count := self._shortages.count()) is not None:
+                    log.warning("Cannot accept a connection (%s), %d times", error, count)
+                time.sleep(ACCEPT_PAUSE_S)
+            raise
+        self.unproven.add(connection, address[0])
+        return connection, address
+
+    def shutdown_request(self, request: Any) -> None:
+        self.unproven.discard(request)
+        super().shutdown_request(request)
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self.handle_request()
+        finally:
+            self.server_close()

@@ -1,0 +1,252 @@
+"""Silent connections at each of our ports: what they cost the process, and those who belong there.
+
+Run: pytest tests/replica/test_connections.py
+
+Real: the servers, their clients, sockets on loopback. The strangers know the port and no token.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+import selectors
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from composer_replication.coordinator import http_service
+from composer_replication.coordinator.client_http import CoordinatorHttp
+from composer_replication.coordinator.http_service import HttpService
+from composer_replication.replica import connections
+from composer_replication.replica.addresses import listen
+from composer_replication.replica.connections import Strangers, raise_file_limit
+from composer_replication.replica.heal.client import HealClient
+from composer_replication.replica.heal.protocol import Offer
+from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
+from composer_replication.replica.notice_board import MOST_CONNECTIONS, NoticeBoard, Notices
+from composer_replication.replica.rendezvous import SyncAlarm
+
+
+@contextlib.contextmanager
+def silent_connections(port, count, per_s=100_000.0):
+    """Keep so many silent connections to a port: those that are closed are opened again."""
+    ends, opened = threading.Event(), threading.Event()
+
+    def keep():
+        with selectors.DefaultSelector() as open_ones:
+            pause_s = 0.0
+            while not ends.wait(pause_s):
+                if len(open_ones.get_map()) < count:
+                    connection = socket.create_connection(("127.0.0.1", port), 5.0)
+                    open_ones.register(connection, selectors.EVENT_READ)
+                else:
+                    opened.set()
+                for key, _ in open_ones.select(0):
+                    open_ones.unregister(key.fileobj)
+                    key.fileobj.close()
+                    opened.set()  # the server has as many as it takes
+                pause_s = 1 / per_s
+            for key in list(open_ones.get_map().values()):
+                key.fileobj.close()
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        assert opened.wait(60)
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def board():
+    board = NoticeBoard("127.0.0.1", ["secret"])
+    member = Notices(board.address, ["secret"], 5.0)
+
+    def ask():
+        member.post("a", "yes")
+        assert member.read(["a"]) == {"a": "yes"}
+
+    yield int(board.address.rpartition(":")[2]), ask, MOST_CONNECTIONS
+    board.close()
+
+
+@contextlib.contextmanager
+def heal_server():
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    answer = contextlib.nullcontext([memoryview(Offer(4).to_json())])
+    server = HealServer(listener, f"http://127.0.0.1:{port}", ["secret"], lambda path: answer)
+    server.start()
+    joiner = HealClient(["secret"], "joiner", 5.0)
+
+    def ask():
+        assert joiner.ask(server.address, "/latest", time.monotonic() + 5.0) == Offer(4)
+
+    yield port, ask, MOST_UNPROVEN
+    server.stop()
+
+
+async def application(scope, receive, send):
+    if scope["type"] == "http":
+        length = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificate")
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 1"
+    made += " -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(made.split(), cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@contextlib.contextmanager
+def coordinator(certificate=None):
+    files = () if certificate is None else (certificate / "cert.pem", certificate / "key.pem")
+    service = HttpService("127.0.0.1:0", *files)
+    service.start(application)
+    with pytest.MonkeyPatch.context() as patch:
+        if certificate is not None:
+            patch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
+        scheme = "http" if certificate is None else "https"
+        client = CoordinatorHttp(f"{scheme}://127.0.0.1:{service.port}", "secret")
+    yield service.port, lambda: client.ask("GET", "/"), http_service.MOST_CONNECTIONS
+    client.close()
+    service.close()
+
+
+@pytest.fixture(params=["board", "heal server", "coordinator", "coordinator with HTTPS"])
+def server(request):
+    """A port, a request of somebody who belongs there, and how many connections are kept."""
+    open_it = {"board": board, "heal server": heal_server, "coordinator": coordinator}
+    has_tls = request.param == "coordinator with HTTPS"
+    made = (
+        coordinator(request.getfixturevalue("certificate")) if has_tls else open_it[request.param]()
+    )
+    with made as opened:
+        yield opened
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_strangers_keep_no_member_out_and_take_few_files(server):
+    port, ask, most = server
+    before = open_files()
+    with silent_connections(port, 500):
+        for _ in range(5):
+            ask()
+        # Each is a file at both of its ends. A few are on their way.
+        assert open_files() - before < 500 + most + 150
+    ask()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("count", "per_s"), [(75, 23.0), (300, 700.0), (3000, 1000.0)])
+def test_a_member_is_answered_within_a_second(server, count, per_s):
+    raise_file_limit()
+    port, ask, _ = server
+    with silent_connections(port, count, per_s):
+        for _ in range(10):
+            began = time.monotonic()
+            ask()
+            assert time.monotonic() - began < 1.0
+            time.sleep(0.2)
+
+
+def test_strangers_at_its_board_are_no_alarm(monkeypatch):
+    monkeypatch.setattr(SyncAlarm, "POLL_S", 0.02)
+    board = NoticeBoard("127.0.0.1", ["secret"])
+    alarm = SyncAlarm(Notices(board.address, ["secret"], 5.0), 1)
+    with silent_connections(int(board.address.rpartition(":")[2]), 300):
+        for _ in range(50):
+            assert alarm.age_s() is None
+            time.sleep(0.02)
+    alarm.close()
+    board.close()
+
+
+def test_a_board_that_has_ended_is_not_asked_again():
+    with listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(ConnectionRefusedError):
+        Notices(f"127.0.0.1:{port}", ["secret"], 60.0).read(["a"])
+    assert time.monotonic() - began < 30
+
+
+class Connection:
+    """A connection that can be told from others, and knows whether it has been shut down."""
+
+    def __init__(self):
+        self.is_shut_down = False
+
+    def fileno(self):
+        return 3
+
+    def shutdown(self, how):
+        self.is_shut_down = True
+
+
+def test_the_oldest_of_the_host_with_most_goes_first():
+    strangers = Strangers(4)
+    added = [Connection() for _ in range(6)]
+    for connection, host in zip(added, "abbaca", strict=True):
+        strangers.add(connection, host)
+    # The fifth finds a, b, b, a; the sixth finds b, b, a, c.
+    assert [c.is_shut_down for c in added] == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(("hard", "raised"), [(20_000, 20_000), (1 << 20, 1 << 16), (1024, None)])
+def test_the_soft_limit_of_files_is_raised_as_far_as_is_sensible(monkeypatch, hard, raised):
+    seen = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: seen.append(limits))
+    raise_file_limit()
+    assert seen == ([] if raised is None else [(raised, hard)])
+
+
+class FailingAccept:
+    """A listening socket whose ``accept`` has no file descriptor to give."""
+
+    def __init__(self, listener, accept):
+        self._listener, self.accept = listener, accept
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+
+def test_without_file_descriptors_a_server_waits_and_does_not_spin(monkeypatch, caplog):
+    accepts = []
+
+    def fail():
+        accepts.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(connections, "ACCEPT_PAUSE_S", 0.1)
+    board = NoticeBoard("127.0.0.1", ["secret"])
+    server = board._server
+    accept = server.socket.accept
+    monkeypatch.setattr(server, "socket", FailingAccept(server.socket, fail))
+    with socket.create_connection(server.server_address[:2], timeout=10):
+        time.sleep(0.55)
+        assert 1 <= len(accepts) <= 8
+        assert caplog.text.count("Cannot accept a connection") == 1
+        server.socket.accept = accept
+        Notices(board.address, ["secret"], 5.0).post("a", "yes")
+    board.close()
+
+
+def test_rejections_are_counted_until_they_are_logged_again(monkeypatch):
+    rejections = connections.RateLimitedCount()
+    assert [rejections.count() for _ in range(4)] == [1, None, None, None]
+    monkeypatch.setattr(connections, "LOG_EVERY_S", 0.0)
+    assert rejections.count() == 4
