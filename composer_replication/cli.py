@@ -69,6 +69,7 @@ app = typer.Typer(
 
 def main() -> NoReturn:
     """Run the command, and print errors with a known cause as one paragraph without a traceback."""
+    ignore_output_errors()
     quiet_others()
     status = 0
     try:
@@ -105,7 +106,6 @@ def root(
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train one replica group. `composer -n N` and torchrun can start it with several processes."""
-    ignore_output_errors()
     checked = load_config(config, overrides or [])
     check_group(checked)
     # Imported here: it takes seconds, and errors in the input should be printed before. The

@@ -30,6 +30,7 @@ from composer_replication.coordinator.client_http import NameTakenError
 from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick, takes
+from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
@@ -273,7 +274,6 @@ class DiLoCoCallback(Callback):
         self._group.keep()
         self._fit.leave()
         self._group.drop()
-        # This comes last, since it raises on a full disk: by now this group has left in order.
         self._fit.folder.write_end(self.result)
         log.info(
             "Ended after %d outer steps: global parameters %s",
@@ -317,6 +317,7 @@ class DiLoCoCallback(Callback):
         check_parallelism(state)
         check_loads(state)
 
+    @fence("in the run's folder why this group is rejected")
     def _write_rejection(self, error: ValueError) -> None:
         if self.options.replica_id is not None and dist.get_global_rank() == 0:
             ReplicaFolder(self.options.run_dir, self.options.replica_id).write_rejection(str(error))

@@ -13,6 +13,7 @@ from composer.utils import dist
 
 from composer_replication.callback.words import listed_groups, plural
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
+from composer_replication.diloco.fence import fence
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Console:
         self._members: dict[str, str] = {}
         self._num_groups = 1
 
+    @fence("who has joined")
     def joined(self, diloco: DiLoCo, manager: Any, is_resumed: bool) -> None:
         """This group has joined the others, or begins with them.
 
@@ -50,6 +52,7 @@ class Console:
                 plural(dist.get_world_size(), "rank"),
             )
 
+    @fence("who takes part")
     def synced(self, reports: Iterable[SyncReport], manager: Any) -> None:
         """Syncs have been committed. Say who has come and who has left since the last one."""
         step = None
@@ -62,6 +65,7 @@ class Console:
             take_part = plural(self._num_groups, "group takes", "groups take")
             log.info("Outer step %d: %s; %s part", step, news, take_part)
 
+    @fence("the position on the progress bar")
     def show_position(self, rounds: float, outer_step: int, logger: Logger) -> None:
         """Put the round, the outer step and the number of groups before Composer's progress bar.
 
@@ -72,8 +76,10 @@ class Console:
         """
         groups = plural(self._num_groups, "group")
         for destination in logger.destinations if self._is_on else ():
-            if isinstance(destination, ProgressBarLogger) and destination.train_pbar:
-                bar = destination.train_pbar.pbar
+            if not isinstance(destination, ProgressBarLogger) or not destination.train_pbar:
+                continue
+            bar = destination.train_pbar.pbar
+            if not bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
                 bar.bar_format = short_bar_format(bar.bar_format)
                 # It is drawn with the next loss.
                 bar.set_description_str(

@@ -15,6 +15,7 @@ from composer_replication.callback.run_folder import RESUME, START, SYNC, Replic
 from composer_replication.callback.words import on_same_samples
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
+from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class SyncLog:
 
     def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings) -> None:
         self._folder = folder
-        self._reached = folder.reached()
+        self._reached = folder.reached() or {}  # empty if an error has been logged
         self._before = folder.read_status()
         self._settings = settings
         self._losses: list[float] = []
@@ -47,6 +48,7 @@ class SyncLog:
         if loss is not None:
             self._losses.append(float(loss))
 
+    @fence("the syncs")
     def log_syncs(self, reports: Iterable[SyncReport], state: State, logger: Logger) -> None:
         """Log committed syncs, with the mean loss of the batches since the previous one."""
         for report in reports:
@@ -63,11 +65,13 @@ class SyncLog:
                 self._last_sync["digest_step"] = report.outer_step
                 self._last_sync["global_digest"] = report.global_digest
             at = self._round(report.inner_steps, report.outer_step)
-            logger.log_metrics(metrics | {"diloco/round": at})
+            step = state.timestamp.batch.value
+            for destination in logger.destinations:
+                with fence(f"the metrics of a sync in {type(destination).__name__}"):
+                    destination.log_metrics(metrics | {"diloco/round": at}, step)
             if report.global_digest is not None:
                 metrics["diloco/global_digest"] = report.global_digest
-            batch, inner_steps = state.timestamp.batch.value, report.inner_steps
-            place: dict[str, Any] = {"batch": batch, "inner_steps": inner_steps, "loss": loss}
+            place: dict[str, Any] = {"batch": step, "inner_steps": report.inner_steps, "loss": loss}
             if report.equal_samples:
                 place["equal_samples"] = report.equal_samples
                 log.warning(on_same_samples(report.equal_samples))
@@ -92,6 +96,7 @@ class SyncLog:
         steps = self._steps_of_all
         return inner_steps / steps if steps else outer_step / self._settings.fragment_count
 
+    @fence("the start of this group")
     def log_start(self, diloco: DiLoCo) -> None:
         """Log that the group has joined, and what its earlier process had trained by its end."""
         self._folder.append(
@@ -105,6 +110,7 @@ class SyncLog:
             },
         )
 
+    @fence("where this group resumes")
     def log_resume(self, state: State, diloco: DiLoCo) -> None:
         """Log where the group resumes, and how many steps after that point are repeated."""
         batch, reached = state.timestamp.batch.value, self._reached

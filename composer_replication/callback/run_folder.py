@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from composer_replication.diloco.fence import fence
 from composer_replication.replica.json_files import (
     JsonLineWriter,
     lock_folder,
@@ -141,8 +142,7 @@ class ReplicaFolder:
     * ``status.json``: the position in training, replaced about twice a second.
 
     A full or broken disk does not end training: lines wait in memory until there is space, a status
-    is dropped, and a warning is logged once a minute. Only a result that cannot be written is an
-    error.
+    is dropped, and a warning is logged once a minute.
 
     Args:
         run_dir: The run's folder; None writes nothing.
@@ -173,6 +173,7 @@ class ReplicaFolder:
         """Whether the run's folder contains a file ``STOP``."""
         return self._folder is not None and os.path.exists(self._folder.parent / STOP)
 
+    @fence("an event of this group")
     def append(self, event: str, fields: Mapping[str, Any]) -> None:
         """Append an event to ``events.jsonl``.
 
@@ -184,6 +185,7 @@ class ReplicaFolder:
             self._events.append({"time": time.time(), "event": event, **fields})
             self._flush()
 
+    @fence("what this group had reached")
     def reached(self) -> dict[str, int]:
         """Return the ``batch`` and ``outer_step`` that the group had reached before it stopped."""
         if self._folder is None:
@@ -202,6 +204,7 @@ class ReplicaFolder:
         """Return what ``status.json`` says; empty without one."""
         return {} if self._folder is None else read_json(self._folder / STATUS)
 
+    @fence("the position in training")
     def write_status(self, phase: str, **progress: float | None) -> None:
         """Replace ``status.json``, at most every ``STATUS_EVERY_S`` seconds in one phase."""
         now = time.monotonic()
@@ -220,23 +223,12 @@ class ReplicaFolder:
         status = self.read_status()
         self.write_status(REJECTED, **{k: v for k, v in status.items() if k != "phase"})
 
+    @fence("the result of this group; it is complete")
     def write_end(self, result: Mapping[str, Any]) -> None:
-        """Append the end of the group with its result. A later one takes its place.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        if self._folder is None:
-            return
-        self._events.append({"time": time.time(), "event": END, **result})
-        try:
+        """Append the end of the group with its result. A later one takes its place."""
+        if self._folder is not None:
+            self._events.append({"time": time.time(), "event": END, **result})
             self._events.flush(survives_power_cut=True)
-        except OSError as error:
-            problem = f"{error.strerror}; training is complete and only its result is not written"
-            path = self._events.path
-            raise OSError(
-                error.errno, f"{problem}: free some space or repair the disk", path
-            ) from error
 
     def _flush(self) -> None:
         try:

@@ -26,6 +26,8 @@ from types import FrameType
 from composer import Trainer
 from composer.utils import dist
 
+from composer_replication.diloco.fence import fence
+
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
@@ -124,15 +126,18 @@ def _is_in_barrier(top: FrameType | None, closing: FrameType) -> bool:
 
 
 def _end(status: int) -> None:
-    log.error(
-        "The other ranks of this group have not reached the end of Trainer.close within %g s: this "
-        "rank ends with status %d. The stacks of its threads follow",
-        GRACE_S,
-        status,
-    )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    with fence("why this rank ends"):
+        log.error(
+            "The other ranks of this group have not reached the end of Trainer.close within %g s: "
+            "this rank ends with status %d. The stacks of its threads follow",
+            GRACE_S,
+            status,
+        )
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with fence("the last output"):  # the stream may be closed
+            stream.flush()
+    with fence("the stacks"):
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     os._exit(status)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from composer_replication import __version__
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import Record, RunData, RunFacts, create_app
-from composer_replication.coordinator.database import Database, StorageError
+from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.page import PAGE_DATA
@@ -23,15 +22,15 @@ from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.arguments import takes
+from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.addresses import bracketed, is_loopback
+from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.json_files import open_lock, replace_json
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
-
-log = logging.getLogger(__name__)
 
 STATE = "coordinator.sqlite"
 """Name of the database in the state folder."""
@@ -93,6 +92,7 @@ class Coordinator:
     @takes(CoordinatorArguments)
     def __init__(self, *run: Any, **options: Any) -> None:
         own = CoordinatorArguments(*run, **options)
+        raise_file_limit()
         own.state_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # an error below closes what is open by then
             # Without the lock, a second coordinator on this folder would receive no heartbeats of
@@ -145,12 +145,8 @@ class Coordinator:
 
         What the page showed last is written to ``page.json`` in the state folder, for the report.
         """
-        try:
+        with self._open, fence("page.json, from which report.html is made"):
             replace_json(self._state_dir / PAGE_DATA, self._run.status())
-        except (OSError, StorageError) as error:  # a full disk must not keep the service alive
-            log.warning("page.json, from which report.html is made, cannot be written: %s", error)
-        finally:
-            self._open.close()
 
 
 def _start_lighthouse_beside(

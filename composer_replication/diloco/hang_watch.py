@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple
+
+from composer_replication.diloco.fence import fence
 
 log = logging.getLogger(__name__)
 
@@ -113,15 +115,16 @@ class HangWatch:
 
     def _end(self, why: str) -> None:
         waits = f" and the {self._wait_limit_s:g} s of its wait" if self._wait_limit_s else ""
-        log.error(
-            "This replica group hangs: it has completed %s, above hang_timeout_s=%g%s. It ends, so "
-            "that the others can continue; the stacks of its threads follow on stderr. "
-            "Raise hang_timeout_s if the group was only slow",
-            why,
-            self.timeout_s,
-            waits,
-        )
-        with suppress(OSError, ValueError):
+        with fence("why this group ends"):
+            log.error(
+                "This replica group hangs: it has completed %s, above hang_timeout_s=%g%s. It "
+                "ends, so that the others can continue; the stacks of its threads follow on stderr."
+                " Raise hang_timeout_s if the group was only slow",
+                why,
+                self.timeout_s,
+                waits,
+            )
+        with fence("the stacks"):
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         os._exit(self.EXIT_STATUS)
 

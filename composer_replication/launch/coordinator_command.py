@@ -16,6 +16,7 @@ from rich.console import Console
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import CoordinatorOptions
 from composer_replication.replica.addresses import is_loopback
@@ -82,10 +83,10 @@ def coordinate(options: CoordinatorOptions) -> None:
         coordinator.shutdown()
     shown = read_json(state_dir / PAGE_DATA)
     if shown:
-        page = write_report_html(
-            state_dir, shown | {"report": {"written": shown["time"], "files": []}}
-        )
-        console.print(f"page: {page.absolute()}", markup=False, soft_wrap=True)
+        with fence("the page of the run"):
+            report = {"written": shown["time"], "files": []}
+            page = write_report_html(state_dir, shown | {"report": report})
+            console.print(f"page: {page.absolute()}", markup=False, soft_wrap=True)
 
 
 def choose_tokens(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -17,10 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_replication.callback.words import format_duration, plural
+from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.group_view import Groups, GroupView
-
-log = logging.getLogger(__name__)
 
 TABLE_EVERY_S = 0.3
 LOOK_EVERY_S = 1.0
@@ -56,16 +54,17 @@ class Display:
         self._looked_at = time.monotonic()
         self._line_at = self._looked_at - LINE_EVERY_S
         self._line_step = 0
-        self._has_failed = False
 
     def __enter__(self) -> Display:
-        if self._live:
-            self._live.start()
+        with fence("the table of the groups"):
+            if self._live:
+                self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._live:
-            self._live.stop()
+        with fence("the end of the table"):
+            if self._live:
+                self._live.stop()
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -86,6 +85,7 @@ class Display:
                 thread.join()
                 self.refresh({}, is_last=True)
 
+    @fence("what happens to the groups")
     def say(self, text: str) -> None:
         """Write what has happened, with the time of day; on a terminal above the table."""
         self._console.print(
@@ -95,6 +95,7 @@ class Display:
             soft_wrap=self._live is None,
         )
 
+    @fence("how the groups are doing")
     def refresh(self, exit_statuses: Mapping[int, int | None], *, is_last: bool = False) -> None:
         """Show the groups, if the last time was long enough ago.
 
@@ -106,14 +107,9 @@ class Display:
         if time.monotonic() < self._looked_at + every and not is_last:
             return
         self._looked_at = time.monotonic()
-        try:
-            for line in self._groups.update(exit_statuses):
-                self.say(line)
-            self._show(is_last)
-        except OSError as error:  # a full or broken disk must not end the groups, which go on
-            if not self._has_failed:
-                log.warning("Cannot show how the groups are doing, training goes on: %s", error)
-            self._has_failed = True
+        for line in self._groups.update(exit_statuses):
+            self.say(line)
+        self._show(is_last)
 
     def _show(self, is_last: bool) -> None:
         step = self._groups.outer_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from composer_replication.callback.run_folder import EVENTS, log_path
 from composer_replication.callback.words import format_duration, plural
+from composer_replication.diloco.fence import fence
 from composer_replication.launch.output import FAILED
 from composer_replication.launch.page_record import write_page
 from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
@@ -72,7 +74,8 @@ def finish(
         if advice:
             print_error(advice)
         return FAILED
-    write_summary(run, restarts)
+    with fence("the summary of the run"):
+        write_summary(run, restarts)
     try:
         rows = describe(run)
     except ValueError as error:
@@ -81,7 +84,9 @@ def finish(
     if any(restarts.values()):
         each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in restarts.items() if n)
         rows.append(("started again", each))
-    rows += [("time", format_duration(seconds)), ("page", str(write_page(run_dir)))]
+    rows.append(("time", format_duration(seconds)))
+    with fence("the page of the run"):
+        rows.append(("page", str(write_page(run_dir))))
     print_rows([*rows, ("all files", str(run_dir))])
     if len(set(run.digests.values())) > 1:
         print_error(
@@ -94,12 +99,8 @@ def finish(
 
 def keep_page(run_dir: Path) -> None:
     """Write the page of a run that has failed or was interrupted, if any group has written."""
-    try:
+    with fence("the page of the run"), suppress(FileNotFoundError):
         print(f"Page: {write_page(run_dir)}")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        print_error(f"The page of the run is not written: {error}")
 
 
 def explain_failure(
@@ -113,6 +114,7 @@ def explain_failure(
     print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
 
 
+@fence("the result of the run")
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     """Print names and values below each other, on a terminal with values wrapped in their column.
 
@@ -131,6 +133,7 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     console.print(table)
 
 
+@fence("what has failed")
 def print_error(text: str) -> None:
     """Print an error in red on stderr, with its own line breaks only."""
     Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)

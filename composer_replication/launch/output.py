@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import signal
-import stat
 import sys
 import time
 import traceback
@@ -134,16 +133,17 @@ class _LossyFile(io.FileIO):
 
 
 def ignore_output_errors() -> None:
-    """Drop output instead of raising, if stdout or stderr is a file on a full or broken disk.
+    """Drop output instead of raising, if stdout or stderr is closed, or on a full or broken disk.
 
     Composer's loggers print, and an error of a print in the training loop would end the group.
-    Terminals and pipes are not changed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if stream is None:  # it was closed when this process started
+            setattr(sys, name, open(os.devnull, "w"))
+            continue
         with contextlib.suppress(OSError, ValueError):  # a replaced stream has no file descriptor
-            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                stream.flush()
-                file = _LossyFile(stream.fileno(), "wb", closefd=False)
-                encoding, errors = stream.encoding, stream.errors
-                setattr(sys, name, io.TextIOWrapper(file, encoding, errors, write_through=True))
+            file = _LossyFile(stream.fileno(), "wb", closefd=False)
+            stream.flush()
+            encoding, errors = stream.encoding, stream.errors
+            setattr(sys, name, io.TextIOWrapper(file, encoding, errors, write_through=True))

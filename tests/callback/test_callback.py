@@ -29,7 +29,6 @@ from composer_jobs import (
     fit_alone,
     trainer_of,
 )
-from failing_disk import no_file_above
 from run_events import result_of, syncs_of
 
 from composer_replication.callback import DiLoCoCallback
@@ -320,19 +319,6 @@ def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
     folder = tmp_path / "replica_0"
     assert [sync["diloco/outer_step"] for sync in syncs_of(folder)] == list(range(1, 9))
     assert result_of(folder)["outer_steps"] == 8
-
-
-def test_a_result_that_cannot_be_written_is_an_error_after_the_group_has_left(tmp_path):
-    def replica(sim):
-        callback = callback_of(sim, run_dir=str(tmp_path))
-        trainer = trainer_of(callback, max_duration="4ba")
-        with no_file_above(0), pytest.raises(OSError, match="only its result is not written"):
-            trainer.fit()
-        has_left = callback.diloco is None
-        trainer.close()
-        return has_left
-
-    assert simulate(replica, num_replicas=1) == [True]
 
 
 def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():

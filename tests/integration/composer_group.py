@@ -16,6 +16,7 @@ import torch
 from common import TinyMLP, batch
 from composer import Callback, Trainer
 from composer.algorithms import EMA
+from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -71,6 +72,14 @@ class Record(Callback):
             file.write(json.dumps(line) + "\n")
 
 
+class BrokenOnOneRank(LoggerDestination):
+    """A logger that fails on rank 1 alone, where the other rank must not wait for it."""
+
+    def log_metrics(self, metrics, step=None):
+        if "diloco/outer_step" in metrics and dist.get_global_rank() == 1:
+            raise RuntimeError("the service is away")
+
+
 def digest_of(tensors):
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
@@ -112,6 +121,7 @@ def main(out, dtype, microbatch_size, batches="7", pause_s="0"):
             Record(diloco, Path(out) / f"{group}_{rank}.jsonl"),
         ],
         algorithms=EMA(half_life="2ba"),
+        loggers=BrokenOnOneRank(),
         device="cpu",
         device_train_microbatch_size=int(microbatch_size),
         progress_bar=False,

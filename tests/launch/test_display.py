@@ -15,9 +15,11 @@ from recorded_groups import groups_of, recorded, sync_line, write_group
 from rich.console import Console
 from rich.text import Text
 
+from composer_replication.diloco import fence
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch import display as display_module
 from composer_replication.launch.display import Display, live_table, print_settings
+from composer_replication.launch.outcome import print_rows
 from composer_replication.launch.output import CurrentStderr
 
 
@@ -158,14 +160,27 @@ def test_warnings_that_go_to_a_file_stay_there(tmp_path, monkeypatch):
     assert stderr.getvalue() == "a warning\n"
 
 
-def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(tmp_path, caplog):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_display_without_columns_ends_nothing(tmp_path, is_terminal):
+    for width in (0, 1):
+        console = Console(file=io.StringIO(), width=width, height=0, force_terminal=is_terminal)
+        with Display(console, tmp_path, 2) as shown:
+            shown.say("group 1 has joined")
+            shown.refresh({0: None, 1: None}, is_last=True)
+        print_rows([("time", "3 s")])
+
+
+def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(fence, "_logged", set())
     # As stdout is when it is a file on a full disk.
     with open("/dev/full", "wb", buffering=0) as full:
         console = Console(file=io.TextIOWrapper(full, write_through=True))
         with Display(console, tmp_path, 2) as shown:
             for _ in range(3):
                 shown.refresh({0: None, 1: None}, is_last=True)
-    assert caplog.text.count("Cannot show how the groups are doing") == 1
+    assert caplog.text.count("Cannot show") == 1
 
 
 def drawn(groups, width, height=30):

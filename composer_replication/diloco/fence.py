@@ -1,0 +1,40 @@
+"""Keeps an error in what only shows something from ending a training. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+log = logging.getLogger(__name__)
+
+_logged: set[str] = set()
+"""What has failed already, so that it is logged once."""
+
+
+@contextmanager
+def fence(what: str) -> Iterator[None]:
+    """A context, or a decorator, that ends at an error, and raises none.
+
+    It is for what only shows how a training goes: progress bars, log lines, pages, events, metrics.
+    A full disk, a closed stdout or an error in a user's logger then costs that output alone. The
+    first error is one line in the log.
+
+    Nothing that others wait for, such as a collective, may be inside: an error on one rank would
+    leave the other ranks waiting in it.
+
+    Args:
+        what: What is shown, for the line in the log.
+    """
+    try:
+        yield
+    except Exception as error:
+        if what not in _logged:
+            _logged.add(what)
+            with suppress(Exception):  # the log may be what has failed
+                log.warning(
+                    "Cannot show %s, and goes on without it: %s: %s",
+                    what,
+                    type(error).__name__,
+                    error,
+                )

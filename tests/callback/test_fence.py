@@ -1,0 +1,175 @@
+"""What only shows how a training goes does not end it, whatever is wrong with it.
+
+Run: pytest tests/callback/test_fence.py
+
+Real: Composer's Trainer, its progress bar and loggers, the run's folder, one process of its own.
+The groups of the other fits are threads over the simulation's shared buffer.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import tqdm.auto
+from composer.loggers import InMemoryLogger, LoggerDestination
+from composer_jobs import callback_of, trainer_of
+from failing_disk import no_file_above
+from run_events import result_of
+
+from composer_replication.diloco import fence as fences
+from composer_replication.diloco.fence import fence
+from composer_replication.simulation.simulation import simulate
+
+
+class Broken(LoggerDestination):
+    """A logger that cannot log what is DiLoCo's."""
+
+    def log_metrics(self, metrics, step=None):
+        if any(name.startswith("diloco/") for name in metrics):
+            raise RuntimeError("the service is away")
+
+
+class BrokenHandler(logging.Handler):
+    def emit(self, record):
+        if "callback.progress" in record.name:
+            raise RuntimeError("the service is away")
+
+
+class BarsOff(tqdm.auto.tqdm):
+    """What a bar is with TQDM_DISABLE=1, which tqdm reads when it is imported."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options | {"disable": True})
+
+
+@contextlib.contextmanager
+def bars_off(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(tqdm.auto, "tqdm", BarsOff)
+        yield
+
+
+@contextlib.contextmanager
+def closed_stdout(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", closed)
+        yield
+
+
+@contextlib.contextmanager
+def no_columns(monkeypatch):
+    with monkeypatch.context() as patch:  # tqdm takes one less
+        patch.setenv("COLUMNS", "1")
+        patch.setenv("LINES", "1")
+        yield
+
+
+@contextlib.contextmanager
+def broken_handler(monkeypatch):
+    handler = BrokenHandler()
+    logging.getLogger().addHandler(handler)
+    yield
+    logging.getLogger().removeHandler(handler)
+
+
+class Console(io.TextIOWrapper):
+    """A terminal that nobody looks at."""
+
+    def isatty(self):
+        return True
+
+
+def nothing(monkeypatch):
+    return contextlib.nullcontext()
+
+
+AROUND = {
+    "TQDM_DISABLE=1": (bars_off, None),
+    "closed stdout": (closed_stdout, None),
+    "full disk": (lambda _: no_file_above(0), "Cannot show the result of this group"),
+    "console of width 0": (no_columns, None),
+    "a logger that raises": (nothing, "Cannot show the metrics of a sync in Broken"),
+    "a handler that raises": (broken_handler, "Cannot show the syncs"),
+}
+"""What is around a fit, and how the one line about it begins; None: there is nothing to say."""
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_fit_ends_whatever_is_wrong_with_what_shows_it(around, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fences, "_logged", set())
+    enter, said = AROUND[around]
+    kept = [InMemoryLogger(), InMemoryLogger()]
+
+    def replica(sim):
+        callback = callback_of(sim, run_dir=str(tmp_path))
+        broken = [Broken()] if around == "a logger that raises" else []
+        trainer = trainer_of(
+            callback,
+            replica_id=sim.replica_id,
+            max_duration="8ba",
+            progress_bar=True,
+            console_stream=console,
+            loggers=[*broken, kept[sim.replica_id]],
+        )
+        trainer.fit()
+        trainer.close()
+        return callback.result
+
+    with (
+        caplog.at_level(logging.INFO),
+        Console(open(os.devnull, "wb")) as console,
+        enter(monkeypatch),
+    ):
+        one, other = simulate(replica, num_replicas=2)
+    assert one["outer_steps"] == other["outer_steps"] == 4
+    assert one["global_digest"] == other["global_digest"]
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Cannot show")]
+    assert [line[: len(said)] for line in lines] == [said] if said else lines == []
+    for logger in kept:  # those that work get what they are due
+        assert len(logger.data["diloco/outer_step"]) == 4
+    if around != "full disk":
+        assert result_of(tmp_path / "replica_1") == other
+
+
+def test_a_fence_says_the_first_error_of_a_kind_and_lets_an_interrupt_through(caplog, monkeypatch):
+    monkeypatch.setattr(fences, "_logged", set())
+
+    @fence("a bar")
+    def draw(error):
+        raise error
+
+    for number in range(3):
+        assert draw(ZeroDivisionError(number)) is None
+    with pytest.raises(KeyboardInterrupt):
+        draw(KeyboardInterrupt())
+    [line] = caplog.messages
+    assert line == "Cannot show a bar, and goes on without it: ZeroDivisionError: 0"
+
+
+ALONE = """
+from composer_jobs import trainer_of
+from composer_replication import DiLoCoCallback
+callback = DiLoCoCallback(num_replicas=1, replica_id=0, sync_every=2)
+trainer = trainer_of(callback, max_duration="4ba", progress_bar=True)
+trainer.fit()
+trainer.close()
+assert callback.result["outer_steps"] == 2
+"""
+
+
+@pytest.mark.integration
+def test_a_script_ends_with_bars_off_and_stdout_closed():
+    ended = subprocess.run(
+        ["bash", "-c", 'exec "$0" -c "$1" >&-', sys.executable, ALONE],
+        env=os.environ | {"TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Cannot show" not in ended.stderr
