@@ -13,12 +13,14 @@ from typing import Any
 from composer_replication.callback.run_folder import (
     EVENTS,
     REJECTED,
+    START,
     STATUS,
     SYNC,
     last_event,
     log_path,
 )
 from composer_replication.callback.words import plural
+from composer_replication.diloco.fence import fence
 from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.replica.json_files import read_json, replace_json
@@ -77,11 +79,11 @@ class Supervisor:
     """Watches the groups until all have ended, one has failed for good, or the run is interrupted.
 
     A group that dies is started again after 1, 2, 4, ... s. It fails for good in three cases: its
-    exit status, or its callback, says bad input; it had an error of its own before it ever joined
-    the others (an import, a setting), with which its next start would fail too; or it died after
-    ``max_restarts`` restarts in a row without a sync of its own. If it was never restarted, that
-    ends the run. Otherwise the group is left out, as long as others train. When all others have
-    finished there is nothing to join, and the group is given up.
+    exit status says bad input, or its callback does and the group has never joined the others; it
+    had an error of its own before it ever joined (an import, a setting), with which its next start
+    would fail too; or it died after ``max_restarts`` restarts in a row without a sync of its own.
+    If it was never restarted, that ends the run. Otherwise the group is left out, as long as others
+    train. When all others have finished there is nothing to join, and the group is given up.
 
     Args:
         groups: The processes.
@@ -171,7 +173,8 @@ class Supervisor:
     def _handle_death(self, replica_id: ReplicaId, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
         end = f"group {replica_id} {describe_end(status)}"
-        if self._phase(replica_id) == REJECTED:
+        was_rejected = self._phase(replica_id) == REJECTED
+        if was_rejected:
             status = BAD_INPUT  # a script of the user's own ends with any status
         self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
         if self._last_commit(replica_id) > record.committed:
@@ -180,7 +183,11 @@ class Supervisor:
             self._give_up(replica_id, record)
             self._ends.append(f"{end}; it is too late to join the others again")
             return
-        is_hopeless = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
+        # What was accepted once may be rejected for a reason that passes, such as a host name that
+        # does not resolve while the machine starts.
+        may_pass = was_rejected and bool(self._last_event(replica_id, START, SYNC))
+        has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
+        is_hopeless = has_failed and not may_pass
         if is_hopeless or record.in_a_row >= self.max_restarts:
             record.status = status
             record.is_left_out = record.restarts > 0 and any(map(self.is_training, self.records))
@@ -241,11 +248,13 @@ class Supervisor:
         self._write_phase(replica_id, NOT_BACK)
 
     def _last_commit(self, replica_id: ReplicaId) -> float:
-        path = log_path(self.run_dir, replica_id).with_name(EVENTS)
+        return self._last_event(replica_id, SYNC).get("time", 0.0)
+
+    def _last_event(self, replica_id: ReplicaId, *kinds: str) -> dict[str, Any]:
         try:
-            return last_event(path, SYNC).get("time", 0.0)
+            return last_event(log_path(self.run_dir, replica_id).with_name(EVENTS), *kinds)
         except OSError:  # the disk is broken
-            return 0.0
+            return {}
 
     def _phase(self, replica_id: ReplicaId) -> str:
         path = log_path(self.run_dir, replica_id).with_name(STATUS)
@@ -299,6 +308,7 @@ class StartWatch:
         self._began = time.monotonic()
         self._due = self._began + min(LOOK_EVERY_S, timeout_s)
 
+    @fence("which groups have not joined")
     def look(self) -> None:
         """Look at the groups that have not joined, from time to time. Call it often."""
         now = time.monotonic()

@@ -87,10 +87,27 @@ def test_bad_input_is_not_tried_again(tmp_path):
 def test_what_the_callback_has_rejected_is_not_tried_again_whatever_the_status(
     tmp_path, start_retries
 ):
-    write(tmp_path, 0), write(tmp_path, 1, "rejected")
+    write(tmp_path, 0), write(tmp_path, 1, "rejected", syncs=0)
     lives = {0: [None], 1: [1]}
     failed, supervisor, groups = supervise(tmp_path, lives, start_retries=start_retries)
     assert failed == {1: 2} and groups.started == [] and supervisor.records[1].deaths == [1]
+
+
+@pytest.mark.parametrize(("lives", "failed"), [([2, 1, None], {}), ([1, 1, 1, 1], {1: 2})])
+def test_what_was_accepted_once_is_tried_again_when_it_is_rejected(tmp_path, lives, failed):
+    write(tmp_path, 0), write(tmp_path, 1, "rejected")
+
+    def finish_when_back(groups, looks):
+        if looks[-1][1] is None:
+            write(tmp_path, 1, "rejected")
+        if groups.lives[1][0] is None:
+            groups.lives[1][0] = 0
+        if looks[-1][1] is not None:
+            groups.lives[0][0] = 0
+
+    seen, supervisor, _ = supervise(tmp_path, {0: [None], 1: lives}, on_look=finish_when_back)
+    left_out = {id: r.status for id, r in supervisor.records.items() if r.is_left_out}
+    assert seen | left_out == failed and supervisor.restarts["1"] == len(lives) - 1
 
 
 @pytest.mark.parametrize("phase", [None, "starting", "joining"])
