@@ -45,7 +45,16 @@ class Cell:
         batches: Samples in a step of data parallel, in each quarter of the steps. Empty: ``batch``.
         momentum: Muon's momentum.
         beta2: The decay of AdamW's squared gradients, for what Muon does not train too.
-        final_lr: The learning rate at the end, as a part of the peak.
+        final_lr: The learning rate at the end, as a part of the peak; 1 for a constant one.
+        model: What is trained, one of ``jobs.MODELS``.
+        data: On what, one of ``jobs.DATA``.
+        ramp: If not 0, the outer momentum of outer step t is the smaller one of t / (t + ramp) and
+            ``outer_momentum``.
+        rounds: Further numbers of inner steps in a round, each with the outer step from which on it
+            holds.
+        periods: At which syncs the inner momenta are averaged, and at which AdamW's squared
+            gradients: 1 for each one, 3 for each third. Empty: never.
+        slow: If not 0, Muon's step is a mix of its momentum, in this share, and of the gradient.
     """
 
     groups: int = 0
@@ -71,10 +80,17 @@ class Cell:
     momentum: float = 0.95
     beta2: float = 0.95
     final_lr: float = 0.1
+    model: str = "gpt"
+    data: str = "stdlib"
+    ramp: float = 0.0
+    rounds: tuple[tuple[int, int], ...] = ()
+    periods: tuple[int, ...] = ()
+    slow: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_times", "batches"):  # JSON has lists
+        for name in ("step_times", "batches", "periods"):  # JSON has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "rounds", tuple(map(tuple, self.rounds)))
 
     @property
     def key(self) -> str:
@@ -103,4 +119,7 @@ _OUTER = (
     "heal_inner_state",
     "early",
     "step_times",
+    "ramp",
+    "rounds",
+    "periods",
 )

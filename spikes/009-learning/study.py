@@ -1,89 +1,161 @@
-"""Runs the study, one training after the other, and continues where the results file ends.
+"""Runs a study, one training after the other, and continues where its results file ends.
 
     python spikes/009-learning/study.py run --workers 2 --hours 3
-    python spikes/009-learning/study.py left
+    python spikes/009-learning/study.py left --study defaults
 
-Each training adds one line to ``results.jsonl``. A training that is there is not run again, so the
-command can be interrupted at any time and given again, on any machine with the same text.
+Each training adds one line to the results. A training that is there is not run again, so the
+command can be stopped at any time and given again, on any machine with the same text. What was not
+finished is thrown away. Several workers, also of several commands, take different trainings.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import defaults
 from cells import Cell
 from plan import cells
 
-RESULTS = Path(__file__).with_name("results.jsonl")
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.jsonl"
+DEFAULTS = HERE / "defaults.jsonl"
+
+Lines = dict[str, dict[str, Any]]
 
 
-def read(path: Path = RESULTS) -> dict[str, dict]:
+def read(path: Path = RESULTS) -> Lines:
     """The results by the cell's key."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {Cell(**result["cell"]).key: result for result in map(json.loads, lines)}
 
 
-def run(wanted: Iterable[Cell], workers: int, hours: float) -> None:
-    """Train what is not in the results file, until there is nothing left or the time is over.
+class Work(NamedTuple):
+    """What a worker does: trains what is wanted until it is stopped, at the latest ``until``."""
+
+    results: Path
+    wanted: Callable[[Lines], Iterable[Cell]]
+    until: float
+    stop: Path
+
+
+def work(task: Work) -> None:
+    """Train what is not in the results, until there is nothing left or the time is over."""
+    import torch
+    from train import train
+
+    torch.set_num_threads(1)  # several would wait for each other, and for the groups' threads
+    where = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    commit = subprocess.run(where, capture_output=True, text=True, check=False).stdout.strip()
+    with _lock_file(task.results).open("w") as claims:
+        while time.time() < task.until and not task.stop.exists():
+            cell = _claim(task, claims.fileno())
+            if cell is None:
+                break
+            result = {"commit": commit, "torch": torch.__version__, **train(cell)}
+            with task.results.open("a") as file:
+                file.write(json.dumps({"cell": json.loads(cell.key), **result}) + "\n")
+            _release(claims.fileno(), cell)
+            print(f"{result['bits']:.4f} bits  {result['seconds']:.0f} s  {cell.key}", flush=True)
+
+
+def _claim(task: Work, claims: int) -> Cell | None:
+    """The next training that nobody has finished, or works on. A claim ends with its process."""
+    for cell in task.wanted(read(task.results)):
+        try:
+            fcntl.lockf(claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(cell))
+        except OSError:
+            continue
+        done = read(task.results)
+        if cell.key not in done:
+            _check_text(cell, done)
+            return cell
+        _release(claims, cell)
+    return None
+
+
+def _release(claims: int, cell: Cell) -> None:
+    fcntl.lockf(claims, fcntl.LOCK_UN, 1, _place(cell))
+
+
+def _place(cell: Cell) -> int:
+    return zlib.crc32(cell.key.encode())
+
+
+def _lock_file(results: Path) -> Path:
+    name = hashlib.sha256(str(results.resolve()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"study-{name}.lock"
+
+
+def _check_text(cell: Cell, done: Lines) -> None:
+    """Check that the results are for the data that are here.
 
     Raises:
-        ValueError: The results are for another text than this machine's.
+        ValueError: They are not.
     """
-    until = time.monotonic() + hours * 3600
-    done = read()
-    texts = {result["text"] for result in done.values()}
-    left = [cell for cell in wanted if cell.key not in done]
-    # Fresh processes with one thread each: torch's own threads would wait for each other.
+    from jobs import data_of
+
+    here = data_of(cell.data, "train").name
+    texts = {line["text"] for line in done.values() if Cell(**line["cell"]).data == cell.data}
+    if texts - {here}:
+        raise ValueError(
+            f"the results are for {', '.join(texts)}, and here is {here}: losses on different "
+            "texts cannot be compared. Use the versions of Python and torch of the results, or "
+            "begin another results file"
+        )
+
+
+def run(task: Work, workers: int) -> None:
+    """Run workers, each in a fresh process with one thread for torch."""
+    os.nice(5)
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, maxtasksperchild=1) as pool:
-        for key, result in pool.imap_unordered(_train, [(cell, until, texts) for cell in left]):
-            if result is None:
-                continue
-            line = json.dumps({"cell": json.loads(key), **result})
-            with RESULTS.open("a") as file:
-                file.write(line + "\n")
-            print(f"{result['bits']:.4f} bits  {result['seconds']:.0f} s  {key}", flush=True)
+    processes = [context.Process(target=work, args=(task,), daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
 
 
-def _train(task: tuple[Cell, float, set[str]]) -> tuple[str, dict | None]:
-    cell, until, texts = task
-    if time.monotonic() > until:
-        return cell.key, None
-    os.nice(5)
-    from train import text, train  # imports torch, in the worker only
-
-    if texts - {text("train").name}:
-        raise ValueError(
-            f"the results are for {', '.join(texts)}, and here is {text('train').name}: losses on "
-            "different texts cannot be compared. Use the Python version of the results, or begin "
-            "another results file"
-        )
-    return cell.key, train(cell)
+def learning(done: Lines, stage: str | None = None) -> Iterable[Cell]:
+    """What the study of learning wants."""
+    return (cell for cell in cells(stage) if cell.key not in done)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Runs a study, and continues it.")
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="train what is missing")
     running.add_argument("--workers", type=int, default=os.cpu_count())
     running.add_argument("--hours", type=float, default=24.0)
-    running.add_argument("--stage", help="only this one: see plan.py")
+    running.add_argument("--stop", type=Path, default=HERE / "stop", help="a file that ends it")
     left = commands.add_parser("left", help="say how much is missing")
-    left.add_argument("--stage")
-    arguments = parser.parse_args()
-    wanted = list(cells(arguments.stage))
-    if arguments.command == "run":
-        run(wanted, arguments.workers, arguments.hours)
+    for each in (running, left):
+        each.add_argument("--study", choices=("learning", "defaults"), default="learning")
+        each.add_argument("--stage", help="of learning, only this one: see plan.py")
+        each.add_argument("--results", type=Path, help="its file, if not the one that is here")
+    given = parser.parse_args()
+    results, wanted = RESULTS, partial(learning, stage=given.stage)
+    if given.study == "defaults":
+        results, wanted = DEFAULTS, defaults.wanted
+    results = given.results or results
+    if given.command == "run":
+        until = time.time() + given.hours * 3600
+        run(Work(results, wanted, until, given.stop), given.workers)
     else:
-        done = read()
-        print(f"{sum(cell.key not in done for cell in wanted)} of {len(wanted)} trainings are left")
+        print(f"{sum(1 for _ in wanted(read(results)))} trainings are left, that are known yet")
 
 
 if __name__ == "__main__":

@@ -5,32 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from typing import Any
 
 import torch
 from cells import EARLY_STEPS, Cell
 from composer.optim import DecoupledAdamW
+from inner_state import QuasiHyperbolicMuon, RisingMomentum, average_inner_state, fill_inner_state
+from jobs import MODELS, data_of
 from torch import nn
 from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import hang_watch
-from composer_replication.simulation import Fault
+from composer_replication.simulation import Fault, SimulationError
 from composer_replication.training import Muon
-from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
-from composer_replication.training.loaders import TextBytes
+from composer_replication.training.byte_gpt import BitsPerByte
 
-MODEL = {"d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
 WARMUP = 50
-
-
-@lru_cache
-def text(split: str) -> TextBytes:
-    """The source of Python's standard library, of which some files are held out."""
-    return TextBytes(max_seq_len=MODEL["max_seq_len"], split=split)  # pyright: ignore[reportArgumentType]
 
 
 def train(cell: Cell) -> dict[str, Any]:
@@ -41,34 +34,52 @@ def train(cell: Cell) -> dict[str, Any]:
 
     Returns:
         ``text``, the name of what it was trained and evaluated on; ``bits``, held-out bits per byte
-        of the global weights at the end; ``loss``, the training loss of group 0 in nats, as a mean
-        over each 60th of the run; and ``seconds``.
+        (of a picture: per label) of the global weights at the end; ``accuracy`` there; ``loss``,
+        the training loss of group 0 in nats, as a mean over each 60th of the run; ``seconds``, and
+        those of a processor.
     """
-    began = time.monotonic()
+    began, used = time.monotonic(), time.process_time()
     if cell.groups:
+        model, losses = _simulated(cell)
+    else:
+        model = _model(cell)
+        losses = _steps(cell, model, _inner(cell, model), rank=0)
+    bits, accuracy = (math.inf, 0.0) if model is None else _evaluate(cell, model)
+    return {
+        "text": data_of(cell.data, "train").name,
+        "bits": round(bits, 5),
+        "accuracy": round(accuracy, 5),
+        "loss": [round(value, 4) for value in losses],
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - used, 1),
+    }
+
+
+def _simulated(cell: Cell) -> tuple[nn.Module | None, list[float]]:
+    try:
         results = simulate(
             lambda sim: _group(cell, sim),
             num_replicas=cell.groups + cell.away,
             faults=_comings_and_goings(cell),
             timeout_s=None,
         )
-        digests = {result[2] for result in results if result is not None}
-        assert len(digests) == 1, f"the groups ended on different weights: {digests}"
-        model, losses, _ = results[0]
-    else:
-        model = _model(cell)
-        losses = _steps(cell, model, _inner(cell, model), rank=0)
-    return {
-        "text": text("train").name,
-        "bits": round(_evaluate(model), 5),
-        "loss": [round(value, 4) for value in losses],
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    except SimulationError as error:
+        if "not finite" not in str(error):
+            raise
+        return None, []  # it has diverged, and that is a result
+    digests = {result[2] for result in results if result is not None}
+    assert len(digests) == 1, f"the groups ended on different weights: {digests}"
+    return results[0][:2]
 
 
 def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
     model = _model(cell)
     inner = _inner(cell, model)
+    if cell.periods:
+        fill_inner_state(inner)
+    outer: dict[str, Any] = {"outer_lr": cell.outer_lr, "outer_momentum": cell.outer_momentum}
+    if cell.ramp:
+        outer = {"outer_optimizer": RisingMomentum.of(cell)}
     diloco = DiLoCo(
         sim.manager,
         model,
@@ -79,13 +90,23 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
         num_fragments=cell.num_fragments,
         fragment_sync_delay=cell.delay,
         fragment_update_alpha=cell.alpha,
-        outer_lr=cell.outer_lr,
-        outer_momentum=cell.outer_momentum,
         wire_format=cell.wire_format,
         round_seconds="auto" if cell.step_times else None,
+        sync_buffers="mean",
+        **outer,
     )
+    synced = 0
+
+    def average(share: float = 1.0) -> None:
+        nonlocal synced
+        if cell.periods and diloco.outer_step > synced:
+            synced = diloco.outer_step
+            average_inner_state(sim.manager, inner, cell.periods, synced, share)
+
     with diloco:
-        losses = _steps(cell, model, inner, rank=sim.replica_id)
+        if diloco.has_joined_others:
+            average(share=0.0)  # a joiner has none of its own, and takes the others'
+        losses = _steps(cell, model, inner, rank=sim.replica_id, after_step=average)
         diloco.final_sync()
         return model, losses, diloco.global_digest()
 
@@ -101,9 +122,10 @@ def _schedule(cell: Cell) -> list[dict[str, int]] | None:
             f"merge={cell.merge}, heal_inner_state={cell.heal_inner_state}: this arm trained with "
             "version 0.1.0, which had them; its results are in results.jsonl"
         )
-    if not cell.early:
-        return None
-    return [{"outer_step": EARLY_STEPS // cell.early + 1, "sync_every": cell.sync_every}]
+    rounds = cell.rounds
+    if cell.early:
+        rounds = ((EARLY_STEPS // cell.early + 1, cell.sync_every), *rounds)
+    return [{"outer_step": step, "sync_every": steps} for step, steps in rounds] or None
 
 
 class _Clock:
@@ -143,7 +165,14 @@ def _outer_steps(cell: Cell, steps: int) -> int:
     return EARLY_STEPS // cell.early + (steps - EARLY_STEPS) // cell.sync_every
 
 
-def _steps(cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: int) -> list[float]:
+def _steps(
+    cell: Cell,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    *,
+    rank: int,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[float]:
     step_time = cell.step_times[rank] if cell.step_times else 1.0
     steps = round(cell.steps / step_time)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -167,6 +196,7 @@ def _steps(cell: Cell, model: nn.Module, inner: torch.optim.Optimizer, *, rank: 
         if cell.clip:
             nn.utils.clip_grad_norm_(model.parameters(), cell.clip)
         inner.step()
+        after_step()
         schedule.step()
         total += loss.item()
         if step % every == 0:
@@ -185,7 +215,7 @@ def _decay(step: int, steps: int, final: float) -> float:
 
 def _batches(cell: Cell, rank: int, groups: int) -> Iterator[dict[str, torch.Tensor]]:
     """This group's batches. Those of all groups together are data parallel's, in the same order."""
-    data = text("train")
+    data = data_of(cell.data, "train")
     sampler = DistributedSampler(
         data,
         replica_rank=rank,
@@ -203,10 +233,7 @@ def _batches(cell: Cell, rank: int, groups: int) -> Iterator[dict[str, torch.Ten
             order, at, epoch = list(sampler), 0, epoch + 1
         samples = [data[index] for index in order[at : at + size]]
         at += size
-        yield {
-            name: torch.stack([sample[name] for sample in samples])
-            for name in ("input_ids", "labels")
-        }
+        yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def _sizes(cell: Cell, groups: int) -> Iterator[int]:
@@ -220,32 +247,33 @@ def _sizes(cell: Cell, groups: int) -> Iterator[int]:
 _building = threading.Lock()  # initial weights come from torch's generator, which threads share
 
 
-def _model(cell: Cell) -> ByteGPT:
+def _model(cell: Cell) -> nn.Module:
     with _building:
         torch.manual_seed(cell.seed)
-        return ByteGPT(**MODEL)
+        return MODELS[cell.model]()
 
 
 def _inner(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
-    if cell.inner == "muon":
-        return Muon(
-            model.named_parameters(),
-            lr=cell.lr,
-            momentum=cell.momentum,
-            betas=(0.9, cell.beta2),
-            weight_decay=0.0,
-        )
     betas = 0.9, cell.beta2
+    if cell.inner == "muon":
+        muon = QuasiHyperbolicMuon if cell.slow else Muon
+        own = {"lr": cell.lr, "momentum": cell.momentum, "betas": betas, "weight_decay": 0.0}
+        inner = muon(model.named_parameters(), **own)
+        if isinstance(inner, QuasiHyperbolicMuon):
+            inner.share = cell.slow
+        return inner
     return DecoupledAdamW(model.parameters(), lr=cell.lr, betas=betas, weight_decay=1e-5)
 
 
 @torch.no_grad()
-def _evaluate(model: nn.Module) -> float:
-    metric, data = BitsPerByte(), text("eval")
+def _evaluate(cell: Cell, model: nn.Module) -> tuple[float, float]:
+    metric, data, right, labels = BitsPerByte(), data_of(cell.data, "eval"), 0, 0
+    model.eval()
     for start in range(0, len(data), 64):
         samples = [data[i] for i in range(start, min(start + 64, len(data)))]
-        batch = torch.stack([sample["input_ids"] for sample in samples])
-        metric.update(
-            model({"input_ids": batch}), torch.stack([sample["labels"] for sample in samples])
-        )
-    return metric.compute().item()
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        logits = model(batch)
+        metric.update(logits, batch["labels"])
+        right += int((logits.argmax(-1) == batch["labels"]).sum())
+        labels += batch["labels"].numel()
+    return metric.compute().item(), right / labels

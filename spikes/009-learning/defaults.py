@@ -1,0 +1,385 @@
+"""The study of what ships: its jobs, its candidates, the arms at equal bytes, and the report.
+
+    python spikes/009-learning/defaults.py   # writes defaults-so-far.md from defaults.jsonl
+
+``defaults.md`` has the question and the design.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arms import DATA_PARALLEL, DATA_PARALLEL_32, DATA_PARALLEL_MUON, EIGHT_SHORT, FOUR_SHORT, TWO
+from cells import EARLY_STEPS, Cell
+
+Lines = Mapping[str, Mapping[str, Any]]
+
+SEEDS = (1, 2, 3)
+"""The first one is for all candidates, the others are for the finalists."""
+
+ARM_SEEDS = range(1, 6)
+
+FINALISTS = 4
+HOURS = 80.0
+"""Of a processor, at most, for the jobs. The arms at equal bytes are not among them."""
+
+GRID = (0.5, 1.0, 2.0)
+"""Data parallel's learning rates, in units of a kind's."""
+
+SAMPLES = 8
+"""In each group's batch. Data parallel has the batch of all groups."""
+
+
+class Job(NamedTuple):
+    """One of the jobs. Each two factors of three levels have all pairs of levels equally often."""
+
+    model: str
+    inner: str
+    data: str
+    groups: int
+    sync_every: int
+    steps: int
+    rate: str
+
+    @property
+    def name(self) -> str:
+        """For the tables."""
+        return (
+            f"{self.model}, {self.inner}, {self.data}, k = {self.groups}, H = {self.sync_every}, "
+            f"{self.steps} steps, {self.rate}"
+        )
+
+    @property
+    def cost(self) -> float:
+        """About, in steps of 16 samples of the smallest GPT."""
+        size = {"gpt": 1.0, "deep": 2.2, "gru": 0.6, "cnn": 0.04}[self.model]
+        return self.steps * self.groups / 2 * size
+
+
+JOBS = (
+    Job("gpt", "muon", "stdlib", 2, 10, 300, "constant"),
+    Job("gpt", "muon", "headers", 4, 30, 1000, "cosine"),
+    Job("gpt", "muon", "stdlib", 8, 100, 3000, "cosine"),
+    Job("gpt", "adamw", "headers", 2, 10, 1000, "cosine"),
+    Job("gpt", "adamw", "stdlib", 4, 30, 3000, "constant"),
+    Job("gpt", "adamw", "headers", 8, 100, 300, "constant"),
+    Job("deep", "muon", "headers", 2, 30, 300, "constant"),
+    Job("deep", "muon", "headers", 4, 100, 1000, "constant"),
+    Job("deep", "muon", "stdlib", 8, 10, 3000, "cosine"),
+    Job("gru", "adamw", "headers", 2, 100, 3000, "cosine"),
+    Job("gru", "adamw", "stdlib", 4, 10, 300, "cosine"),
+    Job("gru", "adamw", "stdlib", 8, 30, 1000, "constant"),
+    Job("cnn", "adamw", "digits", 2, 30, 3000, "constant"),
+    Job("cnn", "adamw", "digits", 4, 100, 300, "cosine"),
+    Job("cnn", "adamw", "digits", 8, 10, 1000, "constant"),
+    Job("cnn", "muon", "digits", 2, 100, 1000, "cosine"),
+    Job("cnn", "muon", "digits", 4, 10, 3000, "constant"),
+    Job("cnn", "muon", "digits", 8, 30, 300, "cosine"),
+)
+"""Taguchi's L18: a factor of six levels (model and inner optimizer) and three of three levels.
+
+Of its other two columns, whose third level is dealt to the first two, come the rate and the text.
+"""
+
+RATES = {
+    ("gpt", "muon"): 1.2e-2,
+    ("gpt", "adamw"): 5.6e-3,
+    ("deep", "muon"): 1.2e-2,
+    ("gru", "adamw"): 8e-3,
+    ("cnn", "adamw"): 4e-3,
+    ("cnn", "muon"): 8e-3,
+}
+
+
+def data_parallel(job: Job) -> list[Cell]:
+    """The reference at each learning rate."""
+    base = Cell(
+        model=job.model,
+        inner=job.inner,
+        data=job.data,
+        batch=SAMPLES * job.groups,
+        steps=job.steps,
+        final_lr=1.0 if job.rate == "constant" else 0.1,
+        seed=SEEDS[0],
+    )
+    return [replace(base, lr=RATES[job.model, job.inner] * factor) for factor in GRID]
+
+
+def reference(job: Job, done: Lines) -> Cell | None:
+    """The best one, which has the inner learning rate of all candidates; None if not yet known."""
+    tried = data_parallel(job)
+    if any(cell.key not in done for cell in tried):
+        return None
+    return min(tried, key=lambda cell: _bits(done, cell))
+
+
+def candidates(job: Job, base: Cell) -> dict[str, Cell]:
+    """What could ship, none of which knows how long the job is."""
+    muon, k = job.inner == "muon", job.groups
+    own = replace(base, groups=k, sync_every=job.sync_every, outer_momentum=0.5)
+    rising = replace(own, ramp=10.0, outer_momentum=0.9)
+    short = {"sync_every": job.sync_every // 5, "rounds": ((21, job.sync_every),)}
+    by_k = {2: (0.7, 0.5), 4: (0.8, 0.6), 8: (0.8, 0.7)}
+    muloco = (1.0, 0.9) if k == 8 else (0.9, 0.8) if muon else (0.8, 0.9)
+    return {
+        "0.7 / 0.9": replace(own, outer_momentum=0.9),
+        "0.7 / 0.5": own,
+        "rising, c = 10": rising,
+        "0.7 / 0.5, short first": replace(own, **short),
+        "rising, c = 10, short first": replace(rising, **short),
+        "by k": _outer(own, *by_k[k]),
+        "rising, c = 30": replace(rising, ramp=30.0),
+        "MuLoCo": _outer(own, *muloco),
+        "SNOO": _outer(own, 0.8, 0.75),
+        "plain mean": _outer(own, 1.0, 0.0),
+    }
+
+
+def _outer(cell: Cell, lr: float, momentum: float) -> Cell:
+    return replace(cell, outer_lr=lr, outer_momentum=momentum)
+
+
+NAMES = tuple(candidates(JOBS[0], Cell()))
+
+
+# ---- at equal bytes --------------------------------------------------------------------------
+
+
+def following_the_rate(cell: Cell, first: int, most: int) -> Cell:
+    """Rounds that grow as one over the square of the learning rate (QSR), by steps of 5.
+
+    Args:
+        cell: Its warm-up of short rounds stays.
+        first: The inner steps in a round after that.
+        most: In any round.
+    """
+    rounds, step, outer_step = {}, EARLY_STEPS, EARLY_STEPS // cell.early + 1
+    while step < cell.steps:
+        progress = (step - 50) / (cell.steps - 50)  # as in train.py
+        rate = cell.final_lr + (1 - cell.final_lr) * (1 + math.cos(math.pi * progress)) / 2
+        steps = min(most, max(first, round(first / rate**2 / 5) * 5))
+        if steps not in rounds.values():
+            rounds[outer_step] = steps
+        step, outer_step = step + steps, outer_step + 1
+    (_, steps), *others = rounds.items()
+    return replace(cell, sync_every=steps, rounds=tuple(others))
+
+
+def equal_bytes(groups: int) -> dict[str, Cell]:
+    """The arms for so many groups, 16 samples a step in all: all but the first two cost bytes."""
+    base = {4: FOUR_SHORT, 8: EIGHT_SHORT}[groups]
+    slow = replace(base, momentum=0.99, slow=0.9)
+    adamw = replace(TWO, groups=groups, early=5)
+    arms = {
+        "data parallel": DATA_PARALLEL_MUON,
+        "H = 30": base,
+        "H = 15": replace(base, sync_every=15),
+        "averaged state": replace(base, periods=(1, 1)),
+        "averaged state, 3 and 6": replace(base, periods=(3, 6)),
+        "H = 10": replace(base, sync_every=10),
+        "slow momentum": slow,
+        "slow momentum, averaged": replace(slow, periods=(1, 1)),
+        "H by the rate": following_the_rate(base, 15, 120),
+        "H = 15, no short rounds": replace(base, sync_every=15, early=0),
+        "data parallel, AdamW": DATA_PARALLEL,
+        "AdamW, H = 30": adamw,
+        "AdamW, H = 15": replace(adamw, sync_every=15),
+        "AdamW, H = 6": replace(adamw, sync_every=6),
+        "AdamW, averaged state": replace(adamw, periods=(1, 1)),
+        "AdamW, averaged state, 3 and 6": replace(adamw, periods=(3, 6)),
+    }
+    if groups == 4:
+        of_eight = {"lr": DATA_PARALLEL_32.lr, "batch": 32}
+        return arms | {
+            "data parallel, batch 32": DATA_PARALLEL_32,
+            "8 samples a group": replace(base, **of_eight),
+            "8 samples a group, averaged state": replace(base, **of_eight, periods=(1, 1)),
+        }
+    changing = replace(base, away=4)
+    return arms | {
+        "8, 4 and 8 groups": changing,
+        "8, 4 and 8 groups, averaged state": replace(changing, periods=(1, 1)),
+    }
+
+
+def _arms(groups: int, seeds: Iterable[int]) -> Iterator[Cell]:
+    for seed, cell in product(seeds, equal_bytes(groups).values()):
+        yield cell.with_seed(seed)
+
+
+# ---- the order of the trainings ----------------------------------------------------------------
+
+
+def wanted(done: Lines) -> Iterator[Cell]:
+    """What is still to be trained, the most informative for its cost first.
+
+    Candidates of a job are known once its reference is, and finalists once all jobs are done.
+    """
+    arms = {cell for groups in (4, 8) for cell in _arms(groups, ARM_SEEDS)}
+    is_over = _hours(done, arms) >= HOURS
+    for cell in _in_order(done):
+        if cell.key not in done and not (is_over and cell not in arms):
+            yield cell
+
+
+def _in_order(done: Lines) -> Iterator[Cell]:
+    by_cost = sorted(JOBS, key=lambda job: job.cost)
+    short, rest = ([job for job in by_cost if (job.steps == 300) == kind] for kind in (True, False))
+    yield from _jobs(short, done)
+    yield from _arms(4, (1,))
+    yield from _jobs(rest, done)
+    yield from _arms(8, (1,))
+    if finalists := _finalists(done):
+        for seed, job in product(SEEDS[1:], by_cost):
+            base = reference(job, done)
+            assert base is not None, "there are no finalists before all references"
+            named = candidates(job, base)
+            for cell in (base, *(named[name] for name in finalists)):
+                yield cell.with_seed(seed)
+    for seed, groups in product(ARM_SEEDS[1:], (4, 8)):
+        yield from _arms(groups, (seed,))
+
+
+def _jobs(jobs: Iterable[Job], done: Lines) -> Iterator[Cell]:
+    for job in jobs:
+        base = reference(job, done)
+        cells = data_parallel(job) if base is None else candidates(job, base).values()
+        yield from cells
+
+
+def _hours(done: Lines, arms: Container[Cell]) -> float:
+    """Of a processor, that the jobs have taken so far."""
+    lines = (line for line in done.values() if Cell(**line["cell"]) not in arms)
+    return sum(line["cpu_seconds"] for line in lines) / 3600
+
+
+def _bits(done: Lines, cell: Cell) -> float:
+    line = done.get(cell.key)
+    return math.nan if line is None else line["bits"] if math.isfinite(line["bits"]) else math.inf
+
+
+# ---- what came out -----------------------------------------------------------------------------
+
+
+def gaps(job: Job, done: Lines, seeds: Iterable[int] = SEEDS) -> dict[str, float]:
+    """How far each candidate lies above data parallel, in percent, as a mean over the seeds."""
+    base = reference(job, done)
+    if base is None:
+        return {}
+    found = {}
+    for name, cell in candidates(job, base).items():
+        above = [
+            100 * (_bits(done, cell.with_seed(seed)) / _bits(done, base.with_seed(seed)) - 1)
+            for seed in seeds
+        ]
+        if known := [value for value in above if not math.isnan(value)]:
+            found[name] = statistics.fmean(known)
+    return found
+
+
+def worst_quarter(values: Iterable[float]) -> float:
+    """The mean of the largest quarter of the gaps, rounded up to whole jobs."""
+    ordered = sorted(values, reverse=True)
+    return statistics.fmean(ordered[: math.ceil(len(ordered) / 4)])
+
+
+def _complete(done: Lines) -> dict[Job, dict[str, float]]:
+    """The jobs in which all candidates have been trained."""
+    found = {job: gaps(job, done, SEEDS[:1]) for job in JOBS}
+    return {job: each for job, each in found.items() if len(each) == len(NAMES)}
+
+
+def _finalists(done: Lines) -> list[str]:
+    """Those of the lowest worst quarters, and what ships; none before all jobs are complete."""
+    complete = _complete(done)
+    if len(complete) < len(JOBS):
+        return []
+    order = sorted(NAMES, key=lambda name: worst_quarter(each[name] for each in complete.values()))
+    return list(dict.fromkeys([*order[:FINALISTS], NAMES[0]]))
+
+
+def report(done: Lines) -> str:
+    """The tables of what has been trained so far."""
+    complete, arms = _complete(done), [*_arms(4, ARM_SEEDS), *_arms(8, ARM_SEEDS)]
+    every = {job: gaps(job, done) for job in JOBS}
+    rows = [
+        "# What has been trained so far",
+        "",
+        "Written by `defaults.py` from `defaults.jsonl`. [The design](defaults.md) has the terms.",
+        "",
+        f"{sum(1 for each in every.values() if each)} of {len(JOBS)} jobs have been begun and "
+        f"{len(complete)} are complete, in {_hours(done, arms):.1f} of {HOURS:g} processor hours.",
+        "",
+        "## Candidates, over the complete jobs",
+        "",
+        "Percent above data parallel, of the first seed; a loss that is no number counts as inf.",
+        "",
+        "| candidate | worst quarter | worst | median | mean |",
+        "|---|---|---|---|---|",
+    ]
+    if complete:
+        table = {name: [each[name] for each in complete.values()] for name in NAMES}
+        for name, own in sorted(table.items(), key=lambda item: worst_quarter(item[1])):
+            numbers = (worst_quarter(own), max(own), statistics.median(own), statistics.fmean(own))
+            rows.append(f"| {name} | " + " | ".join(f"{each:+.2f}" for each in numbers) + " |")
+    rows += ["", "## Jobs", "", "Percent above data parallel, as a mean over the seeds there are."]
+    rows += ["", "| job | inner lr | data parallel | " + " | ".join(NAMES) + " |"]
+    rows += ["|---" * (len(NAMES) + 3) + "|"]
+    for job, own in every.items():
+        if base := reference(job, done):
+            edge = "" if base.lr == RATES[job.model, job.inner] else " (edge)"
+            cells = " | ".join(f"{own[name]:+.2f}" if name in own else "-" for name in NAMES)
+            rows.append(f"| {job.name} | {base.lr:g}{edge} | {_bits(done, base):.3f} | {cells} |")
+    return "\n".join([*rows, "", *_arms_table(done)]) + "\n"
+
+
+def _arms_table(done: Lines) -> list[str]:
+    from paired import compare
+
+    rows = [
+        "## At equal bytes",
+        "",
+        "16 samples a step in all, if an arm does not say otherwise.",
+        "",
+    ]
+    rows += ["| groups | arm | seeds | bits per byte | over data parallel | over H = 30 |"]
+    rows += ["|---|---|---|---|---|---|"]
+    for groups in (4, 8):
+        arms = equal_bytes(groups)
+        bits = {
+            name: {
+                seed: line["bits"]
+                for seed in ARM_SEEDS
+                if (line := done.get(cell.with_seed(seed).key)) is not None
+            }
+            for name, cell in arms.items()
+        }
+        for name, own in bits.items():
+            if not own:
+                continue
+            inner = ", AdamW" if arms[name].inner == "adamw" else ""
+            batch = ", batch 32" if arms[name].batch == 32 else ""
+            base = "8 samples a group" if batch else f"{inner[2:]}{inner and ', '}H = 30"
+            others = (bits[f"data parallel{inner}{batch}"], bits[base])
+            above = " | ".join(str(compare(own, other) or "-") for other in others)
+            mean = statistics.fmean(own.values())
+            rows.append(f"| {groups} | {name} | {len(own)} | {mean:.3f} | {above} |")
+    return rows
+
+
+def main() -> None:
+    from study import DEFAULTS, read
+
+    here = Path(__file__).with_name("defaults-so-far.md")
+    here.write_text(report(read(DEFAULTS)))
+    print(here.read_text())
+
+
+if __name__ == "__main__":
+    main()
