@@ -16,7 +16,9 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -119,6 +121,7 @@ def _check_text(cell: Cell, done: Lines) -> None:
 
 def run(task: Work, workers: int) -> None:
     """Run workers, each in a fresh process with one thread for torch."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the workers too
     os.nice(5)
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
