@@ -13,8 +13,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from composer_replication.replica.connections import Strangers
 
-BACKLOG = 1024
-"""Connections that may wait to be accepted; asyncio accepts as many at once."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted."""
+
+ACCEPTED_AT_ONCE = 16
+"""How many asyncio accepts before it serves those that it has. It is far below
+``MOST_CONNECTIONS``: a connection is to be served before so many newer ones have come."""
 
 MOST_CONNECTIONS = 400
 """How many may be open. It is above what the groups have; they connect again after a close."""
@@ -29,6 +33,10 @@ class _Listener(socket.socket):
     def __init__(self, listening: socket.socket) -> None:
         super().__init__(fileno=listening.detach())
         self._accepted = Strangers(MOST_CONNECTIONS)
+
+    def listen(self, backlog: int = BACKLOG, /) -> None:
+        """Listen with our own backlog: asyncio's is ``ACCEPTED_AT_ONCE``."""
+        super().listen(BACKLOG)
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
@@ -89,7 +97,7 @@ class HttpService:
             app,
             http=_Protocol,
             ws="none",
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             loop="asyncio",  # others do not accept through ``_Listener``
             timeout_keep_alive=10,
             # A line for every request, or for every malformed one, would hide our own log lines.
