@@ -12,10 +12,13 @@ import resource
 import selectors
 import socket
 import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
+from forked_commands import ForkedCommand
 
 from composer_replication.coordinator import http_service
 from composer_replication.coordinator.client_http import CoordinatorHttp
@@ -26,6 +29,7 @@ from composer_replication.replica.connections import Strangers, raise_file_limit
 from composer_replication.replica.heal.client import HealClient
 from composer_replication.replica.heal.protocol import Offer
 from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
+from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.replica.notice_board import MOST_CONNECTIONS, NoticeBoard, Notices
 from composer_replication.replica.rendezvous import SyncAlarm
 
@@ -212,6 +216,39 @@ def test_the_soft_limit_of_files_is_raised_as_far_as_is_sensible(monkeypatch, ha
     monkeypatch.setattr(resource, "setrlimit", lambda what, limits: seen.append(limits))
     raise_file_limit()
     assert seen == ([] if raised is None else [(raised, hard)])
+
+
+TRAINER = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from composer_replication.replica.factory import make_manager
+manager = make_manager(replica_id="a", lighthouse_addr=sys.argv[1], hostname="127.0.0.1")
+manager._pg.get_reconfigure_handle()  # its store listens from now on
+print("ready", flush=True)
+sys.stdin.readline()
+manager.store.set("a", "b")
+print(manager.store.get("a"), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.integration
+def test_a_trainer_outlives_more_connections_than_its_soft_limit_of_files():
+    """torch's stores and torchft's manager bound none, and end the process without a file."""
+    lighthouse = start_lighthouse()
+    command = [sys.executable, "-c", TRAINER, lighthouse.address()]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ForkedCommand(command, **pipes) as trainer, contextlib.ExitStack() as strangers:
+        assert trainer.stdout.readline() == "ready\n"
+        listening = psutil.Process(trainer.pid).net_connections("tcp")
+        ports = {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
+        assert len(ports) == 5  # two stores, manager, board, heal server
+        for port in ports:
+            for _ in range(300):
+                strangers.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
+        said, _ = trainer.communicate("go on\n", timeout=60)
+        assert (trainer.returncode, said) == (0, "b'b'\n")
+    lighthouse.shutdown()
 
 
 class FailingAccept:
