@@ -20,8 +20,8 @@ from composer_replication.callback.composer_job import (
 from composer_replication.callback.console import Console
 from composer_replication.callback.group_state import GroupState
 from composer_replication.callback.heal_state import HealState
-from composer_replication.callback.progress import SyncLog
-from composer_replication.callback.run_folder import ReplicaFolder
+from composer_replication.callback.progress import SyncLog, max_batches
+from composer_replication.callback.run_folder import WARNING, ReplicaFolder
 from composer_replication.callback.trainer_watch import when_fit_is_over
 from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.membership import Membership
@@ -76,6 +76,7 @@ class Fit:
             logger: Composer's logger.
         """
         self._log_settings()
+        self._warn_of_settings(state)
         also_synced, averages = self._group.also_synced, self._group.averages
         assert averages is not None, "the state has been restored"
         known_step = self._run.outer_step if self._run is not None else 0
@@ -103,6 +104,13 @@ class Fit:
             if self._run is not None:
                 source = f"The coordinator's settings ({self._run.settings_source})"
             log.info("%s: %s", source, self._settings)
+
+    def _warn_of_settings(self, state: State) -> None:
+        momentum = self._settings.momentum_warning(max_batches(state, is_bound=True))
+        if momentum and dist.get_global_rank() == 0:
+            log.warning("%s", momentum)
+        for text in filter(None, (momentum, self._settings.overlap_warning)):  # DiLoCo warns of it
+            self.folder.append(WARNING, {"warning": text})
 
     def _is_in_batch(self) -> bool:
         return self._group.diloco is not None and self._group.diloco.counts_steps

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from composer import Logger, State, TimeUnit
 
-from composer_replication.callback.run_folder import RESUME, START, SYNC, ReplicaFolder
+from composer_replication.callback.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
 from composer_replication.callback.words import on_same_samples
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
@@ -74,7 +74,9 @@ class SyncLog:
             place: dict[str, Any] = {"batch": step, "inner_steps": report.inner_steps, "loss": loss}
             if report.equal_samples:
                 place["equal_samples"] = report.equal_samples
-                log.warning(on_same_samples(report.equal_samples))
+                warning = on_same_samples(report.equal_samples)
+                log.warning("%s", warning)
+                self._folder.append(WARNING, {"warning": warning})
             self._folder.append(SYNC, metrics | place)
             log.info(
                 "outer step %d, fragment %d: %d replica groups, loss %s, blocked %.2f s%s",
@@ -175,14 +177,21 @@ def numbers_of(report: SyncReport) -> dict[str, Any]:
     return {f"diloco/{name}": +value for name, value in values.items() if value is not None}
 
 
-def max_batches(state: State) -> int | None:
-    """Return the batch at which training ends; None if that is not known."""
+def max_batches(state: State, *, is_bound: bool = False) -> int | None:
+    """Return the batch at which training ends; None if that is not known.
+
+    Args:
+        state: Composer's state.
+        is_bound: Whether an upper bound will do, as if this group got all samples that groups
+            share.
+    """
     end = state.max_duration
     if end is None:
         return None
     if end.unit == TimeUnit.BATCH:
         return end.value
-    is_shared = isinstance(state.train_dataloader, ReplicaDataLoader)  # its length is a bound
+    # The length of such a loader is a bound.
+    is_shared = isinstance(state.train_dataloader, ReplicaDataLoader) and not is_bound
     if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
         # A group that has joined others counts their batches, but is at its own position in the
         # epoch.

@@ -34,6 +34,8 @@ STOP = "STOP"
 
 START, RESUME, SYNC, EVALUATION = "start", "resume", "sync", "evaluation"
 ERROR, REJECTION, END = "error", "rejection", "end"
+WARNING = "warning"
+"""Of a group's settings. ``launch`` shows it."""
 CONTINUED = "continued"
 """The event at which a run that had stopped is continued: an end before it is not that of the run.
 """
@@ -138,7 +140,7 @@ class ReplicaFolder:
     """The folder ``<run_dir>/replica_<id>``.
 
     * ``events.jsonl``: one line for each event: a start, a resume from a checkpoint, a committed
-      sync, an evaluation, an error, a rejection, the end with its result;
+      sync, an evaluation, a warning, an error, a rejection, the end with its result;
     * ``status.json``: the position in training, replaced about twice a second.
 
     A full or broken disk does not end training: lines wait in memory until there is space, a status

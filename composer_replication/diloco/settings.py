@@ -18,7 +18,11 @@ SYNC_BUFFERS = ("none", "mean")
 AUTO = "auto"
 """In place of ``round_seconds``: as long as the fastest group takes."""
 
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
+
+ROUNDS_FOR_MOMENTUM = 20
+"""Above the default momentum, a training has to have this many times ``1 / (1 - momentum)`` rounds,
+the number of rounds that a pseudo-gradient acts for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,8 @@ class DiLoCoSettings:
             0.5 with a delay, 0 without. With a delay, 0 throws away the inner steps taken
             meanwhile.
         outer_lr: Learning rate of the outer SGD.
-        outer_momentum: Momentum of the outer SGD, in [0, 1).
+        outer_momentum: Momentum of the outer SGD, in [0, 1). The published 0.9 (arXiv 2311.08105)
+            is for trainings of many rounds, and overshoots in short ones.
         outer_nesterov: Whether that momentum is Nesterov's.
         schedule: Rows such as ``{outer_step: 61, sync_every: 30}``, each with any of
             ``sync_every``, ``outer_lr`` and ``outer_momentum``. They hold for the outer step of
@@ -88,7 +93,7 @@ class DiLoCoSettings:
     outer_nesterov: bool = True
     schedule: Sequence[Mapping[str, Any]] | None = None
     weight_by: str = cast(str, None)  # one of WEIGHT_BY once __post_init__ has run
-    sync_buffers: str = "none"
+    sync_buffers: str = SYNC_BUFFERS[0]
     wire_format: str = WIRE_FORMATS[0]
     max_sync_retries: int = 8
 
@@ -98,9 +103,6 @@ class DiLoCoSettings:
         for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
         self._choose_alpha()
-        for name in ("outer_lr", "outer_momentum"):
-            if getattr(self, name) == AUTO:
-                raise ValueError(f"{name}='auto' has been removed: give a number, or leave it out")
         check_number("outer_lr", self.outer_lr, 0.0, math.inf)
         check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
         object.__setattr__(self, "schedule", check_rows(self.schedule))
@@ -202,6 +204,25 @@ class DiLoCoSettings:
             f"fragment_sync_delay={delay} with fragment_update_alpha=0 throws away the {delay} "
             "inner steps taken during every sync: use fragment_update_alpha=0.5, as arXiv "
             "2501.18512 does"
+        )
+
+    def momentum_warning(self, inner_steps: int | None) -> str:
+        """What is wrong with the outer momentum in a training of this length; empty if nothing is.
+
+        Args:
+            inner_steps: Of a group, at most. None: nobody knows.
+        """
+        if inner_steps is None or self.round_seconds is not None or self.changes_outer_numbers:
+            return ""
+        rows = ({}, *(self.schedule or ()))
+        rounds = inner_steps // min(row.get("sync_every", self.sync_every) for row in rows)
+        needed = round(ROUNDS_FOR_MOMENTUM / (1 - self.outer_momentum))
+        if self.outer_momentum <= OUTER_MOMENTUM or rounds >= needed:
+            return ""
+        return (
+            f"outer_momentum={self.outer_momentum:g} overshoots in fewer than {needed} rounds, and "
+            f"this training has {rounds} at most: use outer_momentum={OUTER_MOMENTUM}, or a "
+            "smaller sync_every"
         )
 
     @property

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from composer_replication import __version__
 from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.output import FAILED
 from composer_replication.replica import addresses, lighthouse
 from composer_replication.replica.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
@@ -136,6 +137,10 @@ def check_settings(job: Job) -> Iterator[Row]:
     job.options = pick(ReplicaOptions, job.section)
     listed = ", ".join(f"{name}={value!r}" for name, value in job.section.items())
     yield OK, "settings", f"{job.path}: {listed or 'no callbacks.diloco, so the defaults'}"
+    settings, length = pick(DiLoCoSettings, job.section), str(job.config.get("max_duration"))
+    batches = int(length[:-2]) if re.fullmatch(r"\d+ba", length) else None
+    for text in filter(None, (settings.overlap_warning, settings.momentum_warning(batches))):
+        yield WARNING, "settings", text
 
 
 def check_variables(job: Job) -> Iterator[Row]:

@@ -13,7 +13,6 @@ from composer_replication.callback.words import (
     format_duration,
     format_roughly,
     listed_groups,
-    on_same_samples,
     plural,
 )
 from composer_replication.launch.supervision import LEFT_OUT, NOT_BACK, RESTARTING
@@ -42,8 +41,8 @@ class GroupView:
         name: The group's id.
         status: The newest ``status.json``.
         sync: The newest sync of ``events.jsonl``; empty before the first.
-        equal_samples: The groups that train on the same samples as this one, if it has found any.
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
+        warnings: Of the group's settings and samples.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,8 +52,8 @@ class GroupView:
         self.name = folder.name.removeprefix("replica_")
         self.status: dict[str, Any] = {}
         self.sync: dict[str, Any] = {}
-        self.equal_samples: tuple[str, ...] = ()
         self.digests: dict[int, str] = {}
+        self.warnings: list[str] = []
 
     def update(self, exit_status: int | None) -> None:
         """Read what the group has written since the last call.
@@ -71,11 +70,11 @@ class GroupView:
         elif exit_status is not None and self.phase not in _ENDED_BADLY:
             self.status["phase"] = "failed"
         for event in self._events.read():
+            if "warning" in event and event["time"] >= self._began:
+                self.warnings.append(event["warning"])
             if event.get("event") != SYNC:
                 continue
             self.sync = event
-            if event.get("equal_samples") and event["time"] >= self._began:
-                self.equal_samples = tuple(event["equal_samples"])
             if event.get("diloco/global_digest"):
                 self.digests.pop(event[OUTER_STEP], None)  # repeated after a resume
                 self.digests[event[OUTER_STEP]] = event["diloco/global_digest"]
@@ -163,9 +162,9 @@ class Groups:
         self.views = [GroupView(run_dir / f"replica_{i}") for i in range(replicas)]
         self._away_since: dict[str, float] = {}
         self._silent: set[str] = set()
+        self._warnings: set[str] = set()
         self._participants: int | None = None
         self._differed = False
-        self._equal: set[tuple[str, ...]] = set()
 
     def update(self, exit_statuses: Mapping[int, int | None]) -> list[str]:
         """Read what the groups have written.
@@ -174,8 +173,8 @@ class Groups:
             exit_statuses: As for ``Display.refresh``.
 
         Returns:
-            A line for each event since the last call: a return, another number of groups in a sync,
-            a long silence, different parameters, equal samples.
+            A line for each event since the last call: a warning, a return, another number of groups
+            in a sync, a long silence, different parameters.
 
         Raises:
             OSError: A file cannot be read.
@@ -185,6 +184,9 @@ class Groups:
         return list(self._news())
 
     def _news(self) -> Iterator[str]:
+        warnings = dict.fromkeys(text for view in self.views for text in view.warnings)
+        yield from (text for text in warnings if text not in self._warnings)
+        self._warnings.update(warnings)
         now = time.monotonic()
         for view in self.views:
             if view.phase == RESTARTING:
@@ -203,9 +205,6 @@ class Groups:
         differed, self._differed = self._differed, self.differ
         if self._differed and not differed:
             yield f"the groups' {self._agreement}"
-        equal = {view.equal_samples for view in self.views if view.equal_samples}
-        new_equal, self._equal = sorted(equal - self._equal), equal
-        yield from map(on_same_samples, new_equal)
 
     @property
     def outer_step(self) -> int:

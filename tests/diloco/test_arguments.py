@@ -101,7 +101,7 @@ def test_every_setting_is_an_argument_of_diloco_the_outer_optimizer_s_too():
     group = outer_optimizer_of(**vars(settings), **vars(DiLoCoOptions()))
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.5, 0.25, False)
     group = outer_optimizer_of()
-    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.7, 0.9, True)
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.7, 0.5, True)
 
 
 def test_a_setting_that_an_outer_optimizer_of_one_s_own_would_not_hear_of_is_refused():

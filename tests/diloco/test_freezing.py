@@ -21,7 +21,9 @@ def train(sim, steps, freeze_after, *, frozen=("a",), outer=None, dtype=torch.fl
     model = Constant(10.0, dtype, a=(2,), b=(3,))
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     trace = []
-    with DiLoCo(sim.manager, model, inner, outer or nesterov_sgd(), **settings) as diloco:
+    with DiLoCo(
+        sim.manager, model, inner, outer or nesterov_sgd(momentum=0.9), **settings
+    ) as diloco:
         for step in range(steps):
             if step == freeze_after:
                 for name in frozen:
@@ -37,7 +39,9 @@ def columns(trace):
     return [list(column) for column in zip(*trace, strict=True)]
 
 
-@pytest.mark.parametrize("outer", [nesterov_sgd(), plain_sgd(), lambda p: torch.optim.Adam(p, 0.1)])
+@pytest.mark.parametrize(
+    "outer", [nesterov_sgd(momentum=0.9), plain_sgd(), lambda p: torch.optim.Adam(p, 0.1)]
+)
 def test_frozen_at_the_end_of_a_round_it_never_moves_again(outer):
     runs = simulate(lambda sim: train(sim, 9, 4, outer=outer, sync_every=2), num_replicas=2)
     assert runs[0][1] == runs[1][1]
@@ -93,7 +97,7 @@ def test_a_parameter_that_is_thawed_again_moves_again_without_its_old_momentum()
         model = Constant(a=(2,), b=(3,))
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         seen = []
-        with DiLoCo(sim.manager, model, inner, nesterov_sgd(), 2) as diloco:
+        with DiLoCo(sim.manager, model, inner, nesterov_sgd(momentum=0.9), 2) as diloco:
             for step in range(8):
                 model.a.requires_grad_(not 2 <= step < 6)
                 if not model.a.requires_grad:

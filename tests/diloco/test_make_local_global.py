@@ -34,7 +34,7 @@ def train(sim, steps, replace_after, value=5.0, final=True, **settings):
     model = Constant(a=(2,), b=(3,))
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     trace = []
-    with DiLoCo(sim.manager, model, inner, nesterov_sgd(), **settings) as diloco:
+    with DiLoCo(sim.manager, model, inner, nesterov_sgd(momentum=0.9), **settings) as diloco:
         for step in range(1, steps + 1):
             if step == steps:
                 diloco.expect_last_step()
@@ -89,7 +89,7 @@ def test_it_survives_a_resume():
     def replica(sim):
         model = Constant(a=(2,))
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        with DiLoCo(sim.manager, model, inner, nesterov_sgd(), 3) as diloco:
+        with DiLoCo(sim.manager, model, inner, nesterov_sgd(momentum=0.9), 3) as diloco:
             for _ in range(4):
                 take_step(inner, 1.0)
             replace_by(model, 5.0)
@@ -99,7 +99,7 @@ def test_it_survives_a_resume():
     def resumed(sim):
         model = Constant(5.0, a=(2,))
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        diloco = DiLoCo(sim.manager, model, inner, nesterov_sgd(), 3)
+        diloco = DiLoCo(sim.manager, model, inner, nesterov_sgd(momentum=0.9), 3)
         diloco.load_state_dict(state)
         assert diloco.replaces_global
         with diloco:

@@ -123,7 +123,7 @@ def test_norms_alone_give_the_cosines_of_all_pseudo_gradients(settings, toleranc
     (reports, *_) = train_by(
         pseudo_gradients, shapes={"a": (1000,), "b": (7,)}, samples=samples, **settings
     )
-    truth = expected(pseudo_gradients, weights[:groups], settings.get("outer_momentum", 0.9))
+    truth = expected(pseudo_gradients, weights[:groups], settings.get("outer_momentum", 0.5))
     for report, values in zip(reports, truth, strict=True):
         for name, value in zip(COSINES, values, strict=True):
             told = getattr(report, name)
@@ -138,7 +138,7 @@ def test_a_group_that_contributes_nothing_is_in_none_of_them():
         pseudo_gradients, shapes={"a": (1000,), "b": (7,)}, max_sync_retries=9
     )
     healthy = [[deltas[0], deltas[2]] for deltas in pseudo_gradients]
-    for report, other, values in zip(reports, sick, expected(healthy, (1, 1), 0.9), strict=True):
+    for report, other, values in zip(reports, sick, expected(healthy, (1, 1), 0.5), strict=True):
         assert other.contribution == 0.0
         told = [getattr(report, name) for name in COSINES]
         assert told == [v if v is None else pytest.approx(v, abs=1e-5) for v in values]
@@ -166,7 +166,7 @@ def test_with_another_outer_optimizer_there_is_no_momentum_to_compare_with():
     adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
     deltas = drawn(2, rounds=2)
     _, two = train_by(deltas, shapes={"a": (1000,), "b": (7,)}, outer_optimizer=adam)[0]
-    *_, (_, between, ratio) = expected(deltas, (1, 1), 0.9)
+    *_, (_, between, ratio) = expected(deltas, (1, 1), 0.5)
     assert two.momentum_cosine is None
     assert two.group_cosine == pytest.approx(between, abs=1e-5)
     assert two.mean_norm_ratio == pytest.approx(ratio, abs=1e-5)
@@ -179,7 +179,7 @@ def test_with_another_outer_optimizer_there_is_no_momentum_to_compare_with():
 def test_the_momentum_is_compared_with_what_the_outer_optimizer_moves(is_chunked):
     sizes = {"a": CHUNK + 77, "b": 5, "c": 40, "d": 9}
     model = Constant(**{name: (size,) for name, size in sizes.items()})
-    build = nesterov_sgd()
+    build = nesterov_sgd(momentum=0.9)
     globals_ = GlobalParameters(dict(model.named_parameters()), build, torch.device("cpu"))
     if not is_chunked:  # as on an accelerator
         globals_._descend = lambda mean, plain, held, _: globals_._step(mean, plain, held)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def own(model, factory=None):
-    return GlobalParameters(split_model(model)[0], factory or nesterov_sgd(), CPU)
+    return GlobalParameters(split_model(model)[0], factory or nesterov_sgd(momentum=0.9), CPU)
 
 
 def test_the_pseudo_gradient_is_global_minus_local_in_the_global_dtype():
@@ -28,7 +28,7 @@ def test_the_pseudo_gradient_is_global_minus_local_in_the_global_dtype():
 
 
 def test_the_guard_passes_optimizers_that_descend():
-    check_sign(nesterov_sgd())
+    check_sign(nesterov_sgd(momentum=0.9))
     check_sign(lambda p: torch.optim.SGD(p, lr=0.0))
     check_sign(lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1))
 
@@ -41,7 +41,7 @@ def test_the_guard_refuses_an_optimizer_that_ascends():
 def test_the_guard_refuses_a_pseudo_gradient_with_the_sign_turned(monkeypatch):
     monkeypatch.setattr(outer_optimizer, "pseudo_gradient", lambda theta, local: local - theta)
     with pytest.raises(ValueError, match="although training moved it to -0.5"):
-        check_sign(nesterov_sgd())
+        check_sign(nesterov_sgd(momentum=0.9))
 
 
 def test_without_momentum_nesterov_is_plain_sgd():

@@ -1,5 +1,7 @@
 """Settings: every bad value is an error that has the value and the fix."""
 
+import re
+
 import pytest
 
 from composer_replication import DiLoCoSettings
@@ -20,7 +22,7 @@ from composer_replication.diloco.fingerprints import SettingsMismatch, compare_f
     ({"fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5: use a number between 0 and 1"),
     ({"outer_lr": -0.7}, "outer_lr=-0.7: use a number 0 or more"),
     ({"outer_lr": float("nan")}, "outer_lr=nan: use a number 0 or more"),
-    ({"outer_lr": "auto"}, "outer_lr='auto' has been removed: give a number"),
+    ({"outer_lr": "auto"}, "outer_lr='auto': use a number 0 or more"),
     ({"outer_lr": "0.7"}, "outer_lr='0.7': use a number 0 or more"),
     ({"outer_momentum": 1.0},
      "outer_momentum=1.0: use a number between 0 and 1, exclusive"),
@@ -42,11 +44,30 @@ def test_a_bad_value_is_refused_with_value_and_fix(arguments, message):
     assert message in str(caught.value)
 
 
-def test_the_defaults_are_those_of_the_papers():
+def test_the_defaults_learn_in_short_trainings():
     settings = DiLoCoSettings()
-    assert (settings.outer_lr, settings.outer_momentum, settings.outer_nesterov) == (0.7, 0.9, True)
+    assert (settings.outer_lr, settings.outer_momentum, settings.outer_nesterov) == (0.7, 0.5, True)
     assert settings.fragment_count == 1
     assert not settings.discards_overlapped_steps
+
+
+@pytest.mark.parametrize(
+    ("given", "inner_steps", "warning"),
+    [
+        ({}, 1, ""),
+        ({"outer_momentum": 0.9}, 199, "=0.9 overshoots in fewer than 200 rounds, and this .* 19 "),
+        ({"outer_momentum": 0.9}, 2000, ""),
+        ({"outer_momentum": 0.9}, None, ""),
+        ({"outer_momentum": 0.7}, 660, "=0.7 overshoots in fewer than 67 rounds, and this .* 66 "),
+        ({"outer_momentum": 0.7}, 670, ""),
+        ({"outer_momentum": 0.9, "round_seconds": "auto"}, 10, ""),
+        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 200, ""),
+        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "outer_momentum": 0.1}]}, 10, ""),
+    ],
+)
+def test_too_much_momentum_for_a_training_is_warned_of(given, inner_steps, warning):
+    said = DiLoCoSettings(sync_every=10, **given).momentum_warning(inner_steps)
+    assert re.search(warning, said) and bool(said) == bool(warning)
 
 
 @pytest.mark.parametrize(

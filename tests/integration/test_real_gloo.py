@@ -210,7 +210,7 @@ def digests_of_vanilla_diloco() -> list[str]:
     draws = [Draws(model, group) for group, model in enumerate(models)]
     names = [name for name, p in models[0].named_parameters() if p.requires_grad]
     theta = [nn.Parameter(p.detach().float().clone()) for p in draws[0].parameters]
-    outer = torch.optim.SGD(theta, lr=0.7, momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD(theta, lr=0.7, momentum=0.5, nesterov=True)
     digests = []
     for _ in range(ROUNDS):
         for own in draws:

@@ -140,6 +140,17 @@ def test_other_settings(coordinator, tmp_path):
     assert any("sync_every: 7 here, 100 there" in text for _, _, text in rows)
 
 
+def test_settings_that_learn_badly(tmp_path):
+    diloco = "{outer_momentum: 0.9, fragment_sync_delay: 1, fragment_update_alpha: 0}"
+    (tmp_path / "own.yaml").write_text(f"max_duration: 900ba\ncallbacks: {{diloco: {diloco}}}\n")
+    texts = [text for name, text in rows_of(doctor("own.yaml")[1], "warning") if name == "settings"]
+    assert "throws away the 1 inner steps" in texts[0]
+    assert (
+        "outer_momentum=0.9 overshoots in fewer than 200 rounds, and this training has 9"
+        in texts[1]
+    )
+
+
 def test_another_version(coordinator, monkeypatch):
     monkeypatch.setattr(checks, "__version__", "0.0.9")
     assert "'0.0.9'" in of(coordinator)["coordinator"]

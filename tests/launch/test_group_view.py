@@ -192,6 +192,15 @@ def test_another_number_of_groups_in_a_sync_is_news_once(tmp_path):
         assert groups.update({}) == ([expected] if step == 3 else [])
 
 
+def test_a_warning_of_all_groups_is_news_once(tmp_path):
+    groups = groups_of(tmp_path, 2)
+    for id in range(2):
+        said = {"time": time.time(), "warning": "outer_momentum=0.9"}
+        write_events(tmp_path / f"replica_{id}", "warning", said)
+    assert groups.update({}) == ["outer_momentum=0.9"]
+    assert groups.update({}) == []
+
+
 def test_a_long_silence_is_news_once(tmp_path):
     groups = recorded(tmp_path, 3)
     for silent, said in (((0, 2), "groups 0 and 2"), ((1,), "group 1")):
