@@ -3,7 +3,7 @@
 import threading
 
 import torch
-from common import TinyMLP, batch
+from common import Buffered, TinyMLP, batch
 from composer import Callback, Trainer
 from composer.callbacks import ExportForInferenceCallback
 from composer.models import ComposerModel
@@ -27,6 +27,14 @@ class TinyModel(ComposerModel):
 
     def loss(self, outputs, batch):
         return torch.nn.functional.mse_loss(outputs, batch[1])
+
+
+class BufferedModel(TinyModel):
+    """With buffers of which each group computes others."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.mlp = Buffered(seed)
 
 
 class Each(Callback):
@@ -61,7 +69,9 @@ building = threading.Lock()  # Composer seeds torch's generator, which the repli
 
 def trainer_of(*callbacks, replica_id=0, optimizer=None, **arguments):
     with building:
-        model = arguments.pop("model", None) or TinyModel(seed=replica_id)
+        model = arguments.pop("model", None) or TinyModel
+        if isinstance(model, type):
+            model = model(seed=replica_id)
         build = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         return Trainer(
             model=model,

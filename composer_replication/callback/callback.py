@@ -16,6 +16,7 @@ from composer_replication.callback.composer_job import (
     check_loads,
     check_parallelism,
     name_the_node,
+    own_buffers,
     samples_in_batch,
     tokens_in_batch,
 )
@@ -267,6 +268,7 @@ class DiLoCoCallback(Callback):
             "outer_steps": self.diloco.outer_step,
             "global_digest": self.diloco.global_digest(),
             "final_loss": self._fit.sync_log.final_loss,
+            "own_buffers": own_buffers(state, self.settings),
             "eval": self._metrics,
         }
         if self._group.data is not None:

@@ -8,8 +8,9 @@ part consists of
 * ``local``: the local parameters (and buffers, with ``sync_buffers``), by name, in their dtypes;
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``residual``: the residual of error feedback by name, fp32, if there is any;
-* ``theta``: the global parameters by name, fp32: those that are not fp32 in the model, or all if
-  the job has an EMA or SWA, because the saved model may then hold their weights;
+* ``theta``: the global tensors by name, fp32 unless they are copied buffers: those that are not
+  fp32 in the model, or all if the job has an EMA or SWA, because the saved model may then hold
+  their weights;
 * ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
 In a sharded checkpoint the keys depend only on the model and the settings. It is loaded into a
@@ -33,7 +34,8 @@ from composer_replication.callback.checkpoint_layout import (
     checksums,
     replaced,
 )
-from composer_replication.diloco.fingerprints import FIXED, compare_fingerprints
+from composer_replication.diloco.copied_buffers import has_mean
+from composer_replication.diloco.fingerprints import FIXED, FIXED_WITH_BUFFERS, check_fixed
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
@@ -97,14 +99,15 @@ def template(settings: DiLoCoSettings, layout: CheckpointLayout) -> dict[str, An
     trained = [name for name, t in layout.live.items() if t.requires_grad]
     has_momentum = settings.outer_momentum or settings.schedule
     with_momentum = trained if has_momentum else []
-    with_residual = list(layout.live) if settings.keeps_residual else []
+    dtypes = {n: torch.float32 if has_mean(t) else t.dtype for n, t in layout.live.items()}
+    with_residual = [n for n, t in layout.live.items() if settings.keeps_residual and has_mean(t)]
     saved = {
         "progress": "",
         "in_flight": "",
         "local": {name: empty(name, tensor.dtype) for name, tensor in layout.live.items()},
         "momentum": {name: empty(name, torch.float32) for name in with_momentum},
         "residual": {name: empty(name, torch.float32) for name in with_residual},
-        "theta": {name: empty(name, torch.float32) for name in layout.theta_beside},
+        "theta": {name: empty(name, dtypes[name]) for name in layout.theta_beside},
     }
     return {key: value for key, value in saved.items() if value != {}}
 
@@ -125,13 +128,9 @@ def unpack(
         SettingsMismatch: It was saved with other fragments.
     """
     progress = _read_progress(saved)
-    mine, theirs = settings.fingerprint(), progress["settings"]
-    compare_fingerprints(
-        {key: mine.get(key) for key in FIXED},
-        {key: theirs.get(key) for key in FIXED},
-        "the checkpoint",
-    )
     names = saved["local"].keys()
+    fixed = FIXED if names == layout.live.keys() else FIXED_WITH_BUFFERS
+    check_fixed(settings.fingerprint(), progress["settings"], fixed)
     if names != layout.live.keys():
         odd = sorted(names ^ layout.live.keys())[0]
         where = "only in the model" if odd in layout.live else "not in the model"

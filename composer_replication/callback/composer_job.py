@@ -20,6 +20,8 @@ from composer_replication.callback.run_folder import last_outer_step
 from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick
+from composer_replication.diloco.fragments import persistent_buffers
+from composer_replication.diloco.global_state import digest_of
 from composer_replication.diloco.options import DiLoCoOptions
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -36,6 +38,19 @@ log = logging.getLogger(__name__)
 def unwrapped(state: State) -> nn.Module:
     """Return the model without its DDP wrapper."""
     return cast(nn.Module, state.model.module if state.is_model_ddp else state.model)
+
+
+def own_buffers(state: State, settings: DiLoCoSettings) -> dict[str, str]:
+    """Return a digest of each buffer of the model that the groups do not synchronise.
+
+    Args:
+        state: Composer's state.
+        settings: The run's settings.
+    """
+    if settings.sync_buffers != "none":
+        return {}
+    buffers = persistent_buffers(unwrapped(state))
+    return {name: digest_of({name: buffer})[:8] for name, buffer in buffers.items()}
 
 
 def name_the_node() -> None:

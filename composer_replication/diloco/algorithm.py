@@ -11,7 +11,13 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.equal_samples import NUM_BATCHES, digest_of
-from composer_replication.diloco.fragments import check_none_thawed, left_out, model_fingerprint
+from composer_replication.diloco.fragments import (
+    check_none_thawed,
+    left_out,
+    model_fingerprint,
+    owners_of,
+    put_back,
+)
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.joining import join
@@ -80,8 +86,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             fragment_sync_delay=settings.fragment_sync_delay,
             fragment_update_alpha=settings.fragment_update_alpha,
         )
-        synced = [global_parameters.local for global_parameters in owned]
-        self._left_out = left_out(model, synced)
+        synced = [global_parameters.local_tensors for global_parameters in owned]
+        self._left_out, self._buffers = left_out(model, synced), owners_of(model, synced)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(synced),
@@ -112,6 +118,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self.forget_counted()
             return
         check_none_thawed(self._left_out, self._local_optimizer)
+        put_back(self._buffers)
         self._outer.count_inner_step(self._samples)
         self.forget_counted()
         counted = self._local_step
@@ -297,7 +304,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def global_parameters(self) -> Mapping[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.
 
-        With ``sync_buffers``, the global buffers too.
+        The global buffers too, unless ``sync_buffers`` is ``none``. Those that are not averaged are
+        in host memory, in the model's dtypes.
 
         The names are the model's own when one module was given, else ``<fragment>.<name>``. Under
         FSDP2 a tensor is this rank's shard. Under DDP each rank holds a share: a tensor is gathered
@@ -306,7 +314,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return self._state.parameters()
 
     def global_digest(self) -> str:
-        """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
+        """SHA-256, in hex, over the bytes of ``global_parameters`` in the order of their names.
 
         Every rank of the group has to call it. Under FSDP2 it is one over the digests of all ranks'
         shards.

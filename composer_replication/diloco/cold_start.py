@@ -211,7 +211,11 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     """
     weight = 1.0 if manager.participating_rank() == 0 else 0.0
     means = [_mean_of_local(fragment, weight) for fragment in fragments]
-    for work in [work for mean in means for work in mean.send(manager)]:
+    works = [work for mean in means for work in mean.send(manager)]
+    for fragment in fragments:
+        copied = fragment.globals.copied
+        works += copied.send(manager, fragment.device, copied.live.values())
+    for work in works:
         work.wait()
     if not manager.should_commit():
         return False
@@ -219,6 +223,7 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
         if mean.finish():
             for theta, value in zip(fragment.globals.theta.values(), mean.unpack(), strict=True):
                 theta.detach().copy_(value.view(theta.shape))
+            fragment.globals.copied.take()
         fragment.take_global()
     return True
 
@@ -230,7 +235,8 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     a collective they would wait for that rank.
     """
     mean = WeightedMean(*fragment.layout)
-    local = (mean.share.own(fragment.local()),)
+    averaged, _ = fragment.globals.divide(fragment.local())
+    local = (mean.share.own(averaged),)
     mean.pack(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)
     if weight and not mean.is_finite:
         raise ValueError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from composer_replication.diloco.arguments import REMOVED
 
-FIXED = ("num_fragments", "fragment_patterns", "sync_buffers", "wire_format")
+FIXED = ("num_fragments", "fragment_patterns", "wire_format")
 """Settings that a resume cannot change: they define the fragments and the messages. Other groups
 that resume have them from their checkpoints, and a message of another size would abort these groups
 inside gloo before the settings could be compared."""
+
+FIXED_WITH_BUFFERS = (*FIXED, "sync_buffers")
+"""The same for a model of which ``sync_buffers`` decides what is synchronised."""
 
 COUNTED = ("samples", "tokens")
 """Values of ``weight_by`` that need a count which a checkpoint of another ``weight_by`` lacks."""
@@ -41,6 +44,16 @@ def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], who
         )
 
 
+def check_fixed(mine: Mapping[str, Any], saved: Mapping[str, Any], fixed: Collection[str]) -> None:
+    """Check that a checkpoint was saved with the settings that a resume cannot change.
+
+    Raises:
+        SettingsMismatch: It was saved with others. The message has both values.
+    """
+    mine, saved = ({key: each.get(key) for key in fixed} for each in (mine, saved))
+    compare_fingerprints(mine, saved, "the checkpoint")
+
+
 def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Compare the settings of a resume with those of its checkpoint.
 
@@ -50,12 +63,9 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
-    keeps = ("model", *FIXED, *(["weight_by"] if mine.get("weight_by") in COUNTED else []))
-    compare_fingerprints(
-        {key: mine.get(key) for key in keeps},
-        {key: saved.get(key) for key in keeps},
-        "the checkpoint",
-    )
+    is_counted = mine.get("weight_by") in COUNTED
+    fixed = FIXED if mine["model"] == saved["model"] else (*FIXED_WITH_BUFFERS, "model")
+    check_fixed(mine, saved, (*fixed, *(["weight_by"] if is_counted else [])))
     name = "outer_optimizer"
     if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
         compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")

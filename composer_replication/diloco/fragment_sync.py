@@ -80,7 +80,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._state = state
         self._peer_table = peer_table
         self._settings = settings
-        self._local = list(global_parameters.local.values())
+        self._local = [*global_parameters.local_tensors.values()]
         model_device = local_tensor(self._local[0]).device
         self.device = message_device or model_device
         self.layout = MeanLayout(
@@ -95,6 +95,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
         self.unsynced = Unsynced(settings.weight_by)
         self._has_too_few = False
+        self._copied: list[Tensor] | None = None
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
@@ -135,12 +136,14 @@ class FragmentSync(_StreamingDiLoCoFragment):
         frozen, share = set(packed.frozen), self.globals.share
         self.mean.forget_residual(frozen)
         local = packed.local or self.local()
+        averaged, copied = self.globals.divide(local)
         theta = (
             _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
             for index, part in enumerate(self.globals.own_parts())
         )
         contribution = 0.0 if self.is_joining else self.unsynced.contribution()
-        self.mean.pack(self._pseudo_gradient, (theta, share.own(local)), contribution)
+        self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
+        self._copied = copied if self.mean.contribution else None
         if not self.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes a new one
 
@@ -159,7 +162,11 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
-        means = [] if self._has_too_few else self.mean.send(manager)
+        means = []
+        if not self._has_too_few:
+            # Before the mean, since a quantized one starts collectives from a thread.
+            means += self.globals.copied.send(manager, self.device, self._copied)
+            means += self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
     def perform_sync(self) -> bool:
@@ -181,6 +188,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self.globals.take_outer_step(
                 self.mean, self._write_back_alpha, replaces=self._peer_table.is_replacing
             )
+            self.globals.copied.take()
         self.mean.clear()
 
     def _merge_parameters(self) -> None:
@@ -206,7 +214,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return self.unsynced.pack(self._state.ledger.position, kept, self.globals.frozen())
 
     def local(self) -> list[Tensor]:
-        """The local parameters, as this rank holds them; not copies."""
+        """The local parameters and buffers, as this rank holds them; not copies."""
         return [local_tensor(tensor) for tensor in self._local]
 
     def _landing(self, local: Tensor, into: Tensor) -> Tensor:

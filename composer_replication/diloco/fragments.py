@@ -20,7 +20,7 @@ Parameters = dict[str, nn.Parameter]
 """A fragment: its trainable parameters by name, in the model's order."""
 
 Buffers = dict[str, Tensor]
-"""Persistent floating-point buffers by name."""
+"""Persistent buffers by name."""
 
 
 def split_model(
@@ -68,9 +68,9 @@ def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) 
     need not be synchronised together with their blocks.
     """
     if isinstance(model_fragments, nn.Module):
-        return [dict(_float_buffers(model_fragments)), *({} for _ in range(count - 1))]
+        return [persistent_buffers(model_fragments), *({} for _ in range(count - 1))]
     return [
-        {f"{index}.{name}": buffer for name, buffer in _float_buffers(module)}
+        {f"{index}.{name}": buffer for name, buffer in persistent_buffers(module).items()}
         for index, module in enumerate(model_fragments)
     ]
 
@@ -98,12 +98,11 @@ def synced_tensors(
     return [{**own, **buffers} for own, buffers in split_all(model, settings, also_synced)]
 
 
-def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            is_kept = name not in module._non_persistent_buffers_set
-            if is_kept and buffer.is_floating_point():
-                yield f"{path}.{name}" if path else name, buffer
+def persistent_buffers(model: nn.Module) -> Buffers:
+    """The buffers that are part of the model's state, by name: a tied one once."""
+    modules = model.modules()
+    others = {id(m._buffers.get(name)) for m in modules for name in m._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in others}
 
 
 def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
@@ -255,17 +254,45 @@ def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Opt
         )
 
 
+def _whole(model_fragments: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    is_one = isinstance(model_fragments, nn.Module)
+    return model_fragments if is_one else nn.ModuleList(model_fragments)
+
+
 def left_out(
     model_fragments: nn.Module | Sequence[nn.Module], fragments: Sequence[Mapping[str, Tensor]]
 ) -> Parameters:
     """The parameters that are in no fragment, by name."""
-    whole = (
-        model_fragments
-        if isinstance(model_fragments, nn.Module)
-        else nn.ModuleList(model_fragments)
-    )
-    synced = {id(parameter) for fragment in fragments for parameter in fragment.values()}
-    return {name: p for name, p in whole.named_parameters() if id(p) not in synced}
+    named, synced = _whole(model_fragments).named_parameters(), _ids(fragments)
+    return {name: p for name, p in named if id(p) not in synced}
+
+
+def _ids(fragments: Sequence[Mapping[str, Tensor]]) -> set[int]:
+    return {id(tensor) for fragment in fragments for tensor in fragment.values()}
+
+
+def owners_of(
+    model_fragments: nn.Module | Sequence[nn.Module], fragments: Sequence[Mapping[str, Tensor]]
+) -> list[tuple[nn.Module, str, Tensor]]:
+    """The modules that hold synchronised buffers, with the name in the module and the buffer."""
+    modules, synced = _whole(model_fragments).modules(), _ids(fragments)
+    owned = ((m, key, buffer) for m in modules for key, buffer in m._buffers.items())
+    return [(m, key, b) for m, key, b in owned if b is not None and id(b) in synced]
+
+
+@torch.no_grad()
+def put_back(owned: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
+    """Give modules the synchronised buffers back that they have replaced by new ones.
+
+    Most write into a buffer. Some assign a new tensor, as in ``self.count = self.count + 1``, and
+    no sync would reach it.
+
+    Args:
+        owned: What ``owners_of`` returned.
+    """
+    for module, key, buffer in owned:
+        if (other := module._buffers[key]) is not buffer and other is not None:
+            module._buffers[key] = buffer.copy_(other)
 
 
 def check_none_thawed(left_out: Parameters, optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
+from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
@@ -32,7 +33,8 @@ class GlobalParameters:
         parameters: The fragment's parameters in the model, of any floating dtype and device.
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
-        buffers: Buffers that are averaged with them; they simply become the mean.
+        buffers: Buffers that are synchronised with them: those that have a mean become the mean,
+            the others are ``copied``.
         shards: Of the model, if the ranks of the group hold such.
         share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
 
@@ -50,7 +52,10 @@ class GlobalParameters:
         shards: Shards | None = None,
         share: Callable[[list[int]], RankShare] = RankShare,
     ) -> None:
-        self.local: dict[str, Tensor] = {**parameters, **(buffers or {})}
+        averaged = {name: t for name, t in (buffers or {}).items() if has_mean(t)}
+        self.local: dict[str, Tensor] = {**parameters, **averaged}
+        others = {name: t for name, t in (buffers or {}).items() if name not in averaged}
+        self.copied = CopiedBuffers(others)
         self.shards = shards or Shards()
         # Pinned, copies to an accelerator run beside its kernels.
         pin = backup_device.type == "cpu" and torch.accelerator.is_available()
@@ -74,7 +79,7 @@ class GlobalParameters:
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
         self._step_norms = StepNorms()
         """Of this rank, in the last outer step; ``momentum`` is in ``_momentum_norm``."""
-        self._buffers = frozenset(buffers or {})
+        self._buffers = frozenset(averaged)
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
@@ -222,16 +227,32 @@ class GlobalParameters:
         return iter(theta) if self.is_shared else self.share.own(theta)
 
     def whole(self, name: str, part: Tensor | None = None) -> Tensor:
-        """All of a global parameter: itself, or gathered by a collective if it is shared.
+        """All of a global tensor: itself, or gathered by a collective if it is shared.
 
         Args:
-            name: Of the parameter.
+            name: Of the parameter or buffer.
             part: What this rank has of another tensor like it, to be gathered instead.
         """
+        if name in self.copied.values:
+            return self.copied.values[name]
         own = self.theta[name].detach() if part is None else part
         if not self.is_shared:
             return own
         return self.share.whole(list(self.theta).index(name), own).view(self.shapes[name])
+
+    def divide(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Divide a list in the order of ``tensors`` into what is averaged, and what is copied."""
+        return tensors[: len(self.theta)], tensors[len(self.theta) :]
+
+    @property
+    def local_tensors(self) -> dict[str, Tensor]:
+        """The model's tensors that are synchronised, in the order of ``tensors``."""
+        return {**self.local, **self.copied.live}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is global, by name: this rank's part of ``theta``, and the copied buffers."""
+        return {**self.theta, **self.copied.values}
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
@@ -240,6 +261,7 @@ class GlobalParameters:
         A collective of the ranks, if they share.
         """
         self._write_back(alpha, map(self.whole, self.theta))
+        self.copied.write_back()
 
     def _write_back(self, alpha: float, whole: Iterable[Tensor]) -> None:
         frozen = set(self.frozen())

@@ -62,16 +62,16 @@ class GlobalState:
         the last sync."""
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The global parameters by name, fp32; the tensors themselves, not copies.
+        """The global parameters and buffers by name; the tensors themselves, not copies.
 
         Where each rank holds a share a tensor is gathered whenever it is looked up, by a collective
         of them.
         """
-        homes = {name: fragment for fragment in self._fragments for name in fragment.theta}
+        homes = {name: fragment for fragment in self._fragments for name in fragment.tensors}
         return LookedUp(homes)
 
     def digest(self) -> str:
-        """SHA-256, in hex, over the bytes of the global parameters in the order of their names.
+        """SHA-256, in hex, over the bytes of ``parameters`` in the order of their names.
 
         With shares a collective of the ranks. Where each rank holds a shard it is one too, and
         gives the SHA-256 over the digests of the ranks' shards, in the order of the ranks.
@@ -86,7 +86,7 @@ class GlobalState:
         """
         version = self.version
         if self._digests[0] != version:
-            digests = [digest_of(fragment.theta) for fragment in self._fragments]
+            digests = [digest_of(fragment.tensors) for fragment in self._fragments]
             if self.version != version:
                 return digests  # on a thread that serves joiners, and overtaken by an outer step
             self._digests = version, digests

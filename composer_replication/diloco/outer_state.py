@@ -18,13 +18,13 @@ from composer_replication.diloco.global_parameters import GlobalParameters, copy
 
 
 def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str, Any]:
-    """The global parameters by name, and the outer optimizer's state: of the share, if any.
+    """The global tensors by name, and the outer optimizer's state: of the share, if any.
 
     Args:
         globals_: Of one fragment.
         copies: Whether of the tensors, or the tensors themselves.
     """
-    state = {"theta": dict(globals_.theta), "optimizer": globals_.optimizer.state_dict()}
+    state = {"theta": globals_.tensors, "optimizer": globals_.optimizer.state_dict()}
     take = Tensor.clone if copies else Tensor.detach
     with torch.no_grad():
         return tree_map_only(Tensor, take, state)
@@ -54,10 +54,11 @@ class Staged:
         Raises:
             ValueError: A tensor is missing or has another shape or dtype.
         """
-        _check(state, {name: theta.shape for name, theta in globals_.theta.items()})
+        _check(state, globals_.tensors)
         flat = torch.empty_like(globals_.flat, pin_memory=globals_.flat.is_pinned())
         views = zip(globals_.theta, globals_.views(flat), strict=True)
         theta = {name: view.copy_(state["theta"][name]) for name, view in views}
+        theta |= {name: state["theta"][name] for name in globals_.copied.values}
         optimizer, momentum = state["optimizer"], None
         if any("momentum_buffer" in own for own in optimizer["state"].values()):
             momentum = torch.empty_like(flat, pin_memory=False)
@@ -92,9 +93,9 @@ def load_outer_state(
     Raises:
         ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
     """
-    _check(state, {name: theta.shape for name, theta in globals_.theta.items()})
-    for name, theta in globals_.theta.items():
-        copy_into(theta, state["theta"][name])
+    _check(state, globals_.tensors)
+    for name, tensor in globals_.tensors.items():
+        copy_into(tensor, state["theta"][name])
     optimizer = globals_.optimizer
     theirs = optimizer.state_dict() if keeps_hyperparameters else state["optimizer"]
     optimizer.load_state_dict(
@@ -116,7 +117,8 @@ def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
     """
     index = {name: position for position, name in enumerate(globals_.theta)}
     if globals_.is_shared:
-        _check(state, globals_.shapes)
+        whole = {name: torch.empty(s, device="meta") for name, s in globals_.shapes.items()}
+        _check(state, whole | globals_.copied.values)
     return _each_tensor(globals_, state, lambda n, t: globals_.share.part_of(index[n], t))
 
 
@@ -130,19 +132,19 @@ def _each_tensor(
         index: {k: change(names[index], v) if isinstance(v, Tensor) else v for k, v in own.items()}
         for index, own in optimizer["state"].items()
     }
-    theta = {name: change(name, tensor) for name, tensor in state["theta"].items()}
+    theta = {n: change(n, t) if n in globals_.theta else t for n, t in state["theta"].items()}
     return state | {"theta": theta, "optimizer": optimizer | {"state": momentum}}
 
 
-def _check(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    for name, shape in shapes.items():
+def _check(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
         received = state["theta"].get(name)
-        if received is None or received.shape != shape or received.dtype != torch.float32:
+        if received is None or (received.shape, received.dtype) != (tensor.shape, tensor.dtype):
             what = (
                 "is missing" if received is None else f"is {received.dtype} {tuple(received.shape)}"
             )
             raise ValueError(
                 f"global parameter {name} of a saved or received state {what}, and here it is "
-                f"{torch.float32} {tuple(shape)}: it is another model's state, or has "
+                f"{tensor.dtype} {tuple(tensor.shape)}: it is another model's state, or has "
                 "other fragments"
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
+from composer_replication.diloco.copied_buffers import has_mean
 from composer_replication.diloco.fragments import check_trained_by, split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
@@ -89,7 +90,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
             outer_optimizer,
             torch.device(arguments.backup_device or "cpu"),
             buffers,
-            Shards([*parameters.values(), *buffers.values()], sharded_over),
+            Shards([*parameters.values(), *filter(has_mean, buffers.values())], sharded_over),
             share,
         )
         for parameters, buffers in split

@@ -76,7 +76,7 @@ def in_flight_state(fragment: FragmentSync | None) -> dict[str, Any] | None:
     packed = None if fragment is None else fragment.in_flight
     if fragment is None or packed is None or packed.local is None:
         return None
-    local = dict(zip(fragment.globals.theta, packed.local, strict=True))
+    local = dict(zip(fragment.globals.tensors, packed.local, strict=True))
     return {"fragment": fragment.fragment_id, **vars(packed), "local": local}
 
 
@@ -100,7 +100,7 @@ def load_in_flight(
     saved = dict(saved)
     fragment, local = fragments[saved.pop("fragment")], saved.pop("local")
     fragment.unsynced.unsent = Packed(
-        **saved, local=[local[name] for name in fragment.globals.theta]
+        **saved, local=[local[name] for name in fragment.globals.tensors]
     )
     return fragment
 

@@ -13,7 +13,7 @@ from composer_replication.diloco.schedule import check_fits, check_rows, value_a
 
 WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
 
-SYNC_BUFFERS = ("none", "mean")
+SYNC_BUFFERS = ("mean", "none")
 
 AUTO = "auto"
 """In place of ``round_seconds``: as long as the fastest group takes."""
@@ -68,10 +68,11 @@ class DiLoCoSettings:
             last synchronised. With ``uniform`` a joiner's first round counts fully, although the
             joiner has trained in only a part of it. With ``steps`` it counts as much as the joiner
             has trained. None: ``steps`` with ``round_seconds``, ``uniform`` without.
-        sync_buffers: How floating-point buffers are treated, such as BatchNorm's running
-            statistics: each group keeps its own (``none``), or they are averaged with the
-            parameters and are part of the global state (``mean``). Each group always keeps its own
-            integer, boolean and non-persistent buffers.
+        sync_buffers: How the model's persistent buffers are treated, such as BatchNorm's running
+            statistics. ``mean``: they are part of the global state. Floating-point buffers are
+            averaged with the parameters. All groups take integer, boolean and infinite ones from
+            the first group of each sync, as they were when that group sent them. ``none``: each
+            group keeps its own, and the groups end with different models if they differ.
         wire_format: The format of pseudo-gradients on the network: ``float32``, or ``bfloat16``,
             ``int8`` or ``fp4`` in half, a quarter or an eighth of the bytes. Sums are in fp32 in
             any case, and each group adds its rounding error to its next pseudo-gradient (error

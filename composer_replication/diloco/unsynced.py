@@ -20,7 +20,8 @@ class Packed:
         is_replacing: Whether the local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
         is_dropped: Whether the local parameters have been reset since.
-        local: The local parameters, kept while the sync is in flight; None without a delay.
+        local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
+            while the sync is in flight; None without a delay.
         frozen: The tensors that were frozen then, by index. One that is frozen while its sync is in
             flight is sent again as it was sent first.
     """

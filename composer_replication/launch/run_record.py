@@ -129,6 +129,13 @@ class Run:
         """The digest of each group's global parameters at its end."""
         return {id: result["global_digest"] for id, result in self.results.items()}
 
+    @property
+    def differing_buffers(self) -> list[str]:
+        """Names of the buffers in which the groups' models differ, with ``sync_buffers: none``."""
+        own = [result.get("own_buffers") or {} for result in self.results.values()]
+        names = dict.fromkeys(name for digests in own for name in digests)
+        return [name for name in names if len({digests.get(name) for digests in own}) > 1]
+
 
 def read_run(run_dir: str | Path) -> Run:
     """Read a run folder.
@@ -219,6 +226,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
             | {"restarts": restarts.get(id, 0), _SHARE: run.metrics[id].inner_share}
             for id, result in run.results.items()
         ],
+        "differing_buffers": run.differing_buffers,
         "eval": run.evaluation,
     }
     replace_json(run.run_dir / SUMMARY, summary, survives_power_cut=True, indent=2)
@@ -249,6 +257,8 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
+    if names := ", ".join(run.differing_buffers):
+        rows.append(("buffers", f"DIFFERENT, by sync_buffers=none: the models differ in {names}"))
     for id, group in run.metrics.items():
         rows += [("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.resumes]
         rows += [("error", f"group {id}: {error['error']}") for error in group.errors]

@@ -70,7 +70,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "outer_nesterov": False,
         "schedule": [{"outer_step": 9, "outer_lr": 0.25}],
         "weight_by": "steps",
-        "sync_buffers": "mean",
+        "sync_buffers": "none",
         "wire_format": "int8",
         "max_sync_retries": 4,
         "replica_id": "berlin",
@@ -89,6 +89,7 @@ def test_each_argument_reaches_the_settings_or_the_options():
         "final_sync": False,
         "eval_weights": "local",
         "digest_every": 13,
+        "same_samples": True,
         "run_dir": "/runs/1",
     }
     callback = DiLoCoCallback(**given)
@@ -275,6 +276,7 @@ def test_the_documented_metrics_are_logged_at_every_sync_and_no_others():
 def test_the_documented_metrics_are_those_of_the_sync_report():
     reported = {f"diloco/{field.name}" for field in dataclasses.fields(SyncReport)}
     reported -= {"diloco/inner_steps"}  # it is the batch, nearly always
+    reported -= {"diloco/equal_samples"}  # names
     assert documented_keys() == reported | {"diloco/round"}
 
 

@@ -19,11 +19,13 @@ from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import InMemoryLogger
 from composer_jobs import (
     STREAMING,
+    BufferedModel,
     TinyModel,
     building,
     callback_of,
     data,
     fit,
+    fit_alone,
     read_checkpoint,
     saving,
     train_and_save,
@@ -91,8 +93,9 @@ def test_the_saved_model_is_the_global_one_wherever_the_saver_stands(tmp_path, s
             assert not all(torch.equal(theta[name], value) for name, value in local.items())
 
 
-def test_the_files_of_two_groups_hold_the_same_model_and_other_local_states(tmp_path):
-    train_and_save(tmp_path, diloco=STREAMING)
+@pytest.mark.parametrize("model", [TinyModel, BufferedModel])
+def test_the_files_of_two_groups_hold_the_same_model_and_other_local_states(tmp_path, model):
+    train_and_save(tmp_path, diloco=STREAMING, model=model)
     one, other = (read_checkpoint(tmp_path / i / "ba6.pt")["state"] for i in ("0", "1"))
     assert all(torch.equal(one["model"][name], t) for name, t in other["model"].items())
     local = [state["callbacks"]["DiLoCoCallback"]["local"] for state in (one, other)]
@@ -334,17 +337,25 @@ SCHEDULED = STREAMING | {
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize(
-    "diloco", [{"sync_every": 4}, STREAMING, SCHEDULED], ids=["vanilla", "streaming", "scheduled"]
+    ("diloco", "model"),
+    [
+        ({"sync_every": 4}, TinyModel),
+        (STREAMING, TinyModel),
+        (STREAMING | {"wire_format": "int8"}, BufferedModel),
+        (SCHEDULED, TinyModel),
+    ],
+    ids=["vanilla", "streaming", "buffers", "scheduled"],
 )
 def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(
-    tmp_path, diloco, num_replicas
+    tmp_path, diloco, model, num_replicas
 ):
-    train_and_save(tmp_path, diloco=diloco, num_replicas=num_replicas, max_duration="15ba")
+    job = {"diloco": diloco, "model": model, "max_duration": "15ba"}
+    train_and_save(tmp_path, num_replicas=num_replicas, **job)
 
     def replica(sim, start):
         path = str(tmp_path / f"{sim.replica_id}" / f"ba{start}.pt")
         folder = saving(tmp_path / "resumed", sim) | {"save_overwrite": True}
-        return fit(sim, diloco=diloco, load_path=path, max_duration="15ba", **folder)
+        return fit(sim, load_path=path, **job, **folder)
 
     for start in (3, 6):  # 6 is in mid-round, and has a sync in flight where there is a delay
         simulate(lambda sim, start=start: replica(sim, start), num_replicas=num_replicas)
@@ -549,6 +560,21 @@ def test_other_fragments_than_the_checkpoint_s_are_refused_with_both(tmp_path):
     callback = DiLoCoCallback(sync_every=4, num_fragments=2, replica_id=0)
     with pytest.raises(ValueError, match="num_fragments: 2 here, 1 there"):
         trainer_of(callback, load_path=str(tmp_path / "0/ba3.pt"), max_duration="6ba").fit()
+
+
+def test_buffers_that_were_each_group_s_own_stay_so_and_without_any_nothing_changes(
+    tmp_path,
+):
+    own = {"sync_buffers": "none"}
+    for model in (BufferedModel, TinyModel):
+        train_and_save(tmp_path / model.__name__, num_replicas=1, diloco=own, model=model)
+    refused, adopted = (f"{tmp_path}/{name}/0/ba3.pt" for name in ("BufferedModel", "TinyModel"))
+    callback = DiLoCoCallback(sync_every=4, replica_id=0)
+    with pytest.raises(ValueError, match="sync_buffers: 'mean' here, 'none' there") as caught:
+        trainer_of(callback, load_path=refused, model=BufferedModel, max_duration="6ba").fit()
+    assert "Use the settings that it was saved with" in str(caught.value)
+    callback, _ = fit_alone("6ba", load_path=adopted)
+    assert callback.result["inner_steps"] == 6
 
 
 def test_a_model_that_is_cut_at_other_blocks_than_the_checkpoint_s_is_refused(

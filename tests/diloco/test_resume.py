@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from common import TinyMLP, batch, mse, run_scripted
+from common import Buffered, TinyMLP, batch, mse, run_scripted
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.fingerprints import SettingsMismatch
@@ -32,7 +32,7 @@ class Replica:
         self.sim = sim
         self.settings = dict(settings)
         self.outer = nesterov_sgd(**self.settings.pop("outer", {}))
-        self.model = TinyMLP(seed)
+        self.model = self.settings.pop("model", Buffered)(seed)
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.diloco = DiLoCo(
             sim.manager, self.model, self.inner, self.outer, digest_every=1, **self.settings
@@ -61,7 +61,7 @@ class Replica:
         """What it holds at the end."""
         reports = [(r.outer_step, r.contribution) for r in self.diloco.pop_finished_syncs()]
         self.diloco.final_sync()
-        local = [parameter.detach().clone() for parameter in self.model.parameters()]
+        local = [tensor.clone() for tensor in self.model.state_dict().values()]
         return self.diloco.global_digest(), local, self.diloco.inner_steps, reports
 
 
@@ -216,14 +216,16 @@ def test_groups_that_resume_with_other_global_parameters_find_out():
         ({"sync_every": 4, "fragment_sync_delay": 1}, "fragment_sync_delay: 2 before, 1 now"),
         ({"fragment_update_alpha": 0.0, "fragment_sync_delay": 0}, "alpha: 0.5 before, 0.0 now"),
         ({"weight_by": "steps"}, "weight_by: 'uniform' before, 'steps' now"),
+        ({"sync_buffers": "none"}, "sync_buffers: 'mean' before, 'none' now"),
     ],
 )
 @pytest.mark.parametrize("stops_at", [7, 8, 9])
 def test_changed_settings_are_adopted_and_told(changed, told, stops_at, caplog):
-    _, saved = run_whole(STREAMING)
+    settings = STREAMING | {"model": TinyMLP}  # without buffers their setting may change too
+    _, saved = run_whole(settings)
 
     def replica(sim):
-        return resume(sim, saved, stops_at, STREAMING | changed).end()
+        return resume(sim, saved, stops_at, settings | changed).end()
 
     first, second = simulate(replica, num_replicas=2)
     assert first[0] == second[0]
@@ -232,7 +234,7 @@ def test_changed_settings_are_adopted_and_told(changed, told, stops_at, caplog):
 
 
 def test_a_changed_outer_learning_rate_is_the_one_that_steps():
-    settings = {"sync_every": 4, "outer": {"momentum": 0.0}}
+    settings = {"sync_every": 4, "outer": {"momentum": 0.0}, "model": TinyMLP}
     _, saved = run_whole(settings, num_replicas=1)
 
     def replica(sim, outer):
@@ -250,7 +252,7 @@ def test_a_changed_outer_learning_rate_is_the_one_that_steps():
     ("changed", "told"),
     [
         ({"num_fragments": 1}, "num_fragments: 1 here, 2 there"),
-        ({"sync_buffers": "mean"}, "sync_buffers: 'mean' here, 'none' there"),
+        ({"sync_buffers": "none"}, "sync_buffers: 'none' here, 'mean' there"),
         ({"weight_by": "samples"}, "weight_by: 'samples' here, 'uniform' there"),
     ],
 )

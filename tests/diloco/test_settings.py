@@ -47,6 +47,7 @@ def test_a_bad_value_is_refused_with_value_and_fix(arguments, message):
 def test_the_defaults_learn_in_short_trainings():
     settings = DiLoCoSettings()
     assert (settings.outer_lr, settings.outer_momentum, settings.outer_nesterov) == (0.7, 0.5, True)
+    assert settings.sync_buffers == "mean"
     assert settings.fragment_count == 1
     assert not settings.discards_overlapped_steps
 

@@ -35,7 +35,7 @@ class Scripted(nn.Module):
             block["weight"] = nn.Parameter(numbers(shape, seed=number).to(dtype))
             block["bias"] = nn.Parameter(numbers(shape[-1:], seed=number + 10))
         self.register_buffer("mean", numbers((33,), seed=20))
-        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("count", torch.tensor(0), persistent=False)
 
     def forward(self, seeds: Sequence[int]) -> Tensor:
         """A loss whose gradients are those that ``scripted_step`` sets, for ranks under DDP."""
@@ -67,6 +67,7 @@ def scripted_step(model: Scripted, inner: torch.optim.Optimizer, group: int, ste
         parameter.grad = gradient(parameter, seed) if parameter.requires_grad else None
     buffer = model.get_buffer("mean")
     buffer.add_(numbers(buffer.shape, seed=group + step) * 0.01)
+    model.get_buffer("count").add_(group + step)
     inner.step()
 
 
@@ -74,6 +75,8 @@ def build(manager: Any, settings: dict[str, Any]) -> tuple[Scripted, Any, DiLoCo
     """A model, its inner optimizer and DiLoCo, with ``sync_every`` 6 unless the settings differ."""
     settings = dict(settings)
     model = Scripted(settings.pop("dtype", torch.float32))
+    if settings.pop("counts", False):
+        model.register_buffer("count", model.get_buffer("count"))  # part of the model's state
     for name in settings.pop("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -228,6 +231,7 @@ RUNS: dict[str, Callable[[], tuple[str, int]]] = {
     "buffers, k = 3, int8, 3 fragments": simulated(
         3, sync_buffers="mean", wire_format="int8", **THREE
     ),
+    "buffers, an integer too, 3 fragments": simulated(3, sync_buffers="mean", counts=True, **THREE),
     "schedule": simulated(
         2, schedule=rows((2, 0.5, 0.6), (3, 0.4, 0.0), (4, 0.6, 0.3)), sync_every=3
     ),

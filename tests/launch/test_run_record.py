@@ -97,6 +97,20 @@ def test_different_digests_are_told_apart(tmp_path):
     assert rows["global parameters"].startswith("DIFFERENT: group 0 abababab (8 outer steps), gr")
 
 
+@pytest.mark.parametrize("own", [{}, {"own_buffers": {"mean": "aa", "mask": "bb"}}])
+def test_buffers_in_which_models_differ_are_named(tmp_path, own):
+    run_dir = write_run(tmp_path)
+    for replica_id, digest in enumerate(("aa", "cc")):
+        if own:
+            own = {"own_buffers": own["own_buffers"] | {"mean": digest}}
+        end = {"outer_steps": 8, "global_digest": "ab" * 32} | own
+        write_events(run_dir / f"replica_{replica_id}", "end", end)
+    run, names = read_run(run_dir), ["mean"] if own else []
+    assert write_summary(run, restarts={})["differing_buffers"] == names
+    text = "DIFFERENT, by sync_buffers=none: the models differ in mean" if own else None
+    assert dict(describe(run)).get("buffers") == text
+
+
 def test_the_summary_has_every_group(tmp_path):
     run = read_run(write_run(tmp_path, evaluation=BITS))
     summary = write_summary(run, restarts={"1": 2})
