@@ -111,7 +111,7 @@ def test_candidates_have_the_rate_of_the_best_reference_and_the_best_four_get_mo
         done[cell.key] = {"cell": json.loads(cell.key), "bits": bits(cell), "cpu_seconds": 1.0}
         return cell
 
-    cheapest = min((job for job in defaults.JOBS if job.steps == 300), key=lambda job: job.cost)
+    cheapest = min(defaults.JOBS, key=lambda job: job.cost)
     rates = [train(lambda cell: 1 + cell.lr).lr for _ in defaults.GRID]
     first = train(lambda cell: math.nan)  # diverged
     assert (first.groups, first.lr, first.outer_momentum) == (cheapest.groups, min(rates), 0.9)

@@ -230,11 +230,10 @@ def wanted(done: Lines) -> Iterator[Cell]:
 
 def _in_order(done: Lines) -> Iterator[Cell]:
     by_cost = sorted(JOBS, key=lambda job: job.cost)
-    short, rest = ([job for job in by_cost if (job.steps == 300) == kind] for kind in (True, False))
-    yield from _jobs(short, done)
-    yield from _arms(4, (1,))
-    yield from _jobs(rest, done)
-    yield from _arms(8, (1,))
+    yield from _jobs(by_cost[:9], done)
+    yield from _arms(4, ARM_SEEDS[:1])
+    yield from _jobs(by_cost[9:], done)
+    yield from _arms(8, ARM_SEEDS[:1])
     if finalists := _finalists(done):
         for seed, job in product(SEEDS[1:], by_cost):
             base = reference(job, done)
