@@ -66,25 +66,26 @@ class Console:
             log.info("Outer step %d: %s; %s part", step, news, take_part)
 
     @fence("the position on the progress bar")
-    def show_position(self, rounds: float, outer_step: int, logger: Logger) -> None:
+    def show_position(self, progress: Mapping[str, Any], epochs: int, logger: Logger) -> None:
         """Put the round, the outer step and the number of groups before Composer's progress bar.
 
         Args:
-            rounds: How many rounds this group has trained.
-            outer_step: Of this group.
+            progress: What ``SyncLog.report_phase`` has returned.
+            epochs: The number of epochs, each a bar of its own, if the number of their batches is
+                an estimate. Composer would draw a bar for the whole dataset. 0: it knows it.
             logger: Composer's logger.
         """
-        groups = plural(self._num_groups, "group")
+        groups, batches = plural(self._num_groups, "group"), progress["max_batches"]
+        position = f"round {progress['round']:.1f}, outer step {progress['outer_step']}, {groups}"
         for destination in logger.destinations if self._is_on else ():
             if not isinstance(destination, ProgressBarLogger) or not destination.train_pbar:
                 continue
             bar = destination.train_pbar.pbar
             if not bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
                 bar.bar_format = short_bar_format(bar.bar_format)
-                # It is drawn with the next loss.
-                bar.set_description_str(
-                    f"round {rounds:.1f}, outer step {outer_step}, {groups}", refresh=False
-                )
+                if epochs and batches:
+                    bar.total = max(bar.n + 1, round(batches / epochs))  # it has none below n
+                bar.set_description_str(position, refresh=False)  # drawn with the next loss
 
 
 def short_bar_format(bar_format: str) -> str:

@@ -137,8 +137,10 @@ class Fit:
             self._membership.check()
         self.sync_log.log_syncs(reports, state, logger)
         self.console.synced(reports, self.manager)
-        progress = self.sync_log.report_phase(phase, state, diloco)
-        self.console.show_position(progress["round"], progress["outer_step"], logger)
+        done = 0.0 if data is None else data.done(state)
+        progress = self.sync_log.report_phase(phase, state, diloco, done)
+        epochs = state.max_duration.value if done and state.max_duration else 0
+        self.console.show_position(progress, epochs, logger)
         if self._membership is not None:
             self._membership.report_progress(progress)
         if reports and data is not None:

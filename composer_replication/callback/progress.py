@@ -38,7 +38,9 @@ class SyncLog:
         self._before = folder.read_status()
         self._settings = settings
         self._losses: list[float] = []
-        self._began: tuple[int, float] | None = None
+        self._began: tuple[int, float, float] | None = None
+        self._done = 0.0
+        self._ends_at: int | None = None
         self._last_sync: dict[str, Any] = {}
         self.final_loss: float | None = None
 
@@ -128,7 +130,9 @@ class SyncLog:
             *again.values(),
         )
 
-    def report_phase(self, phase: str, state: State, diloco: DiLoCo) -> dict[str, Any]:
+    def report_phase(
+        self, phase: str, state: State, diloco: DiLoCo, done: float = 0.0
+    ) -> dict[str, Any]:
         """Write the position in training to the group's folder, and return it.
 
         Cheap enough for every batch.
@@ -137,19 +141,26 @@ class SyncLog:
             phase: ``joining``, ``training`` or ``evaluating``.
             state: Composer's state.
             diloco: This group's DiLoCo.
+            done: The part of the samples that has been trained on, 0 to 1. Where nobody knows the
+                number of batches, it is estimated from this; 0: it is not.
         """
-        batch = state.timestamp.batch.value
-        batches = max_batches(state)
+        batch, known = state.timestamp.batch.value, max_batches(state)
+        if known is not None:
+            self._ends_at = known
         seconds_left = speed = None
         if phase == "training":
-            began_at, began = self._began = self._began or (batch, time.monotonic())
-            if batches is not None and batch > began_at:
+            self._began = self._began or (batch, time.monotonic(), done)
+            began_at, began, done_then = self._began
+            if known is None and done > max(done_then, self._done):  # a sync has changed it
+                per_part = (batch - began_at) / (done - done_then)
+                self._done, self._ends_at = done, batch + round(per_part * (1 - done))
+            if self._ends_at is not None and batch > began_at:
                 per_batch = (time.monotonic() - began) / (batch - began_at)
-                seconds_left = per_batch * max(0, batches - batch)
+                seconds_left = per_batch * max(0, self._ends_at - batch)
                 speed = 1 / per_batch
         position = {
             "batch": batch,
-            "max_batches": batches,
+            "max_batches": self._ends_at,
             "inner_steps": diloco.inner_steps,
             "outer_step": diloco.outer_step,
             "round": self._round(diloco.inner_steps, diloco.outer_step),

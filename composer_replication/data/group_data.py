@@ -85,6 +85,17 @@ class GroupData:
         """The position in the stream after the last batch."""
         return self._loader.position
 
+    def done(self, state: State) -> float:
+        """The part of the samples of all epochs that is done, 0 to 1; 0 if epochs do not count."""
+        end = state.max_duration
+        epochs = end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
+        return min(1.0, self._samples_read / (self._loader.spec.length * epochs))
+
+    @property
+    def _samples_read(self) -> float:
+        """Samples of all groups that have been trained on, if the others are at this one's pace."""
+        return self.position.samples * (self._options.num_replicas or 1)
+
     def state_dict(self) -> dict[str, int]:
         """The position after the samples that were trained on, for a checkpoint or another fit.
 
@@ -178,6 +189,7 @@ class LeasedData(GroupData):
         self._num_streams = 0
         self._epoch, self._is_last_epoch = 0, False
         ask_on_rank_0(lambda: membership.client.create_dataset(loader.spec))
+        log.info("Leases samples of %r, as all groups with a dataset of that name", loader.spec)
 
     def load_state_dict(self, reading: Mapping[str, Any]) -> None:
         """Continue in the checkpoint's stream, at ``start``."""
@@ -243,6 +255,11 @@ class LeasedData(GroupData):
         )
         if not diloco.ledger.stream:
             self._open_stream()
+
+    @property
+    def _samples_read(self) -> float:
+        """Samples of all groups that are in the model."""
+        return sum(position for _, position, _ in self._diloco.ledger.rows())
 
     def _has_more(self) -> bool:
         """Whether this epoch has more samples for this group, which waits until that is known.

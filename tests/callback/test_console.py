@@ -17,9 +17,12 @@ import termios
 import threading
 
 import pytest
+from common import batch
 from composer_jobs import callback_of, fit, trainer_of
 from run_events import syncs_of
+from torch.utils.data import TensorDataset
 
+from composer_replication import ReplicaDataLoader
 from composer_replication.callback.console import changes, members_of, short_bar_format
 from composer_replication.callback.words import listed_groups
 from composer_replication.simulation.simulation import Fault, simulate
@@ -143,6 +146,23 @@ def test_composers_progress_bar_shows_the_position_and_the_loss_as_far_as_it_fit
     # With Composer's own format 120 columns would end before the loss.
     whole = [line for line in drawn if "groups:" in line and "loss/train/total=" in line]
     assert bool(whole) == (width == 120)
+
+
+@pytest.mark.parametrize("terminal", [120], indirect=True)
+def test_a_bar_of_shared_samples_ends_where_the_groups_part_of_an_epoch_does(terminal):
+    file, close = terminal
+    samples = TensorDataset(*batch(0, 0, size=64))
+
+    def replica(sim):
+        shows = sim.replica_id == 0
+        bar = {"progress_bar": True, "console_stream": file} if shows else {}
+        loader = ReplicaDataLoader(samples, 4, unit_size=4)  # of which a group reads 8 batches
+        diloco = {"num_replicas": 2, "sync_every": 2}
+        fit(sim, max_duration="2ep", train_dataloader=loader, diloco=diloco, **bar)
+
+    simulate(replica, num_replicas=2)
+    totals = re.findall(r"groups: +\d+%\|[^|]*\| +(\d+/\d+) ", close())
+    assert totals[-1] == "8/8" and "4/8" in totals
 
 
 def test_a_shortened_format_of_a_bar_stays_as_it_is():

@@ -10,15 +10,17 @@ from composer_jobs import Each, TinyModel, building
 from torch.utils.data import TensorDataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
+from composer_replication.callback import run_folder
 from composer_replication.callback.composer_job import samples_in_batch
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.data.fixed_shards import FixedShards
+from composer_replication.replica.json_files import read_json
 from composer_replication.replica.options import ReplicaOptions
 
 LENGTH = 44
 
 
-def fit(sim, folder, *, max_duration="2ep", stop=None, load=None, num_workers=0, **own):
+def fit(sim, folder, *others, max_duration="2ep", stop=None, load=None, num_workers=0, **own):
     """Train; the ids of each batch with its epoch, and the digest."""
     seen = []
 
@@ -46,7 +48,7 @@ def fit(sim, folder, *, max_duration="2ep", stop=None, load=None, num_workers=0,
             train_dataloader=ReplicaDataLoader(
                 dataset, 4, dataset_id="d", unit_size=5, num_workers=num_workers
             ),
-            callbacks=[callback, Each(look)],
+            callbacks=[callback, Each(look), *others],
             max_duration=stop or max_duration,
             save_folder=f"{folder}/{sim.replica_id}",
             save_filename="ba{batch}.pt",
@@ -91,3 +93,21 @@ def test_a_name_that_says_no_shard_is_refused(replica_id):
     options = ReplicaOptions(replica_id=replica_id, num_replicas=2)
     with pytest.raises(ValueError, match=f"replica_id='{replica_id}' does not say .* 0 to 1, or"):
         FixedShards.of_group(options, dataset)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_end_of_epochs_is_known_from_the_samples_that_are_done(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(run_folder, "STATUS_EVERY_S", 0.0)
+    seen = []
+
+    def replica(sim):
+        path = tmp_path / f"replica_{sim.replica_id}" / run_folder.STATUS
+        watch = Each(lambda state: seen.append(read_json(path)) if not sim.replica_id else None)
+        return len(fit(sim, tmp_path, watch, run_dir=str(tmp_path), max_duration="3ep")[0])
+
+    trained = simulate(replica, num_replicas=groups)[0]
+    ends = [status["max_batches"] for status in seen]
+    # A shard is of about as many units as another, and the last batch of an epoch may be smaller.
+    assert len(ends) == trained and all(abs(end - trained) <= 1 for end in ends)
+    assert ends[-1] in range(trained, trained + 2)
+    assert all(status["seconds_left"] >= 0 for status in seen)

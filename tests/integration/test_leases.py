@@ -225,6 +225,9 @@ def test_without_any_kill(run_of, further_fits):
     (dataset,) = run.status()["datasets"]
     assert [epoch["done"] for epoch in dataset["epochs"]] == [2000] * (1 + further_fits)
     assert dataset["trained_twice"] == 0
+    for replica_id in range(GROUPS):
+        status = json.loads(run.status_file(replica_id).read_text())
+        assert abs(status["max_batches"] - status["batch"]) <= 12, "a round"
 
 
 @pytest.mark.parametrize(("fragments", "coordinator_every_s"), [(1, None), (2, 20.0)])

@@ -1,0 +1,55 @@
+"""When a training ends whose number of batches nobody knows.
+
+Run: pytest tests/callback/test_progress.py. Faked: the clock, and Composer's state.
+With a Trainer: tests/data/test_group_data.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from composer_replication import DiLoCoSettings
+from composer_replication.callback import progress
+from composer_replication.callback.progress import SyncLog
+from composer_replication.callback.run_folder import ReplicaFolder
+
+
+class Folder(ReplicaFolder):
+    """Keeps the status that it would write."""
+
+    def write_status(self, phase, **status):
+        self.status = status
+
+
+SECONDS = 2.0
+"""Of a batch."""
+
+
+@pytest.mark.parametrize(("began_at", "done_then", "share", "ends_at"), [
+    (0, 0.0, 0.01, 100),
+    (40, 0.25, 0.01, 40 + 75),  # a resume
+    (40, 0.2, 0.02, 40 + 40),  # a joiner, whose batches count the others'
+])  # fmt: skip
+def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
+    monkeypatch, began_at, done_then, share, ends_at
+):
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = clock.time = lambda: clock.now
+    monkeypatch.setattr(progress, "time", clock)
+    folder = Folder(None, 0)
+    log = SyncLog(folder, DiLoCoSettings(sync_every=5))
+    assert report(log, "joining", began_at, done_then)["max_batches"] is None
+    for batch in range(20):
+        synced = batch - batch % 5
+        found = report(log, "training", began_at + batch, done_then + share * synced)
+        clock.now += SECONDS
+        assert found["max_batches"] == (ends_at if synced else None)
+        assert found["steps_per_second"] == (1 / SECONDS if synced else None)
+    assert folder.status["seconds_left"] == SECONDS * (ends_at - began_at - 19)
+    assert report(log, "evaluating", began_at + 20, 1.0)["max_batches"] == ends_at
+
+
+def report(log, phase, batch, done):
+    timestamp = SimpleNamespace(batch=SimpleNamespace(value=batch))
+    state = SimpleNamespace(timestamp=timestamp, max_duration=None)
+    return log.report_phase(phase, state, SimpleNamespace(inner_steps=batch, outer_step=0), done)
