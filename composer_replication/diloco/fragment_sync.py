@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -13,13 +16,21 @@ from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayou
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import SyncClock
+from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.diloco.torchft_api import DiLoCoManager, _StreamingDiLoCoFragment
+from composer_replication.diloco.torchft_api import (
+    DiLoCoManager,
+    _StreamingDiLoCoFragment,
+    gathers,
+)
 from composer_replication.diloco.unsynced import Packed, Unsynced
+
+USUAL = 5
+"""Over how many syncs of a fragment the usual norm of a pseudo-gradient is taken."""
 
 
 class FragmentSync(_StreamingDiLoCoFragment):
@@ -96,6 +107,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.unsynced = Unsynced(settings.weight_by)
         self._has_too_few = False
         self._copied: list[Tensor] | None = None
+        self._paces: deque[float] = deque(maxlen=USUAL)
         self.total_contribution = 0.0
         self.is_joining = False
         self.committed = False
@@ -166,8 +178,37 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if not self._has_too_few:
             # Before the mean, since a quantized one starts collectives from a thread.
             means += self.globals.copied.send(manager, self.device, self._copied)
-            means += self.mean.send(manager)
+            if not gathers(manager):  # else the messages are gathered once the table has come
+                means += self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
+
+    def leave_out(self, sound: Mapping[int, Vitals]) -> set[int]:
+        """Gather what the groups have sent, and sum it without those that are not sound.
+
+        A collective of the group's ranks, each of which has seen a part of the messages.
+
+        Args:
+            sound: What the groups say about themselves, by rank in the quorum, if that is sound.
+
+        Returns:
+            The ranks left out.
+        """
+        if self._has_too_few:
+            return set()
+        manager, unsound = cast(DiLoCoManager, self._manager), set[int]()
+        if not manager.errored():
+            unsound = self.mean.find_unsound(manager, sound)
+        found = (float(rank in unsound) for rank in range(manager.num_participants()))
+        left_out = {rank for rank, part in enumerate(self.globals.mean_over_ranks(*found)) if part}
+        if not manager.errored():
+            kept = {rank: group for rank, group in sound.items() if rank not in left_out}
+            self.mean.sum_sound(manager, kept)
+        return left_out
+
+    @property
+    def usual_pace(self) -> float:
+        """The largest norm per inner step in the last syncs of this fragment; NaN before one."""
+        return max(self._paces, default=math.nan)
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
@@ -242,6 +283,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self.is_joining and self.total_contribution == 0.0:
             return
         if self.mean.contribution > 0:
+            if steps := self.unsynced.packed.inner_steps:
+                self._paces.append(self.mean.sent_norm / steps)
             self._state.ledger.has_synced(self.fragment_id, self.unsynced.packed.position)
         keeps_later = self._write_back_alpha > 0
         self.unsynced.discard_synced(keeps_later=keeps_later, is_joining=self.is_joining)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median_low
 from typing import NamedTuple
 
 
@@ -14,11 +15,56 @@ class Vitals(NamedTuple):
         contribution: Its weight in the mean; 0 if it contributes nothing.
         norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
         step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
+        sent_norm: L2 norm of what it sends of that: with a residual, in a wire format.
+        inner_steps: Inner steps in it.
+        usual_pace: The largest norm per inner step in its last syncs of the same fragment.
     """
 
     contribution: float = 0.0
     norm: float = 0.0
     step_s: float = math.nan
+    sent_norm: float = 0.0
+    inner_steps: float = 0.0
+    usual_pace: float = math.nan
+
+    @property
+    def pace(self) -> float:
+        """Norm per inner step."""
+        return self.sent_norm / max(1.0, self.inner_steps)
+
+    def is_sound(self) -> bool:
+        """Whether the numbers can be those of a group: none is negative, those of a sync finite."""
+        is_whole = all(0.0 <= number < math.inf for number in (*self[:2], *self[3:5]))
+        return is_whole and not any(number < 0.0 for number in (self.step_s, self.usual_pace))
+
+
+BEYOND = 10.0
+"""A pseudo-gradient that is so many times as long as the others' is an error, and no sample."""
+
+
+def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
+    """Which groups' pseudo-gradients are so long that they are an error, with the reason.
+
+    Each is compared with the median of all that contribute, and between two groups with the other
+    and with its own last syncs. It has to be beyond ten times that per inner step, and in all: a
+    group that has taken few steps moves further in each than groups whose steps cancel out in part.
+
+    Args:
+        groups: What the groups of a sync say about themselves, by rank.
+    """
+    sent = {rank: group for rank, group in groups.items() if group.contribution > 0.0}
+    found = {}
+    for rank, group in sent.items() if len(sent) > 1 else ():
+        others = [other for each, other in sent.items() if each != rank or len(sent) > 2]
+        pace = median_low(other.pace for other in others)
+        norm = median_low(other.sent_norm for other in others)
+        is_unusual = len(sent) > 2 or group.pace > BEYOND * group.usual_pace
+        if pace and is_unusual and group.pace > BEYOND * pace and group.sent_norm > BEYOND * norm:
+            found[rank] = (
+                f"its pseudo-gradient is {group.pace / pace:.3g} times as long per inner step as "
+                f"that of {'most groups' if len(sent) > 2 else 'the other group'}"
+            )
+    return found
 
 
 class StepNorms(NamedTuple):

@@ -22,6 +22,7 @@ from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import (
     HEAL_STATE,
     DiLoCoManager,
+    ask_to_gather,
     longest_wait_s,
     serve_state,
 )
@@ -93,12 +94,13 @@ class OuterLoop:
         self.in_flight: FragmentSync | None = None
         self._has_failed = False
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
-        self._is_idle = self._must_settle = False
+        self._is_idle = self._must_settle = self._has_doubts = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = self.has_healed = False
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         serve_state(manager, state)
+        ask_to_gather(manager, lambda: self._has_doubts)
 
     def resume(self, inner_steps: int, round_length: Mapping[str, Any] | None) -> None:
         """Continue the counts of a checkpoint.
@@ -173,7 +175,10 @@ class OuterLoop:
         )
         while self._has_failed:
             present = self.manager.num_participants()
-            (was_last,) = self.fragments[0].globals.mean_over_ranks(self.peer_table.is_over)
+            was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
+                self.peer_table.is_over, self.peer_table.has_doubts
+            )
+            self._has_doubts |= has_doubts > 0  # until the sync has committed
             retries.wait()
             self.manager.start_quorum()
             retries.check_limit(self.fragments[0].is_joining)
@@ -186,6 +191,7 @@ class OuterLoop:
             # If a peer has committed the sync, this quorum has healed this group, and the next
             # fragment has its turn.
             self.sync_in_quorum()
+        self._has_doubts = False
         fragment, self.in_flight = self.in_flight, None
         assert fragment is not None, "a sync has been performed"
         if self.fragments[0].is_joining and self.peer_table.are_all_joining:
@@ -217,11 +223,11 @@ class OuterLoop:
             self.state.end_outer_step(self.peer_table.synced_samples)
         else:
             self.set_torchft_step()
-        if fragment.mean.is_finite:
+        if fragment.mean.is_finite and not fragment.mean.is_left_out:
             fragment.discard_synced_steps()
             self._sick_in_a_row = 0
         else:
-            self._recover()
+            self._recover(fragment.mean.is_finite)
         seconds, vitals = self.clock.read(), self.peer_table.vitals
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
@@ -265,8 +271,10 @@ class OuterLoop:
 
     # ---- what training does not keep --------------------------------------------------------
 
-    def _recover(self) -> None:
-        """Continue from the global parameters, after a pseudo-gradient that was not finite.
+    def _recover(self, is_finite: bool) -> None:
+        """Continue from the global parameters, after a pseudo-gradient that was not sound.
+
+        It was not finite, beyond all others', or not what the others have received.
 
         Raises:
             SyncError: More than ``max_sync_retries`` syncs in a row had such a pseudo-gradient.
@@ -274,13 +282,14 @@ class OuterLoop:
         self._sick_in_a_row += 1
         if self._sick_in_a_row > self._settings.max_sync_retries:
             raise SyncError(
-                f"this group's pseudo-gradient was not finite in {self._sick_in_a_row} syncs in a "
+                f"this group's pseudo-gradient was not sound in {self._sick_in_a_row} syncs in a "
                 f"row, the last one outer step {self.state.outer_step}: it leaves, and the others "
                 "continue. Check its data, its learning rate and its hardware"
             )
         log.warning(
-            "This group's pseudo-gradient is not finite at outer step %d: it contributed nothing; "
+            "This group's pseudo-gradient %s at outer step %d: it contributed nothing; "
             "the group continues from the global parameters with a fresh inner optimizer state",
+            "was left out" if is_finite else "is not finite",
             self.state.outer_step,
         )
         self._drop_local()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,86 +17,17 @@ from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.equal_samples import digest_of
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import Vitals
+from composer_replication.diloco.outer_health import Vitals, beyond_all_others
+from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
 from composer_replication.diloco.sample_ledger import SyncedSamples
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
 from composer_replication.diloco.unsynced import Unsynced
 
-BITS = 22
-"""Bits of a number that a sum in fp32 keeps exactly, with room for the 1 that marks it as set."""
+log = logging.getLogger(__name__)
 
 
 class DivergenceError(RuntimeError):
     """Replica groups hold different global parameters, which no sync can mend."""
-
-
-@dataclass(frozen=True)
-class PeerRow:
-    """What one replica group reports to the others beside a sync.
-
-    Attributes:
-        has_more: Whether it still trains, or has steps that no sync has brought in.
-        is_joining: Whether it joins with this sync and contributes nothing.
-        was_healed: Whether it has taken over the global state since its last sync.
-        outer_step: Its outer step, modulo 2**22.
-        min_replica_size: Its ``min_replica_size``.
-        is_replacing: Whether its local parameters are to be the global ones, see
-            ``DiLoCo.make_local_global``.
-        vitals: Its contribution, norm and pace: any numbers of fp32, to which the others
-            add 0.
-        samples: How much of its sample stream is in the model once this sync has committed.
-        settings: 44 bits of the digest of its settings, as two numbers above 0.
-        batches: The same of its first batches, at its first sync; else zeros.
-        digests: The same of each fragment's global parameters; zeros where none is due.
-    """
-
-    has_more: bool
-    is_joining: bool
-    was_healed: bool
-    outer_step: int
-    min_replica_size: int
-    is_replacing: bool
-    vitals: Vitals
-    samples: SyncedSamples
-    settings: tuple[int, ...]
-    batches: tuple[int, ...]
-    digests: tuple[tuple[int, ...], ...]
-
-    def encode(self) -> list[float]:
-        """The row as numbers of fp32. The first is a 1: this group is in the sum."""
-        flags = self.has_more, self.is_joining, self.was_healed
-        numbers = [
-            *(1, *flags, self.outer_step, self.min_replica_size, self.is_replacing),
-            *self.vitals,
-            *(half for number in self.samples for half in divmod(number, 2**BITS)),
-            *self.settings,
-            *self.batches,
-            *(half for digest in self.digests for half in digest),
-        ]
-        return [float(number) for number in numbers]
-
-    @classmethod
-    def decode(cls, numbers: Sequence[float]) -> PeerRow:
-        """The row of which ``encode`` made these numbers."""
-        _, more, joining, healed, step, min_size, replacing = map(int, numbers[:7])
-        size = 7 + len(Vitals._fields)
-        vitals, rest = Vitals(*numbers[7:size]), [int(number) for number in numbers[size:]]
-        samples, settings, batches, digests = rest[:6], rest[6:8], rest[8:10], rest[10:]
-        whole = ((high << BITS) + low for high, low in _pairs(samples))
-        return cls(
-            bool(more), bool(joining), bool(healed), step, min_size, bool(replacing),
-            vitals, SyncedSamples(*whole), tuple(settings), tuple(batches), tuple(_pairs(digests)),
-        )  # fmt: skip
-
-
-def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def as_numbers(digest: str) -> tuple[int, int]:
-    """44 bits of a digest in hex, as two numbers above 0."""
-    bits = int(digest[:11], 16)
-    return (bits >> BITS) + 1, bits % 2**BITS + 1
 
 
 class Syncing(Protocol):
@@ -109,11 +40,16 @@ class Syncing(Protocol):
     """How much of this group's samples the sync will have brought into the model."""
     unsynced: Unsynced
 
+    @property
+    def usual_pace(self) -> float: ...
+
+    def leave_out(self, sound: Mapping[int, Vitals]) -> set[int]: ...
+
 
 class PeerTable:
     """Sends this group's row with a sync, and checks the rows of all its groups before the vote.
 
-    The table answers seven questions that torchft does not:
+    The table answers eight questions that torchft does not:
 
     * Were all groups of the quorum in this sum? Under a quorum id that was used before, the
       connections can be those to other groups, or to fewer.
@@ -125,6 +61,8 @@ class PeerTable:
     * Has a group replaced its local parameters by an average that is to be the global ones?
     * How long is each group's pseudo-gradient?
     * Which groups train on the same samples?
+    * Is what has arrived what the groups have sent, and is it sound? If not, the sync is repeated:
+      the groups gather each other's messages, and leave out the group that is to blame.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -136,6 +74,7 @@ class PeerTable:
         is_training: Whether this group still trains. The outer loop sets it.
         step_s: Seconds that an inner step of this group takes. The outer loop sets it.
         is_over: Whether no group of the last sync trains or has anything to send.
+        has_doubts: Whether what has arrived in the last sync is not sound.
         are_all_joining: Whether no group of the last sync was in training.
         is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
         synced_samples: How far the groups of the last sync have read their sample streams.
@@ -158,22 +97,24 @@ class PeerTable:
         self._digest_every = digest_every
         self.is_training = True
         self.step_s = math.nan
-        self.is_over = self.are_all_joining = self.is_replacing = False
+        self.is_over = self.are_all_joining = self.is_replacing = self.has_doubts = False
         self.synced_samples: list[SyncedSamples] = []
         self.vitals: list[Vitals] = []
         self.first_batches: list[str] | None = []
         self.equal_samples: tuple[str, ...] = ()
 
     def send(self, fragment: Syncing) -> PeerTableWork:
-        """Start the table's allreduce, for the sync of a fragment."""
+        """Start the table's exchange, for the sync of a fragment."""
         rows, rank = self._manager.num_participants(), self._manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        own = self._own_row(fragment).encode()
-        table = torch.zeros(rows, len(own))
-        table[rank] = torch.tensor(own)
-        table = table.to(fragment.device)
-        work = self._manager.allreduce(table, reduce_op=ReduceOp.SUM)  # pyright: ignore
-        return PeerTableWork(self, work, table)
+        own = torch.tensor(self._own_row(fragment).encode(), device=fragment.device)
+        table = own.new_zeros(rows, own.numel())
+        if hasattr(self._manager, "all_gather"):  # nobody can write into another's row
+            work = self._manager.all_gather(table.view(-1), own)
+        else:
+            table[rank] = own
+            work = self._manager.allreduce(table, reduce_op=ReduceOp.SUM)  # pyright: ignore
+        return PeerTableWork(self, fragment, work, table)
 
     def _own_row(self, fragment: Syncing) -> PeerRow:
         others = (other for other in self._fragments if other is not fragment)
@@ -181,17 +122,25 @@ class PeerTable:
         if self._digest_is_due():
             digests = [as_numbers(digest) for digest in self._state.fragment_digests()]
         mean = fragment.mean
-        # A norm that is not finite belongs to a group that contributes nothing.
-        norm = mean.norm if mean.contribution else 0.0
         batches = self.first_batches if mean.contribution else None
+        packed, vitals = fragment.unsynced.packed, Vitals(step_s=self.step_s)
+        if mean.contribution:  # else the norm may not be finite
+            vitals = Vitals(
+                mean.contribution,
+                mean.norm,
+                self.step_s,
+                mean.sent_norm,
+                packed.inner_steps,
+                fragment.usual_pace,
+            )
         return PeerRow(
             has_more=self.is_training or any(other.unsynced.has_more for other in others),
             is_joining=fragment.is_joining,
             was_healed=self._state.was_healed,
             outer_step=self._state.outer_step % 2**BITS,
             min_replica_size=self._manager._min_replica_size,
-            is_replacing=fragment.unsynced.packed.is_replacing,
-            vitals=Vitals(mean.contribution, norm, self.step_s),
+            is_replacing=packed.is_replacing,
+            vitals=vitals,
             samples=fragment.synced_samples,
             settings=as_numbers(self._state.settings_digest()),
             batches=as_numbers(digest_of(batches)) if batches and all(batches) else (0, 0),
@@ -202,64 +151,112 @@ class PeerTable:
         by_count = self._digest_every and self._state.outer_step % self._digest_every == 0
         return bool(by_count) or self._state.compare_next or self._state.was_healed
 
-    def read(self, table: Tensor) -> None:
-        """Check the finished table, and keep what it says.
+    def read(self, table: Tensor, fragment: Syncing) -> None:
+        """Check the finished table and the mean, and keep what they say.
 
         Args:
             table: The sum: (groups in the quorum, columns), fp32.
+            fragment: Whose sync it is.
 
         Raises:
             DivergenceError: This group holds other global parameters than most groups, or there is
                 no majority.
             SettingsMismatch: It joins groups in training that have other settings.
         """
-        self.is_over = False
+        self.is_over = self.has_doubts = False
+        rows, faults = self._decode(table.cpu().tolist())
+        if rows:
+            self._check_settings(rows)
+            self._check_agreement(rows)
+            if not any(row.is_replacing for row in rows.values()):
+                faults |= beyond_all_others({rank: row.vitals for rank, row in rows.items()})
+        left_out = self._leave_out(fragment, rows, faults)
         if self._manager.errored():
             return
-        columns = table.cpu().tolist()
-        present = [row[0] for row in columns]
-        if present != [1.0] * len(present):
-            self._manager.report_error(
-                ConnectionError(
-                    f"{sum(present):g} of the quorum's {len(present)} replica groups were in the "
-                    "allreduce: its connections are those of another quorum"
-                )
-            )
-            return
-        rows = [PeerRow.decode(row) for row in columns]
-        self._check_settings(rows)
-        self._check_agreement(rows)
-        self.is_over = not any(row.has_more for row in rows)
-        self.are_all_joining = all(row.is_joining for row in rows)
-        self.is_replacing = any(row.is_replacing for row in rows)
-        self.synced_samples = [row.samples for row in rows]
-        self.vitals = [row.vitals for row in rows]
+        self.is_over = not any(row.has_more for row in rows.values())
+        self.are_all_joining = all(row.is_joining for row in rows.values())
+        self.is_replacing = any(row.is_replacing for row in rows.values())
+        kept = [row for rank, row in rows.items() if rank not in left_out]
+        self.synced_samples = [row.samples for row in kept]
+        self.vitals = [row.vitals for row in kept]
         self._find_equal_samples(rows)
         self._state.compare_next = self._state.was_healed = False
 
-    def _find_equal_samples(self, rows: Sequence[PeerRow]) -> None:
-        own = rows[self._manager.participating_rank() or 0].batches
-        # torchft's own manager has no names of the members.
-        names = getattr(self._manager, "members", None) or range(len(rows))
-        same = [name for name, row in zip(names, rows, strict=False) if row.batches == own]
-        is_found = any(own) and len(same) > 1
-        self.equal_samples = tuple(str(n).partition(":")[0] for n in same if is_found)
+    def _find_equal_samples(self, rows: Mapping[int, PeerRow]) -> None:
+        rank = self._manager.participating_rank() or 0
+        own = rows[rank].batches if rank in rows else ()
+        same = [self._names[each] for each, row in rows.items() if row.batches == own]
+        self.equal_samples = tuple(same) if any(own) and len(same) > 1 else ()
 
-    def _check_settings(self, rows: Sequence[PeerRow]) -> None:
+    @property
+    def _names(self) -> list[str]:
+        # torchft's own manager has no names of the members.
+        names = getattr(self._manager, "members", ()) or range(self._manager.num_participants())
+        return [str(name).partition(":")[0] for name in names]
+
+    def _decode(
+        self, table: Sequence[Sequence[float]]
+    ) -> tuple[dict[int, PeerRow], dict[int, str]]:
+        """The rows by rank, and what is wrong with those that are none."""
+        rows: dict[int, PeerRow] = {}
+        faults: dict[int, str] = {}
+        if self._manager.errored():
+            return rows, faults
+        present = sum(row[0] != 0.0 for row in table)
+        for rank, numbers in enumerate(table if present == len(table) else ()):
+            try:
+                rows[rank] = PeerRow.decode(numbers)
+            except ValueError as error:
+                faults[rank] = str(error)
+        if not rows:
+            self._manager.report_error(
+                ConnectionError(
+                    f"{present} of the quorum's {len(table)} replica groups were in the exchange: "
+                    "its connections are those of another quorum"
+                )
+            )
+        return rows, faults
+
+    def _leave_out(
+        self, fragment: Syncing, rows: Mapping[int, PeerRow], faults: Mapping[int, str]
+    ) -> Collection[int]:
+        """Which groups this sync leaves out. Fails a sync that has to be repeated for that."""
+        sound = {rank: row.vitals for rank, row in rows.items() if rank not in faults}
+        names = self._names
+        if gathers(self._manager):
+            left_out = fragment.leave_out(sound)
+            for rank in left_out:
+                log.warning(
+                    "The sync after outer step %d leaves out replica group %s, which takes over the"
+                    " global parameters: %s",
+                    self._state.outer_step,
+                    names[rank],
+                    faults.get(rank, "its messages are not what it says of them"),
+                )
+            return left_out
+        if not self._manager.errored() and len(names) >= max(2, self._manager._min_replica_size):
+            doubts = [f"replica group {names[rank]}: {fault}" for rank, fault in faults.items()]
+            if doubt := ", ".join(doubts) or fragment.mean.doubt(sound.values()):
+                self.has_doubts = True
+                self._manager.report_error(ConnectionError(f"what arrived is not sound ({doubt})"))
+        return ()
+
+    def _check_settings(self, rows: Mapping[int, PeerRow]) -> None:
         """A group that resumes at the outer step of those in training is not healed by them."""
-        if all(row.is_joining for row in rows):
+        training = [rank for rank, row in rows.items() if not row.is_joining]
+        if not training:
             return  # they compare their settings key by key
-        # One of those in training; they have compared theirs already.
-        first = next(rank for rank, row in enumerate(rows) if not row.is_joining)
+        first = training[0]  # of those in training; they have compared theirs already
         fix = f"with {self._state.fingerprint}: make its settings equal"
-        self._reject_odd([row.settings for row in rows], first, "settings", fix)
-        sizes = [row.min_replica_size for row in rows]
+        settings = {rank: row.settings for rank, row in rows.items()}
+        self._reject_odd(settings, first, "settings", fix)
+        sizes = {rank: row.min_replica_size for rank, row in rows.items()}
         own = self._manager._min_replica_size
         fix = f"with {own}, and theirs is {sizes[first]}: set it to {sizes[first]}"
         self._reject_odd(sizes, first, "min_replica_size", fix)
 
-    def _reject_odd(self, values: Sequence[object], first: int, what: str, fix: str) -> None:
-        odd = [rank for rank, value in enumerate(values) if value != values[first]]
+    def _reject_odd(self, values: Mapping[int, object], first: int, what: str, fix: str) -> None:
+        odd = [rank for rank, value in values.items() if value != values[first]]
         if not odd:
             return
         mismatch = SettingsMismatch(
@@ -270,16 +267,16 @@ class PeerTable:
             raise SettingsMismatch(f"{mismatch}. This group is one of them, {fix}")
         self._manager.report_error(mismatch)
 
-    def _check_agreement(self, rows: Sequence[PeerRow]) -> None:
-        steps = {rank: row.outer_step for rank, row in enumerate(rows)}
+    def _check_agreement(self, rows: Mapping[int, PeerRow]) -> None:
+        steps = {rank: row.outer_step for rank, row in rows.items()}
         self._compare(rows, steps, "the outer step")
         for fragment in range(len(self._fragments)):
-            digests = {rank: row.digests[fragment] for rank, row in enumerate(rows)}
+            digests = {rank: row.digests[fragment] for rank, row in rows.items()}
             # A group for which no digest was due has sent none.
             sent = {rank: digest for rank, digest in digests.items() if any(digest)}
             self._compare(rows, sent, f"the global parameters of {fragment=}")
 
-    def _compare(self, rows: Sequence[PeerRow], held: dict[int, Any], what: str) -> None:
+    def _compare(self, rows: Mapping[int, PeerRow], held: dict[int, Any], what: str) -> None:
         if len(set(held.values())) < 2:
             return
         # A group that has just been healed holds a copy, which is no evidence of what is right.
@@ -303,19 +300,13 @@ class PeerTable:
 class PeerTableWork:
     """Comes last among a sync's allreduces, so that the table is read before the vote."""
 
-    def __init__(self, peer_table: PeerTable, work: Any, table: Tensor) -> None:
-        self._peer_table = peer_table
-        self._work: Any = work
-        self._table = table
+    def __init__(self, peer_table: PeerTable, fragment: Syncing, work: Any, table: Tensor) -> None:
+        self._peer_table, self._fragment = peer_table, fragment
+        self._work, self._table = work, table
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the table and read it. The manager's timeout bounds the wait.
-
-        A joiner may do so twice: when it joins, and when the sync ends, some turns later.
-        """
+        """Wait for the table and read it. The manager's timeout bounds the wait."""
         del timeout
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self._peer_table.read(self._table)
+        self._work.wait()
+        self._peer_table.read(self._table, self._fragment)
         return True

@@ -97,6 +97,20 @@ def fetched_state(manager: Any) -> dict[str, Any] | None:
     return None if fetched is None else fetched()
 
 
+def ask_to_gather(manager: Any, wants: Callable[[], bool]) -> None:
+    """Have the groups of a quorum gather their messages, and not sum them, when one wants that.
+
+    torchft's own Manager cannot: it has no reports between the groups, and no all_gather.
+    """
+    if hasattr(manager, "wants_to_gather"):
+        manager.wants_to_gather = wants
+
+
+def gathers(manager: Any) -> bool:
+    """Whether a group of the last quorum wants the messages to be gathered; all groups agree."""
+    return getattr(manager, "gathers", False)
+
+
 def longest_wait_s(manager: Any) -> float:
     """Return how long one wait of a sync may take, in seconds: for a quorum, or for a collective.
 

@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -76,6 +76,7 @@ class ReplicaManager(InterruptibleManager):
 
     Attributes:
         connection: How often the members of a quorum have connected so far.
+        wants_to_gather: Says whether this group asks that messages are gathered, and not summed.
 
     Raises:
         ValueError: ``pg`` is a process group of torch's own, or torchft's Manager rejects it.
@@ -110,6 +111,7 @@ class ReplicaManager(InterruptibleManager):
         self._tokens = tuple(tokens)
         self._is_shut_down = False
         self.connection = 0
+        self.wants_to_gather: Callable[[], bool] = lambda: False
         self._waits_since = time.monotonic()
         """Since when this group waits for a quorum."""
         self._is_syncing = False
@@ -133,6 +135,11 @@ class ReplicaManager(InterruptibleManager):
     def fault(self) -> str | None:
         """Where the reason lies why the last sync failed: ``this`` group, ``another``, or None."""
         return self._watch.faults.blamed
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a member of the last quorum asks that messages are gathered."""
+        return self._watch.gathers
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -171,6 +178,7 @@ class ReplicaManager(InterruptibleManager):
         if error := self.errored():
             self._watch.faults.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
+        self._watch.wants_to_gather = self.wants_to_gather()
         self._waits_since = began = time.monotonic()
         while True:
             try:

@@ -117,6 +117,7 @@ class Report:
         has_failed: Whether its last sync failed by an error of its own, and not by a peer's.
         num_ranks: Ranks of the group.
         num_shards: Into how many parts they divide the model; see ``GroupLayout``.
+        gathers: Whether it asks that the messages of this sync are gathered, and not summed.
     """
 
     step: int = 0
@@ -130,6 +131,7 @@ class Report:
     has_failed: bool = False
     num_ranks: int = 1
     num_shards: int = 1
+    gathers: bool = False
 
 
 _JSON_KEYS = {"previous": "last", "missing": "awaits"}
@@ -189,6 +191,7 @@ def _parse_report(content: Mapping[str, Any]) -> Report:
         has_failed=_check_type(content["has_failed"], bool),
         num_ranks=_check_type(content["num_ranks"], int),
         num_shards=_check_type(content["num_shards"], int),
+        gathers=_check_type(content["gathers"], bool),
     )
 
 

@@ -92,6 +92,8 @@ class QuorumWatch:
         boards: Addresses of their notice boards, by their names.
         max_step: The highest manager step among them.
         faults: What went wrong since the last quorum, and whose fault that was.
+        wants_to_gather: Whether this group asks that messages are gathered, and not summed.
+        gathers: Whether a member of the last quorum asks for that.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class QuorumWatch:
         self.boards: dict[str, str] = {}
         self.max_step = 0
         self.faults = SyncFaults(name)
+        self.wants_to_gather = self.gathers = False
         self._previous: PreviousQuorum | None = None
         self._connection: Connection | None = None
         self._left_out: tuple[str, ...] = ()
@@ -170,6 +173,7 @@ class QuorumWatch:
         self.missing.deadline = None
         self.faults.assign(by_name)
         quorum, by_name = self._without_unreachable(quorum, by_name, request["group_rank"])
+        self.gathers = any(report.gathers for report in by_name.values())
         self.boards = {name: report.board for name, report in by_name.items()}
         self._connect_if_needed(quorum.quorum_id, list(by_name.values()))
         return quorum
@@ -187,6 +191,7 @@ class QuorumWatch:
             has_failed=self.faults.has_failed,
             num_ranks=self.layout.num_ranks,
             num_shards=self.layout.num_shards,
+            gathers=self.wants_to_gather,
         )
 
     def _without_strangers(self, quorum: Any, group_rank: int) -> tuple[Any, list[Report]]:

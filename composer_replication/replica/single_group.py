@@ -32,6 +32,8 @@ class SingleGroupManager:
         self._step = 0
         self._batches_committed = 0
         self._error: Exception | None = None
+        self.gathers = False
+        self.wants_to_gather: Callable[[], bool] = lambda: False
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -41,6 +43,7 @@ class SingleGroupManager:
     def start_quorum(self) -> None:
         """Begin the next sync, without the error of the last one."""
         self._error = None
+        self.gathers = self.wants_to_gather()
 
     def current_step(self) -> int:
         """The number of committed syncs."""

@@ -79,6 +79,8 @@ class SimulatedManager:
         self._has_failed = False
         self._error: Exception | None = None
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        self.wants_to_gather: Callable[[], bool] = lambda: False
+        """Whether this replica asks that messages are gathered, and not summed."""
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -107,7 +109,7 @@ class SimulatedManager:
             Stopped: A scripted fault kills this replica here.
         """
         has_failed = self._has_failed or self._error is not None
-        request = Request(self._step, has_failed, self._user_state_dict)
+        request = Request(self._step, has_failed, self._user_state_dict, self.wants_to_gather())
         before, self._error, self._has_failed = self.connection, None, False
         self._quorum = quorum = self._network.join_quorum(self._replica_id, request)
         if self.connection != before:
@@ -142,6 +144,11 @@ class SimulatedManager:
     def num_participants(self) -> int:
         """The number of members of the quorum; 0 before the first one."""
         return len(self._quorum.members) if self._quorum else 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a member of the quorum asks that messages are gathered."""
+        return self._quorum is not None and self._quorum.gathers
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -110,11 +110,13 @@ class Request:
         step: Its step.
         has_failed: Whether its last sync failed, so that all connect anew.
         save: Returns its state; called if the replica becomes a donor.
+        gathers: Whether it asks that messages are gathered, and not summed.
     """
 
     step: int
     has_failed: bool
     save: Callable[[], dict[str, Any]]
+    gathers: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,14 @@ class Quorum:
         max_step: The largest step of a member. Members that are behind heal to it.
         state: State of a member at ``max_step``; None if nobody has to heal.
         connection: Through which its members send.
+        gathers: Whether a member asks that messages are gathered.
     """
 
     members: tuple[int, ...]
     max_step: int
     state: dict[str, Any] | None
     connection: Connection
+    gathers: bool
 
 
 class SharedBuffer:
@@ -261,6 +265,7 @@ class SharedBuffer:
             max_step=max_step,
             state=copy.deepcopy(donor.save()) if behind else None,  # no memory is shared
             connection=self._connect(members, any(request.has_failed for request in requests)),
+            gathers=any(request.gathers for request in requests),
         )
         self._requests.clear()
 

@@ -26,7 +26,7 @@ def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
         outer_step=largest,
         min_replica_size=3,
         is_replacing=False,
-        vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9),
+        vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9, 2.0**60, 2.0**20, 2.0**-30),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
         settings=(largest + 1, 1),
         batches=(largest + 1, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection, Sequence
 from datetime import timedelta
@@ -71,6 +72,10 @@ class QuantizedMean(WeightedMean):
         self.residual = torch.zeros(size, device=self.device)
         """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
 
+    SLACK = 2.5
+    """Four bits twice, on the way to the mean and back, may add half of the norm each time."""
+    _is_weighted = False
+
     def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         del contribution  # it goes along with each part
         values += self.residual[start : start + values.numel()]
@@ -95,8 +100,17 @@ class QuantizedMean(WeightedMean):
         self._taken = self._messages.take()
         return self._taken.view(torch.uint8)[:num_bytes]
 
+    def _arrived(self) -> tuple[float, float]:
+        assert self._exchange is not None, "it has been sent"
+        totals = {bucket.total for bucket in self._exchange.buckets}
+        return totals.pop() if len(totals) == 1 else math.nan, math.sqrt(self._exchange.square)
+
     @torch.no_grad()
     def finish(self) -> float:
+        if self.is_gathered:  # in fp32, so that nothing was rounded
+            if self.contribution:
+                self.residual.zero_()
+            return super().finish()
         assert self._exchange is not None, "it has been sent"
         exchange, start = self._exchange, 0
         self.total, self.divisor = exchange.total, 1.0
@@ -168,6 +182,7 @@ class Exchange:
     ) -> None:
         self.buckets = buckets
         self._manager = manager
+        self._has_peers = manager.num_participants() > 1
         self._keeps_error = contribution > 0
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
@@ -178,6 +193,8 @@ class Exchange:
                 for bucket, part in zip(buckets, parts, strict=True)
             ]
         self._following: list[Any] = []
+        self.square = math.nan
+        """Of the norm of the mean that has arrived from several groups."""
         # Without a thread the second messages would start only when training next waits, and the
         # sync would not overlap with it.
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
@@ -206,6 +223,9 @@ class Exchange:
             with torch.no_grad(), get_stream_context(self._stream):
                 for work in filter(None, self._following):
                     work.wait()
+                if self._has_peers and not self._manager.errored():
+                    squares = [bucket.mean_square() for bucket in self.buckets]
+                    self.square = float(torch.stack(squares).sum())
         except Exception as error:
             self._manager.report_error(error)
         finally:

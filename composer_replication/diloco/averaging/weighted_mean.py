@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.averaging.rank_shares import RankShare
+from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -45,7 +46,9 @@ class WeightedMean:
     whatever its values are: a joiner without training, or a group whose values are not finite,
     takes part and changes nothing.
 
-    The sum is an allreduce of fp32 numbers; ``QuantizedMean`` has the other wire formats.
+    The sum is an allreduce of fp32 numbers; ``QuantizedMean`` has the other wire formats. What has
+    arrived is held against what the groups say about themselves (``doubt``). After a doubt the
+    groups gather each other's messages, and sum those that are sound (``find_unsound``).
 
     Args:
         share: Of the tensors, in the order that all groups share: what this rank sends.
@@ -72,8 +75,9 @@ class WeightedMean:
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
         2 (k - 1) / k of it to the others: with two, that is all of it."""
-        self.norm = 0.0
+        self.norm = self.sent_norm = 0.0
         self.contribution = 0.0
+        self.is_left_out = self.is_gathered = False
         self.total = 0.0
         self.divisor = 0.0
         """What the sums are of: this times the mean."""
@@ -89,7 +93,8 @@ class WeightedMean:
     ) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
-        ``norm`` then holds the L2 norm of the values, not finite if one of them is not.
+        ``norm`` then holds the L2 norm of the values, not finite if one of them is not, and
+        ``sent_norm`` that of what is sent of them, without the weight.
 
         Args:
             write: Called with a 1-D part of a tensor of each source, and last with the 1-D fp32
@@ -104,6 +109,7 @@ class WeightedMean:
         to_send = flat[share.start : share.stop]
         own = to_send[: sum(share.sizes)]
         squares = [torch.zeros((), device=self.device)]
+        sent = squares if self._is_weighted else [squares[0]]
         start = 0
         for index, parts in enumerate(zip(own.split(share.sizes), *sources, strict=True)):
             chunks = [chunks_of(part, self._chunk) for part in parts]
@@ -112,11 +118,13 @@ class WeightedMean:
                 square = torch.dot(values, values)  # in half the time of a norm
                 squares.append(self._shards.own_part(square, index))
                 self._prepare(start, values, contribution)
+                if sent is not squares:
+                    sent.append(self._shards.own_part(torch.dot(values, values), index))
                 start += values.numel()
-        square = torch.stack(squares).sum()
-        self.norm = math.sqrt(float(share.sum(square) if asks_ranks else square))
-        if asks_ranks:
-            self.norm = self._shards.norm(self.norm)
+        both = torch.stack([torch.stack(each).sum() for each in (squares, sent)])
+        norms = (share.sum(both) if asks_ranks else both).sqrt().tolist()
+        self.norm, self.sent_norm = self._shards.norms(norms) if asks_ranks else norms
+        self.is_left_out = self.is_gathered = False
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
             own.zero_()
@@ -137,11 +145,93 @@ class WeightedMean:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         return [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
 
+    # What has arrived, before the vote.
+
+    SLACK = 1.05
+    """How much longer than its parts a mean may be: norms are rounded."""
+    _is_weighted = True
+    """Whether the contribution is in the values that are sent, or beside them."""
+
+    def _arrived(self) -> tuple[float, float]:
+        """Return the sum of the weights, and the norm of what this rank has of the mean."""
+        total = float(self.messages[-1])
+        squares = torch.stack([torch.dot(each, each) for each in self.messages[:-1]])
+        return total, float(squares.sum().sqrt()) / total if total else 0.0
+
+    def doubt(self, vitals: Collection[Vitals]) -> str:
+        """What is wrong with the mean that has arrived; empty if nothing is.
+
+        A mean is at most as long as the mean of what its groups have sent. All groups have received
+        the same, so they come to one conclusion.
+
+        Args:
+            vitals: What the groups say about themselves.
+        """
+        expected = sum(group.contribution for group in vitals)
+        total, norm = self._arrived()
+        if not math.isclose(total, expected, rel_tol=1e-3):
+            return f"the weights sum to {total:g}, and those of the groups to {expected:g}"
+        sent = sum(group.contribution * group.sent_norm for group in vitals) / (expected or 1.0)
+        if not norm <= self.SLACK * sent:
+            return f"the mean has norm {norm:g}, and what the groups sent has {sent:g}"
+        return ""
+
+    def find_unsound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> set[int]:
+        """Gather the messages of all groups, and find those that are not what their group says.
+
+        It takes a message at a time, so that it needs memory for one of each group.
+
+        Args:
+            manager: The torchft manager, or its simulated double.
+            vitals: What the groups say about themselves, by rank, if that is sound.
+
+        Returns:
+            The ranks whose messages are not finite, too long, or of another weight.
+        """
+        self.is_gathered = True
+        squares = torch.zeros(manager.num_participants(), device=self.device)
+        for message in self.messages[:-1]:
+            for rank, part in enumerate(self._gather_message(manager, message)):
+                squares[rank] += torch.dot(part, part)
+        weights = torch.cat([*self._gather_message(manager, self.messages[-1])]).tolist()
+        unsound = set()
+        for rank, (square, weight) in enumerate(zip(squares.tolist(), weights, strict=True)):
+            group = vitals.get(rank)
+            longest = group.sent_norm * (weight if self._is_weighted else 1.0) if group else 0.0
+            if (
+                group is None
+                or weight != group.contribution
+                or not square <= (self.SLACK * longest) ** 2
+            ):
+                unsound.add(rank)
+        return unsound
+
+    def sum_sound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> None:
+        """Gather the messages once more, and sum those of these ranks."""
+        for message in self.messages[:-1]:
+            parts = self._gather_message(manager, message)
+            message.zero_()
+            for rank, group in vitals.items():
+                if group.contribution:
+                    message.add_(
+                        parts[rank], alpha=1.0 if self._is_weighted else group.contribution
+                    )
+        self.messages[-1].fill_(sum(group.contribution for group in vitals.values()))
+        if manager.participating_rank() not in vitals:
+            self.contribution, self.is_left_out = 0.0, True
+
+    def _gather_message(self, manager: DiLoCoManager, message: Tensor) -> Sequence[Tensor]:
+        groups = manager.num_participants()
+        gathered = message.new_zeros(groups * message.numel())
+        if message.numel():
+            manager.all_gather(gathered, message).wait()
+        return gathered.chunk(groups) if message.numel() else [gathered] * groups
+
     @property
     def is_finite(self) -> bool:
         """Whether all values of the last ``pack`` were finite."""
         # The norm of finite values overflows only past 1e19, where no training is left to save.
-        return self.norm < float("inf")
+        return self.norm < math.inf and self.sent_norm < math.inf
 
     def finish(self) -> float:
         """Return ``sum(c_i)``, which is then also in ``total``, and gather the sums if ranks do.
