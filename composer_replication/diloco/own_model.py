@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from composer_replication.diloco.fragments import check_trained_by, split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
+from composer_replication.diloco.peer_row import ROW
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, count_shards, local_tensor
 
@@ -77,7 +80,12 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     if num_shards > 1:  # each rank holds a part already
         sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
     if hasattr(arguments.manager, "layout"):  # a ReplicaManager, which compares it with its peers'
-        arguments.manager.layout.num_shards = num_shards  # pyright: ignore[reportAttributeAccessIssue]
+        layout: Any = arguments.manager.layout  # pyright: ignore[reportAttributeAccessIssue]
+        sizes = [
+            [t.numel() for t in (*params.values(), *buffers.values())] for params, buffers in split
+        ]
+        digest = hashlib.sha256(repr([settings.wire_format, sizes]).encode()).hexdigest()
+        layout.num_shards, layout.row, layout.sizes = num_shards, ROW, digest[:8]
     share = partial(
         RankShare,
         ranks=ranks,

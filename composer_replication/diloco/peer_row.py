@@ -15,6 +15,10 @@ BITS = 22
 """Bits of a number that a sum in fp32 keeps exactly, with room for the 1 that marks it as set."""
 
 
+ROW = 18 + len(Vitals._fields)
+"""Numbers of a row beside the digests."""
+
+
 @dataclass(frozen=True)
 class PeerRow:
     """What one replica group reports to the others beside a sync.

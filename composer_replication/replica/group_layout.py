@@ -1,4 +1,4 @@
-"""The number of ranks and shards of a replica group, which has to be equal in all groups."""
+"""Ranks, shards and messages of a replica group, which have to be equal in all groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class GroupLayout:
     Rank r of a group averages with rank r of the others. Their messages are as long as the rank's
     part of the model. If the peer's message has another length, gloo aborts the process without a
     Python error. A rank that its peers do not have finds nobody to connect to. So every report has
-    the group's layout, and the members of a quorum compare layouts before they connect.
+    the group's layout, and the members of a quorum compare layouts before they connect. The sizes
+    of messages are compared between those with the newest state: one that is behind takes over
+    that state first, and then compares all settings.
 
     Only rank 0 compares, because torchft tells higher ranks nothing of a group that has no such
     rank. All ranks vote on a quorum, and rank 0 votes against one with unequal layouts. If this
@@ -33,6 +35,8 @@ class GroupLayout:
 
     Attributes:
         num_shards: Into how many parts the ranks divide the model; 1 if each has all of it.
+        row: See ``Report``.
+        sizes: See ``Report``.
     """
 
     KEY = "rejected_because"
@@ -40,31 +44,40 @@ class GroupLayout:
     def __init__(self, num_ranks: int, rank: int = 0, store: Any = None) -> None:
         self.num_ranks = num_ranks
         self.num_shards = 1
+        self.row, self.sizes = 0, ""
         self._rank = rank
         self._store = store
         self._rejection: str | None = None
         self._unequal: frozenset[str] = frozenset()
 
-    def fits(self, reports: Mapping[str, Report]) -> bool:
+    def fits(self, reports: Mapping[str, Report], step: int = 0) -> bool:
         """Whether the members of a quorum may connect; always true on ranks other than 0.
 
         The layout of the first member that was in a quorum before is the run's. If all members are
-        new, it is the first member's.
+        new, it is that of the first one with the newest state.
 
         Args:
             reports: By the lighthouse's name of the member, in the order of the quorum.
+            step: This group's step.
         """
         if self._rank:
             return True
-        name = min(reports, key=lambda each: reports[each].previous is None)
-        expected = _describe(reports[name].num_ranks, reports[name].num_shards)
-        own = _describe(self.num_ranks, self.num_shards)
+        newest = max(report.step for report in reports.values())
+        name = min(reports, key=lambda n: (reports[n].previous is None, -reports[n].step))
+        run = reports[name]
+
+        def describe(each: Report | GroupLayout, step: int) -> str:
+            sizes = each.sizes if newest and step == newest else run.sizes
+            messages = f" and messages {each.row}-{sizes}" if each.row else ""
+            return _describe(each.num_ranks, each.num_shards) + messages
+
+        expected, own = describe(run, run.step), describe(self, step)
         if own != expected:
             self._rejection = _rejection(own, name, expected)
             if self.num_ranks > 1:
                 self._store.set(self.KEY, self._rejection)
             return False
-        layouts = {n: _describe(each.num_ranks, each.num_shards) for n, each in reports.items()}
+        layouts = {n: describe(each, each.step) for n, each in reports.items()}
         unequal = {name: layout for name, layout in layouts.items() if layout != own}
         # Once for each: the quorum is asked for again and again until they have left.
         for name in unequal.keys() - self._unequal:
@@ -122,7 +135,8 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
 def _rejection(own: str, name: str, expected: str) -> str:
     return (
         f"this replica group has {own}, and replica group {name.partition(':')[0]} of this run has "
-        f"{expected}: start every group with the same number of ranks and the same kind of sharding"
+        f"{expected}: start every group with the same number of ranks, the same kind of sharding, "
+        "model and wire_format, and the same version of composer-replication"
     )
 
 

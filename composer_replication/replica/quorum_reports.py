@@ -118,6 +118,9 @@ class Report:
         num_ranks: Ranks of the group.
         num_shards: Into how many parts they divide the model; see ``GroupLayout``.
         gathers: Whether it asks that the messages of this sync are gathered, and not summed.
+        row: Numbers of its row in the peer table, beside those for each fragment; another build of
+            this package may have others.
+        sizes: A digest of the sizes of its messages.
     """
 
     step: int = 0
@@ -132,6 +135,8 @@ class Report:
     num_ranks: int = 1
     num_shards: int = 1
     gathers: bool = False
+    row: int = 0
+    sizes: str = ""
 
 
 _JSON_KEYS = {"previous": "last", "missing": "awaits"}
@@ -192,6 +197,8 @@ def _parse_report(content: Mapping[str, Any]) -> Report:
         num_ranks=_check_type(content["num_ranks"], int),
         num_shards=_check_type(content["num_shards"], int),
         gathers=_check_type(content["gathers"], bool),
+        row=_check_type(content["row"], int),
+        sizes=_check_type(content["sizes"], str),
     )
 
 
@@ -283,7 +290,8 @@ class Strangers:
         for name in sorted(set(strangers) - self._names):
             log.warning(
                 "Left %r out of the quorum: it does not prove that it knows this run's token. It "
-                "is a stranger, or COMPOSER_REPLICATION_TOKEN differs between the replica groups",
+                "is a stranger, COMPOSER_REPLICATION_TOKEN differs between the replica groups, or "
+                "it runs another version of composer-replication",
                 name,
             )
         self._names = frozenset(strangers)

@@ -164,7 +164,7 @@ class QuorumWatch:
         quorum, reports = self._without_strangers(quorum, request["group_rank"])
         is_used = self._is_complete(quorum, current, reports)
         by_name = dict(zip(self.members, reports, strict=True))
-        is_used = self.layout.fits(by_name) and is_used
+        is_used = self.layout.fits(by_name, request["step"]) and is_used
         if self.layout.num_ranks > 1:
             is_used = self._vote(request["group_rank"], request["step"], is_used)
         if not is_used:
@@ -192,6 +192,8 @@ class QuorumWatch:
             num_ranks=self.layout.num_ranks,
             num_shards=self.layout.num_shards,
             gathers=self.wants_to_gather,
+            row=self.layout.row,
+            sizes=self.layout.sizes,
         )
 
     def _without_strangers(self, quorum: Any, group_rank: int) -> tuple[Any, list[Report]]:

@@ -66,7 +66,8 @@ def test_of_two_new_groups_the_second_leaves_on_all_its_ranks_and_the_first_does
         assert str(caught.value) == (
             "this replica group has 2 ranks with the whole model on each, and replica group a of "
             "this run has 1 rank with the whole model on each: start every group with the same "
-            "number of ranks and the same kind of sharding"
+            "number of ranks, the same kind of sharding, model and wire_format, and the same "
+            "version of composer-replication"
         )
 
 
@@ -85,6 +86,35 @@ def test_equal_groups_fit():
     layout = GroupLayout(2)
     assert layout.fits(quorum(a=(2, 1), b=(2, 1)))
     layout.check()
+
+
+def messages(**members):
+    """Reports by member: row, sizes and step of each; those with a step were in a quorum."""
+    return {
+        f"{name}:1": Report(row=row, sizes=sizes, step=step, previous=[1, []] if step else None)
+        for name, (row, sizes, step) in members.items()
+    }
+
+
+@pytest.mark.parametrize(("own", "step", "fits"), [
+    ((24, "aa"), 5, True),
+    ((24, "bb"), 5, False),  # another model at the same outer step, of which none takes over
+    ((24, "bb"), 0, True),  # it takes over the state, which says what differs
+    ((25, "aa"), 0, False),  # another build, whose table no heal makes equal
+    ((25, "aa"), 5, False),
+])  # fmt: skip
+def test_messages_of_other_sizes_are_refused_before_they_are_sent(own, step, fits):
+    layout = GroupLayout(1)
+    layout.row, layout.sizes = own
+    reports = messages(a=(24, "aa", 5), b=(*own, step))
+    in_training = GroupLayout(1)
+    in_training.row, in_training.sizes = 24, "aa"
+    assert layout.fits(reports, step) == in_training.fits(reports, 5) == fits
+    in_training.check()
+    if not fits:
+        line = f"messages {own[0]}-.*replica group a .* messages 24-aa: start every group"
+        with pytest.raises(SettingsMismatch, match=line):
+            layout.check()
 
 
 def test_a_joiner_is_refused_before_the_others_see_it():
