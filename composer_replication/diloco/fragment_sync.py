@@ -146,7 +146,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
             return
         packed = self.unsynced.packed = self._pack()
         frozen, share = set(packed.frozen), self.globals.share
-        self.mean.forget_residual(frozen)
+        # An average is sent as it is, without what rounding has kept back before.
+        self.mean.forget_residual(None if packed.is_replacing else frozen)
         local = packed.local or self.local()
         averaged, copied = self.globals.divide(local)
         theta = (
@@ -303,6 +304,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean.forget_residual()
 
     # ---- what others ask -------------------------------------------------------------------------
+
+    @property
+    def replaces_global(self) -> bool:
+        """Whether a sync is to make the local parameters global."""
+        unsent = self.unsynced.unsent
+        return self.unsynced.replaces_global or (unsent is not None and unsent.is_replacing)
 
     @property
     def is_in_flight(self) -> bool:

@@ -100,7 +100,12 @@ class OuterLoop:
         self.ends_with_next_step = self.has_healed = False
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         serve_state(manager, state)
-        ask_to_gather(manager, lambda: self._has_doubts)
+        ask_to_gather(manager, self._wants_to_gather)
+
+    def _wants_to_gather(self) -> bool:
+        """After a doubt; and for an average that is to be global, which is sent in fp32 like that."""
+        is_rounded = self._settings.keeps_residual
+        return self._has_doubts or (is_rounded and any(f.replaces_global for f in self.fragments))
 
     def resume(self, inner_steps: int, round_length: Mapping[str, Any] | None) -> None:
         """Continue the counts of a checkpoint.

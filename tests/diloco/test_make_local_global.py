@@ -62,6 +62,29 @@ def test_after_the_last_step_it_is_what_the_model_ends_with(settings, steps, gro
         assert values == pytest.approx([5.0] * 5, abs=1e-6)
 
 
+@pytest.mark.parametrize("wire_format", ["bfloat16", "int8", "fp4"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_no_wire_format_rounds_it(settings, groups, wire_format):
+    settings = settings | {"wire_format": wire_format}
+    moves = (1.0, -3.0, 0.7)
+
+    def replica(sim):
+        model = Constant(a=(2,), b=(3,))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, nesterov_sgd(), **settings) as diloco:
+            for _ in range(6):
+                take_step(inner, moves[sim.replica_id])
+            replace_by(model, 0.1)
+            diloco.make_local_global()
+            diloco.final_sync()
+            return torch.cat([*diloco.global_parameters().values()]).tolist()
+
+    runs = simulate(replica, num_replicas=groups)
+    assert all(values == runs[0] for values in runs)
+    assert runs[0] == pytest.approx([0.1] * 5, abs=1e-6)
+
+
 def test_in_mid_run_the_next_outer_step_is_the_plain_mean_and_momentum_begins_anew():
     runs = simulate(lambda sim: train(sim, 9, 4, final=False, sync_every=3), num_replicas=2)
     assert runs[0][1] == runs[1][1]
