@@ -103,7 +103,7 @@ class OuterLoop:
         ask_to_gather(manager, self._wants_to_gather)
 
     def _wants_to_gather(self) -> bool:
-        """After a doubt; and for an average that is to be global, which is sent in fp32 like that."""
+        """After a doubt, and for an average that is to be global: what is gathered is in fp32."""
         is_rounded = self._settings.keeps_residual
         return self._has_doubts or (is_rounded and any(f.replaces_global for f in self.fragments))
 
