@@ -125,14 +125,8 @@ class PeerTable:
         batches = self.first_batches if mean.contribution else None
         packed, vitals = fragment.unsynced.packed, Vitals(step_s=self.step_s)
         if mean.contribution:  # else the norm may not be finite
-            vitals = Vitals(
-                mean.contribution,
-                mean.norm,
-                self.step_s,
-                mean.sent_norm,
-                packed.inner_steps,
-                fragment.usual_pace,
-            )
+            sent = mean.contribution, mean.norm, self.step_s, mean.sent_norm
+            vitals = Vitals(*sent, packed.inner_steps, fragment.usual_pace)
         return PeerRow(
             has_more=self.is_training or any(other.unsynced.has_more for other in others),
             is_joining=fragment.is_joining,
@@ -226,13 +220,10 @@ class PeerTable:
         if gathers(self._manager):
             left_out = fragment.leave_out(sound)
             for rank in left_out:
-                log.warning(
-                    "The sync after outer step %d leaves out replica group %s, which takes over the"
-                    " global parameters: %s",
-                    self._state.outer_step,
-                    names[rank],
-                    faults.get(rank, "its messages are not what it says of them"),
-                )
+                what = f"replica group {names[rank]}, which takes over the global parameters"
+                why = faults.get(rank, "its messages are not what it says of them")
+                step = self._state.outer_step
+                log.warning("The sync after outer step %d leaves out %s: %s", step, what, why)
             return left_out
         if not self._manager.errored() and len(names) >= max(2, self._manager._min_replica_size):
             doubts = [f"replica group {names[rank]}: {fault}" for rank, fault in faults.items()]

@@ -37,13 +37,13 @@ class QuantizedBucket(ABC):
         wire_format: The format of each part.
 
     Attributes:
-        weights: The contributions of all groups, by rank, once the first messages have arrived.
+        total: The sum of all contributions, once the first messages have arrived.
         num_bytes: Size of the bucket on the network. Each of k groups sends 2 (k - 1) / k times
             this size to the others.
         memory_bytes: Size of the memory that ``start_first`` needs.
     """
 
-    weights: Sequence[float] = ()
+    total = 0.0
     num_bytes = 0
     memory_bytes = 0
 
@@ -86,14 +86,21 @@ class QuantizedBucket(ABC):
             A Work to wait for, or None if there is no second message.
         """
 
-    @property
-    def total(self) -> float:
-        """The sum of all contributions."""
-        return sum(self.weights)
-
     @abstractmethod
+    def _arrived(self) -> Sequence[Sequence[tuple[float, Tensor]]]:
+        """What has arrived of the mean: encoded parts to be added up, each with its weight."""
+
     def mean_square(self) -> Tensor:
-        """Return the square of the mean's norm, once all messages have arrived."""
+        """Return at least the square of the mean's norm, once all messages have arrived.
+
+        The norms of what is added up are added up, which is what they may be at most.
+        """
+        scratch, square = self._scratch(), self.values.new_zeros(())
+        for parts in self._arrived():
+            for frame in self._frames:
+                norms = (w * self._decode(part, frame, scratch).norm() for w, part in parts)
+                square += torch.stack([*norms]).sum().square()
+        return square
 
     @abstractmethod
     def finish(self, error: Tensor | None) -> None:
@@ -144,27 +151,12 @@ class AllGatherBucket(QuantizedBucket):
 
     def start_second(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
         del manager, keeps_error
-        self.weights = weights_of(self._messages)
+        self._contributions = weights_of(self._messages)
+        self.total = sum(self._contributions)
 
-    def _mean(self, frame: Frame, own: Tensor | None, into: Tensor, scratch: Tensor) -> Tensor:
-        total = self.total
-        into.zero_()
-        for group, (weight, message) in enumerate(zip(self.weights, self._messages, strict=True)):
-            if not weight:
-                continue
-            decoded = own if group == self._rank else None
-            if decoded is None:
-                decoded = self._decode(message[WEIGHT:], frame, scratch)
-            into.add_(decoded[: into.numel()], alpha=weight / total)
-        return into
-
-    def mean_square(self) -> Tensor:
-        mean, scratch = self._scratch(), self._scratch()
-        square = mean.new_zeros(())
-        for frame in self._frames if self.total else ():
-            part = self._mean(frame, None, mean[: frame.size], scratch)
-            square += torch.dot(part, part)
-        return square
+    def _arrived(self) -> Sequence[Sequence[tuple[float, Tensor]]]:
+        pairs = zip(self._contributions, self._messages, strict=True)
+        return [[(weight / (self.total or 1.0), part[WEIGHT:]) for weight, part in pairs]]
 
     def finish(self, error: Tensor | None) -> None:
         scratch, own_scratch = self._scratch(), self._scratch()
@@ -173,7 +165,17 @@ class AllGatherBucket(QuantizedBucket):
             own = self._decode(self._sent[WEIGHT:], frame, own_scratch)[: values.numel()]
             if error is not None:
                 torch.sub(values, own, out=error[frame.elements])
-            self._mean(frame, own, values, scratch)
+            values.zero_()
+            for group, (weight, message) in enumerate(
+                zip(self._contributions, self._messages, strict=True)
+            ):
+                if not weight:
+                    continue
+                if group == self._rank:
+                    decoded = own
+                else:
+                    decoded = self._decode(message[WEIGHT:], frame, scratch)
+                values.add_(decoded[: values.numel()], alpha=weight / self.total)
 
 
 class ReduceScatterBucket(QuantizedBucket):
@@ -202,8 +204,8 @@ class ReduceScatterBucket(QuantizedBucket):
         return manager.all_to_all(received, sent)
 
     def start_second(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
-        self.weights = weights = weights_of(self._received)
-        total = self.total
+        weights = weights_of(self._received)
+        self.total = sum(weights)
         mean, decoded = self._scratch(), self._scratch()
         for frame in self._frames:
             exact = self._part(self.values, self._rank)[frame.elements]
@@ -214,7 +216,7 @@ class ReduceScatterBucket(QuantizedBucket):
                 part = exact
                 if rank != self._rank:
                     part = self._decode(message[WEIGHT:], frame, decoded)
-                mean[: exact.numel()].add_(part[: exact.numel()], alpha=weight / total)
+                mean[: exact.numel()].add_(part[: exact.numel()], alpha=weight / self.total)
             self._format.encode(mean[: frame.size], self._own[frame.encoded])
             # Without a weight here this group is not in the sum: the connections are those of
             # another quorum, as the peer table says to all.
@@ -222,17 +224,11 @@ class ReduceScatterBucket(QuantizedBucket):
                 # The next sync weights this error by this group's share of the mean: undo that.
                 rounded = self._decode(self._own, frame, decoded)[: exact.numel()]
                 torch.sub(mean[: exact.numel()], rounded, out=exact)
-                exact.mul_(total / weights[self._rank])
+                exact.mul_(self.total / weights[self._rank])
         return manager.all_gather(self._gathered, self._own)
 
-    def mean_square(self) -> Tensor:
-        scratch = self._scratch()
-        square = scratch.new_zeros(())
-        for part in self._gathered.chunk(self._groups):
-            for frame in self._frames:
-                decoded = self._decode(part, frame, scratch)
-                square += torch.dot(decoded, decoded)
-        return square
+    def _arrived(self) -> Sequence[Sequence[tuple[float, Tensor]]]:
+        return [[(1.0, part)] for part in self._gathered.chunk(self._groups)]
 
     def finish(self, error: Tensor | None) -> None:
         scratch = self._scratch()

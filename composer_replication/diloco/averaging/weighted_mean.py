@@ -194,17 +194,12 @@ class WeightedMean:
             for rank, part in enumerate(self._gather_message(manager, message)):
                 squares[rank] += torch.dot(part, part)
         weights = torch.cat([*self._gather_message(manager, self.messages[-1])]).tolist()
-        unsound = set()
-        for rank, (square, weight) in enumerate(zip(squares.tolist(), weights, strict=True)):
-            group = vitals.get(rank)
-            longest = group.sent_norm * (weight if self._is_weighted else 1.0) if group else 0.0
-            if (
-                group is None
-                or weight != group.contribution
-                or not square <= (self.SLACK * longest) ** 2
-            ):
-                unsound.add(rank)
-        return unsound
+        norms, limits = squares.sqrt().tolist(), [0.0] * len(weights)
+        for rank, group in vitals.items():
+            limits[rank] = group.sent_norm * (group.contribution if self._is_weighted else 1.0)
+        said = {rank: group.contribution for rank, group in vitals.items()}
+        sound = (norm <= self.SLACK * limit for norm, limit in zip(norms, limits, strict=True))
+        return {n for n, fits in enumerate(sound) if not (fits and said.get(n) == weights[n])}
 
     def sum_sound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> None:
         """Gather the messages once more, and sum those of these ranks."""
