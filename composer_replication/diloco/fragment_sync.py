@@ -306,12 +306,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
     # ---- what others ask -------------------------------------------------------------------------
 
     @property
-    def replaces_global(self) -> bool:
-        """Whether a sync is to make the local parameters global."""
-        unsent = self.unsynced.unsent
-        return self.unsynced.replaces_global or (unsent is not None and unsent.is_replacing)
-
-    @property
     def is_in_flight(self) -> bool:
         """Whether an allreduce has been started and its outer step has not been taken."""
         return bool(self._allreduce_work)

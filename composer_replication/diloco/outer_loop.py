@@ -104,8 +104,8 @@ class OuterLoop:
 
     def _wants_to_gather(self) -> bool:
         """After a doubt, and for an average that is to be global: what is gathered is in fp32."""
-        is_rounded = self._settings.keeps_residual
-        return self._has_doubts or (is_rounded and any(f.replaces_global for f in self.fragments))
+        replaces = any(fragment.unsynced.replaces_global for fragment in self.fragments)
+        return self._has_doubts or (replaces and self._settings.keeps_residual)
 
     def resume(self, inner_steps: int, round_length: Mapping[str, Any] | None) -> None:
         """Continue the counts of a checkpoint.

@@ -98,8 +98,9 @@ class QuantizedBucket(ABC):
         scratch, square = self._scratch(), self.values.new_zeros(())
         for parts in self._arrived():
             for frame in self._frames:
-                norms = (w * self._decode(part, frame, scratch).norm() for w, part in parts)
-                square += torch.stack([*norms]).sum().square()
+                decoded = ((weight, self._decode(part, frame, scratch)) for weight, part in parts)
+                norms = [weight * torch.dot(each, each).sqrt() for weight, each in decoded]
+                square += torch.stack(norms).sum().square()
         return square
 
     @abstractmethod

@@ -182,7 +182,6 @@ class Exchange:
     ) -> None:
         self.buckets = buckets
         self._manager = manager
-        self._has_peers = manager.num_participants() > 1
         self._keeps_error = contribution > 0
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
@@ -223,7 +222,7 @@ class Exchange:
             with torch.no_grad(), get_stream_context(self._stream):
                 for work in filter(None, self._following):
                     work.wait()
-                if self._has_peers and not self._manager.errored():
+                if self._manager.num_participants() > 1 and not self._manager.errored():
                     squares = [bucket.mean_square() for bucket in self.buckets]
                     self.square = float(torch.stack(squares).sum())
         except Exception as error:
