@@ -107,6 +107,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.unsynced = Unsynced(settings.weight_by)
         self._has_too_few = False
         self._copied: list[Tensor] | None = None
+        self._copies_first = True
         self._paces: deque[float] = deque(maxlen=USUAL)
         self.total_contribution = 0.0
         self.is_joining = False
@@ -173,6 +174,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.synced_samples = self._state.ledger.send(
             self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
         )
+        self._copies_first = True
         table = self._peer_table.send(self)
         manager = cast(DiLoCoManager, self._manager)
         means = []
@@ -201,6 +203,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             unsound = self.mean.find_unsound(manager, sound)
         found = (float(rank in unsound) for rank in range(manager.num_participants()))
         left_out = {rank for rank, part in enumerate(self.globals.mean_over_ranks(*found)) if part}
+        self._copies_first = 0 not in left_out  # whose buffers all groups copy
         if not manager.errored():
             kept = {rank: group for rank, group in sound.items() if rank not in left_out}
             self.mean.sum_sound(manager, kept)
@@ -230,7 +233,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self.globals.take_outer_step(
                 self.mean, self._write_back_alpha, replaces=self._peer_table.is_replacing
             )
-            self.globals.copied.take()
+            self.globals.copied.take() if self._copies_first else self.globals.copied.write_back()
         self.mean.clear()
 
     def _merge_parameters(self) -> None:

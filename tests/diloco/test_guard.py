@@ -127,6 +127,28 @@ def test_a_pseudo_gradient_beyond_all_others_leaves_its_group_out(groups, wire_f
     assert "times as long per inner step as that of" in caplog.text
 
 
+def test_nobody_copies_the_buffers_of_a_first_group_that_is_left_out(monkeypatch):
+    lie_in_message(monkeypatch, 0, math.nan)
+
+    def replica(sim):
+        model = Constant(0.0, weight=(6,))
+        model.register_buffer("count", torch.tensor(0))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        counts = []
+        with DiLoCo(sim.manager, model, inner, plain_sgd(), 1, num_replicas=3) as diloco:
+            for step in range(4):
+                is_liar = (sim.replica_id, step) == (0, 2)
+                threading.current_thread().name = "liar" if is_liar else f"group {sim.replica_id}"
+                model.count += 666 if is_liar else 1
+                take_step(inner, -1.0)
+                counts.append(model.count.item())
+            return counts, diloco.global_digest()
+
+    runs = simulate(replica, num_replicas=3)
+    assert all(run == runs[0] for run in runs)
+    assert runs[0][0] == [1, 2, 2, 3]
+
+
 def test_a_group_that_stays_sick_leaves_and_the_others_go_on(monkeypatch):
     lie_in_message(monkeypatch, 0, math.nan)
 
