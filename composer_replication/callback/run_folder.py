@@ -225,7 +225,7 @@ class ReplicaFolder:
         status = self.read_status()
         self.write_status(REJECTED, **{k: v for k, v in status.items() if k != "phase"})
 
-    @fence("the result of this group; it is complete")
+    @fence("the result of this group")
     def write_end(self, result: Mapping[str, Any]) -> None:
         """Append the end of the group with its result. A later one takes its place."""
         if self._folder is not None:

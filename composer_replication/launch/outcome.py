@@ -103,6 +103,7 @@ def keep_page(run_dir: Path) -> None:
         print(f"Page: {write_page(run_dir)}")
 
 
+@fence("why a group has failed")
 def explain_failure(
     run_dir: Path, replica_id: int, status: int, consequence: str = "the run is stopped"
 ) -> None:

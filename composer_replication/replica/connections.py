@@ -129,7 +129,7 @@ class BackgroundServer(ThreadingMixIn, TCPServer):
     """How long the loop waits for a connection before it checks whether to stop, in seconds."""
 
     STOP_WITHIN_S = 5.0
-    """How long ``stop`` waits for the loop, which may be waiting for room for a connection."""
+    """How long ``stop`` waits for the loop, which may be in its pause of ``ACCEPT_PAUSE_S``."""
 
     def __init__(self, listener: socket.socket, handler: Any, name: str, most: int) -> None:
         self.unproven = Strangers(most)
