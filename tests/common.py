@@ -95,8 +95,8 @@ class TinyMLP(nn.Module):
 class Buffered(TinyMLP):
     """With a running mean and a counter, which are others in each group."""
 
-    def __init__(self, seed=0):
-        super().__init__(seed)
+    def __init__(self, seed=0, **size):
+        super().__init__(seed, **size)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("positive", torch.tensor(0))
 

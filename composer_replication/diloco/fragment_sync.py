@@ -145,6 +145,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _save_grads(self) -> None:
         if self._has_too_few:
             return
+        self.globals.level_buffers()
         packed = self.unsynced.packed = self._pack()
         frozen, share = set(packed.frozen), self.globals.share
         # An average is sent as it is, without what rounding has kept back before.

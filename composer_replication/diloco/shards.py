@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -99,6 +99,17 @@ class Shards:
         if self._ranks is None:
             return own
         return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
+
+    @torch.no_grad()
+    def level(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the first one's values of tensors that are not divided.
+
+        DDP levels buffers before each forward pass, FSDP2 does not. With sharding, a collective.
+        """
+        for tensor in tensors if self._ranks is not None else ():
+            values = tensor.detach().reshape(-1).view(torch.uint8).to(self._device)
+            torch.distributed.broadcast(values, group=self._ranks, group_src=0)
+            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
     def digest(self, own: str) -> str:
         """The SHA-256 over the digests of all ranks' shards. With sharding, a collective.

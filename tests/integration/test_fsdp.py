@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import TinyMLP, batch, mse, muon_by_shape
+from common import Buffered, TinyMLP, batch, mse, muon_by_shape
 from integration.replicas import Group, run_groups
 from torch.distributed.fsdp import fully_shard
 
@@ -42,7 +42,7 @@ class ShardedRank:
     manager: ReplicaManager
 
 
-def start_rank(process: Group, folder: str) -> ShardedRank:
+def start_rank(process: Group, folder: str, build: type[TinyMLP] = TinyMLP) -> ShardedRank:
     group, rank = divmod(process.replica_id, RANKS)
     dist.init_process_group(
         "gloo",
@@ -51,7 +51,7 @@ def start_rank(process: Group, folder: str) -> ShardedRank:
         world_size=RANKS,
         timeout=timedelta(seconds=60),
     )
-    model = TinyMLP(seed=10 * group, width=15)
+    model = build(seed=10 * group, width=15)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -76,14 +76,14 @@ def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
     group = process.replica_id // RANKS
     if group == 2:  # it joins two others in training, and each of its ranks has another donor
         process.signal.wait(60)
-    started = start_rank(process, folder)
+    started = start_rank(process, folder, Buffered)
     model, optimizer, manager = started.model, started.optimizer, started.manager
     seen = []
     with DiLoCo(manager, model, optimizer, sync_every=2, num_replicas=2, digest_every=1) as diloco:
         seen += [(r.outer_step, _digest_of_all(model)) for r in diloco.pop_finished_syncs()]
         for step in range(60):
             optimizer.zero_grad()
-            mse(model, *batch(group, step)).backward()
+            mse(model, *batch(process.replica_id, step)).backward()  # each rank has its own
             optimizer.step()
             for report in diloco.pop_finished_syncs():
                 seen.append((report.outer_step, _digest_of_all(model)))
@@ -107,6 +107,8 @@ def _digest_of_all(model: torch.nn.Module) -> str:
     for _, parameter in sorted(model.named_parameters()):
         whole = parameter.full_tensor()  # type: ignore[operator]
         digest.update(whole.detach().numpy().tobytes())
+    for buffer in model.buffers():
+        digest.update(buffer.numpy().tobytes())
     return digest.hexdigest()
 
 
