@@ -106,7 +106,7 @@ class RunData:
     def status(self) -> dict[str, Any]:
         """What this service knows about the run. Groups ask for it too."""
         replicas = self.registry.replicas()
-        run = self.info()
+        run, gap = self.info(), self.streams.units.gap
         return run | {
             "time": time.time(),
             "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
@@ -114,6 +114,7 @@ class RunData:
             "losses": self.registry.history.losses(),
             "agreement": self.registry.history.agreement(),
             "datasets": [asdict(dataset) for dataset in self.streams.units.datasets()],
+            "samples_gap": gap and gap._asdict(),
             "events": self.events.newest(),
         }
 

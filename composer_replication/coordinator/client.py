@@ -205,7 +205,7 @@ class CoordinatorClient(CoordinatorHttp):
         """Report which samples are in the model. May be repeated, and may arrive late.
 
         Returns:
-            Streams in the ledger that the coordinator does not know.
+            Streams in the ledger of which the coordinator has lost leases.
         """
 
         def send() -> list[int]:

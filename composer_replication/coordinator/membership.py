@@ -117,12 +117,16 @@ class Membership:
         }
 
     def _register(self) -> None:
-        # A group that was started again has to wait until its predecessor looks dead.
+        self._register_name()
+        self._thread = threading.Thread(target=self._report_all, name="membership", daemon=True)
+        self._thread.start()
+
+    def _register_name(self) -> None:
+        # A group that was started again has to wait until its predecessor looks dead. So has one
+        # in training whose coordinator has come back with a session of before on its record.
         self.client.with_limits(self._timeout_s + 1.0).retry(
             lambda: self.client.register(self._registration), on=NameTakenError
         )
-        self._thread = threading.Thread(target=self._report_all, name="membership", daemon=True)
-        self._thread.start()
 
     def check(self) -> None:
         """Check that this group is still registered. A collective of the group's ranks.
@@ -173,10 +177,8 @@ class Membership:
         if unknown and not self._has_complained:
             self._has_complained = True
             log.error(
-                "The coordinator does not know the streams %s, which the model has been trained "
-                "on: it runs on another state folder than before. Its record of trained samples is "
-                "wrong; start it on the right one",
-                ", ".join(map(str, unknown)),
+                "The coordinator runs on another state folder than before, or an older copy of it, "
+                "and has lost leases. Training goes on; its record of samples is incomplete"
             )
         self._sent = report
 
@@ -225,7 +227,7 @@ class Membership:
         except RejectedByCoordinatorError as error:
             # The coordinator has lost its state, or another group has this one's name. In the
             # latter case it rejects the registration too.
-            client.register(self._registration)
+            self._register_name()
             log.warning("Registered again: %s", error)
 
 

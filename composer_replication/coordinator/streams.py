@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Set
+from contextlib import suppress
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.work_units.tables import OpenStream, check_count
+from composer_replication.coordinator.work_units.tables import (
+    OpenStream,
+    UnknownStream,
+    check_count,
+)
 from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
 
 _SCHEMA = """
@@ -43,6 +48,8 @@ class Streams:
         self._max_observed = 0
         """The largest outer step in a heartbeat. It may not be in the database yet."""
         database.execute_schema(_SCHEMA)
+        with database.transaction() as cursor:
+            self._served_from = _read_outer_step(cursor)
 
     @property
     def outer_step(self) -> int:
@@ -78,16 +85,15 @@ class Streams:
             age_s: Seconds since the sync ended.
 
         Returns:
-            The unknown streams of the ledger.
+            The streams of which the state folder has lost leases.
 
         Raises:
-            RejectedError: A stream has more samples than were leased to it. Nothing is recorded
-                then.
+            RejectedError: An entry of the ledger is impossible. Nothing is recorded then.
         """
         check_count("outer_step", outer_step)
         ended = self._registry.clock() - age_s
         with self._database.transaction():
-            unknown = self.units.commit(ledger)
+            lost = self._commit(ledger)
             self.store_outer_step(outer_step)
             self._newest = max((outer_step, present), self._newest, key=lambda sync: sync[0])
             for stream in self.units.open_streams():
@@ -95,27 +101,38 @@ class Streams:
                     died_at = self._registry.ended_at(stream.replica_id, stream.session)
                     if died_at is not None and ended > died_at and self._is_needed(stream):
                         self._close(stream.stream, stream.replica_id)
-        return unknown
+        return lost
 
     def release(self, stream: int, ledger: LedgerEntries) -> list[int]:
-        """Close the stream of a group that has finished or has loaded the others' state.
+        """Close a stream that its group reads no more: one that was lost is closed already.
 
         Args:
             stream: Key of the stream.
             ledger: Ledger of the group's model.
 
         Returns:
-            The unknown streams of the ledger.
+            The streams of which the state folder has lost leases.
 
         Raises:
-            UnknownStream: There is no such stream.
-            RejectedError: A stream has more samples than were leased to it. Nothing is recorded
-                then.
+            RejectedError: An entry of the ledger is impossible. Nothing is recorded then.
         """
         with self._database.transaction():
-            unknown = self.units.commit(ledger)
-            self._close(stream, self.units.owner(stream))
-        return unknown
+            lost = self._commit(ledger)
+            with suppress(UnknownStream):
+                self._close(stream, self.units.owner(stream))
+        return lost
+
+    def _commit(self, ledger: LedgerEntries) -> list[int]:
+        lost = self.units.commit(ledger)
+        if lost:
+            if self.units.gap is None:
+                self._events.add(
+                    f"the record of samples is complete up to outer step {self._served_from} only: "
+                    "the model has samples whose leases this state folder does not have, and they "
+                    "may be leased again"
+                )
+            self.units.widen_gap(self._served_from, sum(lost.values()))
+        return list(lost)
 
     def rewind(self, outer_step: int, ledger: LedgerEntries) -> None:
         """Continue the run from a checkpoint.
@@ -128,9 +145,8 @@ class Streams:
             ledger: Ledger of that model; see ``WorkUnits.rewind`` for what is undone.
 
         Raises:
-            UnknownStream: The checkpoint has samples of a stream of another state folder.
-            RejectedError: A stream has more samples than were leased to it. In either case nothing
-                changes.
+            UnknownStream: The checkpoint has samples of leases of another state folder.
+            RejectedError: An entry of the ledger is impossible. In either case nothing changes.
         """
         check_count("outer_step", outer_step)
         with self._database.transaction() as cursor:

@@ -230,6 +230,7 @@ class LeasedData(GroupData):
     def _exchange_stream(self) -> int:
         if stream := self._membership.stream:
             self._client.release_stream(stream, self._diloco.ledger.rows())
+        self._client.create_dataset(self._loader.spec)  # the state folder may be a new one
         session, group = self._membership.session, self._membership.replica_id
         name = f"{session}/{self._num_streams}"
         self._num_streams += 1
@@ -277,7 +278,7 @@ class LeasedData(GroupData):
             self._sync_idle()
             if self._reader is not reader:
                 return True  # this group has healed and opened another stream
-            if reader.is_closed:
+            if reader.is_closed and not self._diloco.has_unsynced_steps:
                 self._open_stream()
                 return True
             if self._diloco.outer_step == outer_step:
@@ -285,15 +286,18 @@ class LeasedData(GroupData):
 
     def _ask_what_follows(self) -> Pause:
         if self._reader.is_closed:
-            return Pause.WAIT  # the others have committed without this group: the sync heals it
+            # The others have committed without this group, which the sync heals; or its leases
+            # were lost with a state folder, and syncs bring in what it has trained on.
+            return Pause.WAIT
         if not self._is_last_epoch:
             return Pause.END_OF_EPOCH
         self._membership.send_report(self._client)  # the answer to the next request depends on it
+        self._client.create_dataset(self._loader.spec)  # the state folder may be a new one
         epochs = self._client.progress(self._loader.spec.dataset_id)
         begun = [epoch for epoch in epochs if epoch["epoch"] <= self._epoch]
-        if all(epoch["done"] == epoch["length"] for epoch in begun):
+        if begun and all(epoch["done"] == epoch["length"] for epoch in begun):
             return Pause.END_OF_EPOCH
-        is_more = any(epoch["available"] for epoch in begun)
+        is_more = not begun or any(epoch["available"] for epoch in begun)
         return Pause.MORE_SAMPLES if is_more else Pause.WAIT
 
     def end(self) -> None:

@@ -293,6 +293,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         return self._outer.inner_steps
 
     @property
+    def has_unsynced_steps(self) -> bool:
+        """Whether a fragment has inner steps that no sync has brought in."""
+        return any(fragment.unsynced.has_more for fragment in self._outer.fragments)
+
+    @property
     def ledger(self) -> Ledger:
         """Which samples the global parameters have been trained on, and what this group reads."""
         return self._state.ledger

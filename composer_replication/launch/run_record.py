@@ -14,7 +14,8 @@ from typing import Any
 from composer_replication.callback import run_folder
 from composer_replication.callback.run_folder import EVENTS, OUTER_STEP, SUMMARY, SYNC
 from composer_replication.callback.words import format_bytes, plural
-from composer_replication.replica.json_files import JsonLineReader, replace_json
+from composer_replication.coordinator.page import PAGE_DATA
+from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
 
 # Colours, and the rank that torch writes before every line of a traceback.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
@@ -125,6 +126,11 @@ class Run:
         return next((result.get("eval") or {} for result in self.results.values()), {})
 
     @property
+    def samples_gap(self) -> dict[str, int] | None:
+        """What the coordinator's record of trained samples lacks; None if that is not known."""
+        return read_json(self.run_dir / PAGE_DATA).get("samples_gap")
+
+    @property
     def digests(self) -> dict[str, str]:
         """The digest of each group's global parameters at its end."""
         return {id: result["global_digest"] for id, result in self.results.items()}
@@ -228,6 +234,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
         ],
         "differing_buffers": run.differing_buffers,
         "eval": run.evaluation,
+        "samples_gap": run.samples_gap,
     }
     replace_json(run.run_dir / SUMMARY, summary, survives_power_cut=True, indent=2)
     return summary
@@ -259,6 +266,10 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows.append(("global parameters", describe_digests(run)))
     if names := ", ".join(run.differing_buffers):
         rows.append(("buffers", f"DIFFERENT, by sync_buffers=none: the models differ in {names}"))
+    if gap := run.samples_gap:
+        text = f"the record is complete up to outer step {gap['outer_step']} only: of later leases "
+        text += f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
+        rows.append(("samples", text))
     for id, group in run.metrics.items():
         rows += [("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.resumes]
         rows += [("error", f"group {id}: {error['error']}") for error in group.errors]

@@ -3,6 +3,8 @@
 Real: SQLite in ``tmp_path``, the registry and the work units; only the clock is ours.
 """
 
+import shutil
+
 import pytest
 
 from composer_replication.coordinator.database import Database
@@ -222,9 +224,8 @@ def test_a_group_that_gives_up_its_stream_says_what_the_model_has(service, a, b)
     (epoch,) = service.streams.units.dataset("c4").epochs
     assert (service.open(), epoch.done, epoch.leased) == ({a}, 4, 15)
     assert service.returned() == ["13 uncommitted samples of replica group 1 are available again"]
-    with pytest.raises(UnknownStream):
-        service.streams.release(2**40, {a: (5, 5)})
-    assert service.streams.units.dataset("c4").epochs[0].done == 4, "nothing of it is noted"
+    assert service.streams.release(2**40, {a: (5, 5)}) == [], "lost, so it is closed already"
+    assert service.done() == 8
 
 
 def test_a_stream_that_is_all_in_the_model_ends_silently(service, a):
@@ -234,9 +235,34 @@ def test_a_stream_that_is_all_in_the_model_ends_silently(service, a):
 
 def test_a_report_that_cannot_be_ends_nothing(service, a, b):
     service.now += 60.0
-    with pytest.raises(ValueError, match="is beyond the 16 samples"):
-        service.report([a], ledger={a: (1, 1), b: (17, 17)}, outer_step=7)
+    with pytest.raises(ValueError, match="the second has to be at least the first"):
+        service.report([a], ledger={a: (1, 1), b: (17, 16)}, outer_step=7)
     assert service.open() == {a, b} and service.streams.outer_step == 0
+
+
+def test_an_older_copy_of_the_state_is_complete_up_to_its_own_outer_step(service, a, b):
+    service.report([a, b], ledger={a: (8, 8)}, outer_step=3)
+    copy = service.path.with_name("copy")
+    service.database.close()
+    shutil.copy(service.path, copy)
+    service.start()
+    forgotten = service.begin("2", "c")
+    service.report([a, b, forgotten], ledger={a: (9, 9), forgotten: (5, 5)}, outer_step=4)
+    assert service.streams.units.gap is None
+    service.database.close()
+    service.path = copy
+    service.start()
+    service.streams.observe_outer_step(5)
+    service.streams.store_outer_step(5)  # a heartbeat comes before the report
+    ledger = {a: (17, 18), forgotten: (6, 6)}
+    for more in (0, 1):
+        ledger[forgotten] = (6 + more, 6 + more)
+        lost = service.report([a], ledger=ledger, outer_step=5)
+        assert (lost, service.streams.units.gap) == ([a, forgotten], (3, 8 + more))
+    assert service.done() == 16
+    assert service.begin("2", "d") != forgotten
+    (event,) = [e["text"] for e in service.events.newest() if "record of samples" in e["text"]]
+    assert event.startswith("the record of samples is complete up to outer step 3 only: ")
 
 
 def test_the_largest_outer_step_is_remembered_until_a_rewind(service, a):

@@ -313,6 +313,51 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     assert {text for text in said if "continues from outer step" in text} == expected
 
 
+@pytest.mark.parametrize("kind", ["old", "lost", "wal"])
+def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind):
+    """It is killed, and comes back on an older copy, an empty folder, or without SQLite's log.
+
+    What was leased by then and is not in that state may be in the model twice: it says how much.
+    """
+    run = run_of(length=4000, fragments=2)
+    state = run.folder / "state"
+    for replica_id in range(GROUPS):
+        run.start_group(replica_id)
+    run.wait_for_outer_steps(6)
+    with sqlite3.connect(state / "coordinator.sqlite") as database:
+        database.execute(f"VACUUM INTO '{run.folder / 'copy'}'")
+    copied_at = run.status()["outer_step"]
+    run.kill(2)  # it comes back with another session, and another stream
+    run.restart_the_dead()
+    run.wait_until(lambda: len(run.those_in_training()) == GROUPS)
+    run.wait_for_outer_steps(16)
+    struck_at = run.status()["outer_step"]
+    run.coordinator.kill()
+    run.coordinator.wait()
+    for file in state.glob("coordinator.sqlite" + ("-*" if kind == "wal" else "*")):
+        file.unlink()
+    if kind == "old":
+        shutil.move(run.folder / "copy", state / "coordinator.sqlite")
+    run.coordinator = run.start_coordinator()
+    if kind == "lost":
+        run.wait_until(lambda: run.status()["samples_gap"])
+        run.kill(1)
+    run.wait_until(run.restart_the_dead)
+    assert run.num_starts == GROUPS + 1 + (kind == "lost")
+
+    twice = list(run.check_that_all_is_in_once())
+    status = run.status()
+    gap, (dataset,) = status["samples_gap"], status["datasets"]
+    assert dataset["epochs"][0]["done"] == 4000
+    low, high = {"old": (5, copied_at), "lost": (0, 0), "wal": (0, struck_at)}[kind]
+    assert low <= gap["outer_step"] <= high
+    in_part = dataset["trained_in_part"] + dataset["trained_twice"]
+    for is_in_twice in twice:
+        assert 0 < is_in_twice.sum() <= gap["samples"] + in_part, (gap, in_part)
+    (event,) = (e["text"] for e in status["events"] if "record of samples" in e["text"])
+    assert f"complete up to outer step {gap['outer_step']} only" in event
+
+
 def test_the_ranks_of_a_group_share_its_samples(run_of):
     """One is killed, and goes on."""
     run = run_of(length=4000, ranks=2, batch_size=3)

@@ -74,27 +74,22 @@ def update_position(cursor: sqlite3.Cursor, stream: StreamRow, position: int, in
         update_stream(cursor, stream, position, in_part, stream.is_open)
 
 
-def check_ledger_entry(stream: StreamRow, position: int, in_part: int) -> None:
-    """Compare a ledger's entry for a stream with what was leased to the stream.
+def check_ledger_entry(stream: int, position: int, in_part: int) -> None:
+    """Check a ledger's entry for a stream.
 
     Args:
-        stream: The stream as the database has it.
+        stream: Key of the stream.
         position: Samples that every fragment of the model has been trained on.
         in_part: Samples that at least one fragment has been trained on.
 
     Raises:
         RejectedError: The entry is impossible.
     """
-    check_count(f"The position of stream {stream.key}", position)
+    check_count(f"The position of stream {stream}", position)
     if position > in_part:
         raise RejectedError(
-            f"Stream {stream.key} has {position} samples in the model and {in_part} in some part "
+            f"Stream {stream} has {position} samples in the model and {in_part} in some part "
             "of it: the second has to be at least the first."
-        )
-    if in_part > stream.samples:
-        raise RejectedError(
-            f"Position {in_part} of stream {stream.key} is beyond the {stream.samples} samples "
-            "that it has leased: commit what it has trained on."
         )
 
 

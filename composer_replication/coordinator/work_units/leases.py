@@ -41,9 +41,9 @@ def unit_order(seed: int, epoch: int, num_units: int) -> tuple[np.ndarray, int]:
     return order, zlib.crc32(order.data)
 
 
-def empty_lease(stream: StreamRow, number: int, epoch: int) -> Lease:
-    """The answer to a group that asks for the next lease of a closed stream."""
-    return Lease(number, epoch, 0, 0, 0, stream.samples, is_open=False)
+def empty_lease(stream: StreamRow | None, number: int, epoch: int) -> Lease:
+    """The answer to a group that asks for the next lease of a closed or unknown stream."""
+    return Lease(number, epoch, 0, 0, 0, 0 if stream is None else stream.samples, is_open=False)
 
 
 def grant(cursor: sqlite3.Cursor, holder: StreamRow, dataset: DatasetRow, epoch: int) -> None:

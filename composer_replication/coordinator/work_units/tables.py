@@ -38,6 +38,9 @@ CREATE INDEX IF NOT EXISTS leases_of_unit ON leases (epoch, place);
 CREATE TABLE IF NOT EXISTS returned (
     epoch INTEGER, place INTEGER, start INTEGER, stop INTEGER,
     PRIMARY KEY (epoch, place, start)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS gap (
+    only INTEGER PRIMARY KEY CHECK (only = 1), outer_step INTEGER NOT NULL,
+    samples INTEGER NOT NULL);
 """
 
 MAX_UNITS = 2**24
@@ -52,7 +55,7 @@ class DatasetMismatch(RejectedError):
 
 
 class UnknownStream(RejectedError):
-    """The state folder has no such stream.
+    """The state folder has no such stream, or not all of its leases.
 
     Args:
         stream: Key of the stream.
@@ -60,8 +63,8 @@ class UnknownStream(RejectedError):
 
     def __init__(self, stream: int) -> None:
         super().__init__(
-            f"The coordinator has no stream {stream}: it runs on another state folder than when "
-            "the stream was opened. Start it with that state folder."
+            f"The coordinator does not have all leases of stream {stream}: it runs on another "
+            "state folder than when they were given, or on an older copy. Start it on that folder."
         )
 
 
@@ -200,6 +203,19 @@ def find_dataset(cursor: sqlite3.Cursor, dataset: str | int) -> DatasetRow:
     return dataset_row
 
 
+class Gap(NamedTuple):
+    """What the record of trained samples lacks, since the state folder has lost leases.
+
+    Attributes:
+        outer_step: The record is complete up to this outer step.
+        samples: How many samples the model has been trained on of leases that were lost. They may
+            be leased again.
+    """
+
+    outer_step: int
+    samples: int
+
+
 class OpenStream(NamedTuple):
     """A stream that a group may still train on, and its owner.
 
@@ -244,10 +260,10 @@ def add_stream(
     query = "SELECT key, dataset, replica_id FROM streams WHERE name = ?"
     row = cursor.execute(query, (name,)).fetchone()
     if row is None:
-        # The first key is random. With 1, a checkpoint's stream of another state folder could be
-        # mistaken for a stream of this one.
+        # Keys are random, and grow. Otherwise a stream that another state folder, or a newer copy
+        # of this one, has given to a group could be mistaken for a stream of this one.
         (newest,) = cursor.execute("SELECT max(key) FROM streams").fetchone()
-        key = (secrets.randbelow(2**30) if newest is None else newest) + 1
+        key = (newest or 0) + secrets.randbelow(2**30 if newest is None else 2**20) + 1
         cursor.execute(
             "INSERT INTO streams (key, name, dataset, replica_id, session) VALUES (?, ?, ?, ?, ?)",
             (key, name, dataset.key, replica_id, session),

@@ -32,8 +32,10 @@ from composer_replication.coordinator.work_units.tables import (
     DatasetMismatch,
     DatasetRow,
     EpochRow,
+    Gap,
     OpenStream,
     StreamClosed,
+    StreamRow,
     UnknownStream,
     add_stream,
     all_streams,
@@ -183,7 +185,8 @@ class WorkUnits:
 
         A new lease has the first available samples of the earliest epoch that has any: a range that
         was returned, or the next unit. If nothing is available, the lease is empty and stays so;
-        the group asks for the next number later. A closed stream gets no new leases.
+        the group asks for the next number later. A closed stream gets no new leases. Nor does one
+        that has lost leases, or is lost itself, with a state folder: the group opens another one.
 
         Args:
             stream: Key of the stream.
@@ -191,27 +194,20 @@ class WorkUnits:
             epoch: Last epoch of which a new lease may be. A lease that exists keeps its own.
 
         Raises:
-            UnknownStream: There is no such stream.
             StreamClosed: The lease is damaged.
-            RejectedError: The number skips one.
         """
         check_count("number", number)
         check_count("epoch", epoch)
         with self._database.transaction() as cursor:
-            holder = get_stream(cursor, stream)
-            if number >= holder.leases and not holder.is_open:
+            holder = find_stream(cursor, stream)
+            if holder is None or number >= holder.leases + holder.is_open:
                 return empty_lease(holder, number, epoch)
-            if number > holder.leases:
-                raise RejectedError(
-                    f"Stream {stream} has {holder.leases} leases, so the next one has number "
-                    f"{holder.leases}, not {number}."
-                )
             dataset = find_dataset(cursor, holder.dataset)
             if number == holder.leases:
                 grant(cursor, holder, dataset, epoch)
             return read_lease(cursor, holder, dataset, number)
 
-    def commit(self, ledger: LedgerEntries) -> list[int]:
+    def commit(self, ledger: LedgerEntries) -> dict[int, int]:
         """Record what the model has been trained on, by the ledger of a sync.
 
         Of the known position and the reported one, the larger counts. Samples of a closed stream
@@ -221,22 +217,38 @@ class WorkUnits:
             ledger: The ledger of the model.
 
         Returns:
-            The unknown streams of the ledger, in its order.
+            By stream, how many samples the model has of leases that this database does not have.
 
         Raises:
-            RejectedError: A stream has more samples than were leased to it. Nothing is recorded
-                then.
+            RejectedError: An entry is impossible. Nothing is recorded then.
         """
-        unknown = []
         with self._database.transaction() as cursor:
-            for stream, entry in ledger.items():
-                if (row := find_stream(cursor, stream)) is None:
-                    unknown.append(stream)
-                    continue
-                check_ledger_entry(row, *entry)
-                position, in_part = max(entry[0], row.position), max(entry[1], row.in_part)
-                update_position(cursor, row, position, in_part)
-        return unknown
+            rows, lost = _compare(cursor, ledger)
+            for row, position, in_part in rows:
+                newest = max(position, row.position), max(in_part, row.in_part)
+                update_position(cursor, row, *newest)
+        return lost
+
+    @property
+    def gap(self) -> Gap | None:
+        """What the record of trained samples lacks; None if it is complete."""
+        with self._database.transaction() as cursor:
+            row = cursor.execute("SELECT outer_step, samples FROM gap").fetchone()
+        return None if row is None else Gap(*row)
+
+    def widen_gap(self, outer_step: int, samples: int) -> None:
+        """Record that leases were lost.
+
+        Args:
+            outer_step: Up to which the record is complete. A gap keeps its own.
+            samples: How many samples the model has of lost leases. The largest number counts.
+        """
+        with self._database.transaction() as cursor:
+            cursor.execute(
+                "INSERT INTO gap VALUES (1, ?, ?) ON CONFLICT (only)"
+                " DO UPDATE SET samples = max(samples, excluded.samples)",
+                (outer_step, samples),
+            )
 
     def close(self, stream: int) -> Returned:
         """Close a stream. Its samples that are not in the model become available again.
@@ -261,7 +273,8 @@ class WorkUnits:
         """Continue a stream from a checkpoint of the group that owns it.
 
         All its samples that are not in the model are leased to it again. Those before the position
-        are in the group's local parameters; the group trains on the others.
+        are in the group's local parameters; the group trains on the others. If the record has a
+        gap, leases of the stream may be lost: the group then gets no further ones of it.
 
         Args:
             stream: Key of an open or closed stream.
@@ -275,7 +288,12 @@ class WorkUnits:
         """
         check_count("position", position)
         with self._database.transaction() as cursor:
-            row = get_stream(cursor, stream)
+            if self.gap is None:
+                row = get_stream(cursor, stream)
+            elif (row := find_stream(cursor, stream)) is None:
+                return
+            else:
+                position = min(position, row.samples)
             if not row.position <= position <= row.samples:
                 raise RejectedError(
                     f"Stream {stream} cannot continue at position {position}: {row.position} "
@@ -302,19 +320,17 @@ class WorkUnits:
             ledger: The ledger of the checkpoint's model.
 
         Raises:
-            UnknownStream: The checkpoint has samples of a stream of another state folder.
-            RejectedError: A stream has more samples than were leased to it. In either case nothing
-                changes.
+            UnknownStream: The checkpoint has samples of leases that this state folder does not
+                have, and the record has no gap.
+            RejectedError: An entry is impossible. In either case nothing changes.
         """
         with self._database.transaction() as cursor:
-            for stream, entry in ledger.items():
-                row = find_stream(cursor, stream)
-                if row is not None:
-                    check_ledger_entry(row, *entry)
-                elif max(entry) > 0:
-                    raise UnknownStream(stream)
+            rows, lost = _compare(cursor, ledger)
+            if lost and self.gap is None:
+                raise UnknownStream(next(iter(lost)))
+            known = {row.key: (position, in_part) for row, position, in_part in rows}
             for row in all_streams(cursor):
-                update_position(cursor, row, *ledger.get(row.key, (0, 0)))
+                update_position(cursor, row, *known.get(row.key, (0, 0)))
 
     def owner(self, stream: int) -> str:
         """Return the replica group that owns a stream.
@@ -345,6 +361,27 @@ class WorkUnits:
             rows = cursor.execute("SELECT * FROM datasets ORDER BY key").fetchall()
             found = filter(is_valid_row, map(DatasetRow._make, rows))
             return [_progress_of(cursor, dataset) for dataset in found]
+
+
+def _compare(
+    cursor: sqlite3.Cursor, ledger: LedgerEntries
+) -> tuple[list[tuple[StreamRow, int, int]], dict[int, int]]:
+    """Compare a ledger with the leases.
+
+    Returns:
+        The streams that the database has, with the part of their entries that it has leased; and
+        by stream the number of samples beyond that.
+    """
+    rows, lost = [], {}
+    for stream, (position, in_part) in ledger.items():
+        check_ledger_entry(stream, position, in_part)
+        row = find_stream(cursor, stream)
+        leased = 0 if row is None else row.samples
+        if in_part > leased:
+            lost[stream] = in_part - leased
+        if row is not None:
+            rows.append((row, min(position, leased), min(in_part, leased)))
+    return rows, lost
 
 
 def _progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress:

@@ -105,13 +105,12 @@ def test_streams_of_two_state_folders_have_other_keys(tmp_path):
 
 def test_an_unknown_stream_is_told_from_a_closed_one(units):
     calls = (
-        lambda: units.lease(UNKNOWN, 0, 0),
         lambda: units.close(UNKNOWN),
         lambda: units.reopen(UNKNOWN, 0, "one"),
         lambda: units.rewind({UNKNOWN: (1, 1)}),
     )
     for call in calls:
-        with pytest.raises(UnknownStream, match=f"has no stream {UNKNOWN}: .* state folder"):
+        with pytest.raises(UnknownStream, match=f"all leases of stream {UNKNOWN}: .* state folder"):
             call()
 
 
@@ -157,9 +156,11 @@ def test_a_lease_is_the_same_whenever_it_is_asked_for(units, a, database, path):
     again.close()
 
 
-def test_a_number_cannot_be_skipped(units, a):
-    with pytest.raises(ValueError, match="has 0 leases, so the next one has number 0, not 1"):
-        units.lease(a, 1, 0)
+def test_what_was_lost_with_a_state_folder_gets_no_further_lease(units, a):
+    """A stream, or leases of it: the group opens another one, as if it were closed."""
+    for stream, number in ((UNKNOWN, 0), (a, 1)):
+        assert units.lease(stream, number, 3) == Lease(number, 3, 0, 0, 0, 0, is_open=False)
+    assert units.lease(a, 0, 0).is_open
     with pytest.raises(ValueError, match="number is -1: use a whole number of at least 0"):
         units.lease(a, -1, 0)
 
@@ -252,22 +253,39 @@ def test_threads_get_each_sample_once(units):
 def test_a_ledger_may_be_repeated_and_come_late(units, a):
     units.lease(a, 0, 0)
     for position, known in ((2, 2), (2, 2), (1, 2), (0, 2), (3, 3)):
-        assert units.commit({a: (position, position)}) == []
+        assert units.commit({a: (position, position)}) == {}
         assert counts(units)[0] == known
 
 
-def test_unknown_streams_of_a_ledger_are_reported(units, a):
-    units.lease(a, 0, 0)
-    assert units.commit({UNKNOWN: (4, 4), a: (2, 2), UNKNOWN + 1: (0, 0)}) == [UNKNOWN, UNKNOWN + 1]
-    assert counts(units)[0] == 2
+def test_samples_of_leases_that_were_lost_are_counted(units, a, b):
+    size = units.lease(a, 0, 0).stop
+    units.lease(b, 0, 0)
+    ledger = {UNKNOWN: (4, 6), a: (size + 1, size + 2), b: (1, 2), UNKNOWN + 1: (0, 0)}
+    for _ in range(2):
+        assert units.commit(ledger) == {UNKNOWN: 6, a: 2}
+        assert counts(units)[0] == size + 1, "the rest of it is recorded"
+
+
+def test_a_record_with_a_gap_lets_a_run_resume(units, a):
+    stop = units.lease(a, 0, 0).stop
+    ledger = {a: (stop + 3, stop + 3), UNKNOWN: (2, 2)}
+    with pytest.raises(UnknownStream):
+        units.rewind(ledger)
+    assert units.gap is None
+    for outer_step, lost in ((4, 5), (9, 3), (9, 6)):
+        units.widen_gap(outer_step, lost)
+    assert units.gap == (4, 6), "complete up to the first, and the most samples"
+    units.rewind(ledger)
+    units.reopen(a, stop + 5, "one")
+    units.reopen(UNKNOWN, 7, "one")
+    assert counts(units)[0] == stop
+    assert not units.lease(a, 2, 0).is_open and not units.lease(UNKNOWN, 1, 0).is_open
 
 
 @pytest.mark.parametrize("call", ["commit", "rewind"])
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ((1, 1), "Position 1 of stream .* is beyond the 0 samples"),
-        ((0, 1), "Position 1 of stream .* is beyond the 0 samples"),
         ((1, 0), "has 1 samples in the model and 0 in some part of it"),
         ((-1, 0), "The position of stream .* is -1: use a whole number of at least 0"),
     ],
