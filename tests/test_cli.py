@@ -63,7 +63,7 @@ def test_the_version_is_printed():
         ("train", "save_interval=17ba", "save_interval='17ba' without save_folder and without"),
         ("coordinator", "--set=sync_evry=5", "did you mean 'sync_every'"),
         ("coordinator", "--set=tls_dir=/nope", "has no 'tls_dir' any more: run the groups"),
-        ("coordinator", "--set=digest_every=5", "digest_every is no setting of the run"),
+        ("coordinator", "--set=timeout=5", "timeout is no setting of the run"),
     ],
 )
 def test_bad_input_is_answered_at_once_in_one_paragraph(config, command, override, message):

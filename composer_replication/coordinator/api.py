@@ -29,6 +29,7 @@ from composer_replication.coordinator.page import page_html, with_record
 from composer_replication.coordinator.registry import DuplicateError, OutdatedError, Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
+from composer_replication.coordinator.wire_types import digests_of
 from composer_replication.coordinator.work_units.tables import (
     DatasetMismatch,
     StreamClosed,
@@ -59,12 +60,14 @@ class RunFacts:
     Args:
         num_replicas: Number of groups that a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
-        model_section: The config's ``model``, if it has one. Groups compare it with their own
-            before they build the model.
+        digest_every: Of the groups that do not name it themselves.
+        model_section: The config's ``model``, if it has one. Groups compare digests of its values
+            with their own before they build the model.
     """
 
     num_replicas: int
     min_replicas: int = 1
+    digest_every: int = 0
     model_section: Mapping[str, Any] | None = None
 
 
@@ -98,6 +101,7 @@ class RunData:
             "settings": asdict(self.settings.settings),
             "settings_source": self.settings.source,
             **{field.name: getattr(self.facts, field.name) for field in fields(RunFacts)},
+            "model_section": digests_of(self.facts.model_section or {}),
             "lighthouse_addr": self.lighthouse_addr,
             "heartbeat_timeout_s": self.registry.heartbeat_timeout_s,
             "outer_step": self.streams.outer_step,
@@ -107,6 +111,7 @@ class RunData:
         """What this service knows about the run. Groups ask for it too."""
         replicas = self.registry.replicas()
         run, gap = self.info(), self.streams.units.gap
+        del run["model_section"]  # the page may be sent to others
         return run | {
             "time": time.time(),
             "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),

@@ -14,7 +14,7 @@ from composer_replication.coordinator.client_http import (
     NameTakenError,
     RejectedByCoordinatorError,
 )
-from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease
+from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, digests_of
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.schedule import check_rows
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -36,9 +36,11 @@ class RunInfo:
     heartbeat_timeout_s: float
     version: str
     torchft: str
+    digest_every: int
     outer_step: int
     """The largest one that the coordinator knows of."""
-    model_section: Mapping[str, Any] | None
+    model_section: Mapping[str, str]
+    """Digests of the values of its config's ``model``."""
 
     def adopt(self, options: ReplicaOptions, named: Mapping[str, Any]) -> ReplicaOptions:
         """A group's options with the run's numbers of groups, and its lighthouse if none is set.
@@ -56,6 +58,7 @@ class RunInfo:
             lighthouse_addr=options.lighthouse_addr or self.lighthouse_addr,
             num_replicas=self.num_replicas,
             min_replica_size=self.min_replicas,
+            digest_every=named.get("digest_every", self.digest_every),
         )
 
     def check_settings(self, named: Mapping[str, Any], address: str) -> None:
@@ -93,14 +96,17 @@ class RunInfo:
         Raises:
             RejectedByCoordinatorError: A key has another value.
         """
-        run = self.model_section or {}
+        run = self.model_section
         differing = [
-            f"model.{name} is {value!r} here, and {run[name]!r} in this run"
-            for name, value in section.items()
-            if name in run and value != run[name]
+            f"model.{name}"
+            for name, digest in digests_of(section).items()
+            if run.get(name, digest) != digest
         ]
         if differing:
-            raise RejectedByCoordinatorError(f"another model: {'; '.join(differing)}")
+            raise RejectedByCoordinatorError(
+                f"another model: {', '.join(differing)} of this config differ from the config of "
+                "the run's coordinator: make them equal"
+            )
 
 
 _INFO: dict[str, type] = {
@@ -125,7 +131,7 @@ class CoordinatorClient(CoordinatorHttp):
         answer = self.ask("GET", "/v1/info", fields=_INFO)
         known = {name: answer[name] for name in _INFO} | {
             "settings": self._settings_of(answer["settings"]),
-            "model_section": answer.get("model_section"),
+            "model_section": answer.get("model_section") or {},
         }
         return RunInfo(**known)
 

@@ -1,11 +1,20 @@
-"""What a coordinator and its groups send each other about samples."""
+"""What a coordinator and its groups send each other about samples, and about a model's config."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+
+def digests_of(section: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each value in a section of a config, which may be a secret."""
+    texts = {name: json.dumps(each, sort_keys=True, default=str) for name, each in section.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 @dataclass(frozen=True)

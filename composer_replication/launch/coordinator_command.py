@@ -54,6 +54,7 @@ def coordinate(options: CoordinatorOptions) -> None:
         source,
         num_replicas=count,
         min_replicas=group.min_replica_size,
+        digest_every=group.digest_every,
         state_dir=state_dir,
         bind=bind,
         hostname=options.hostname,
@@ -72,6 +73,9 @@ def coordinate(options: CoordinatorOptions) -> None:
         f"settings: {in_words(settings)}  (from {source})",
     ):
         console.print(line, markup=False, soft_wrap=True)
+    if left_out := ", ".join(config["left_out"]):
+        text = f"left to the groups: {left_out}  (callbacks.diloco of {options.file})"
+        console.print(text, markup=False, soft_wrap=True)
     if not tokens:
         console.print(
             f"No token: everybody who reaches this address can change the run. Set {TOKEN}."

@@ -160,6 +160,8 @@ def read_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
     diloco = diloco_section(config)
     if own["start_timeout_s"] is not None:
         diloco["start_timeout_s"] = own["start_timeout_s"]
+    if left_out := ", ".join(name for name in config["left_out"] if name not in own):
+        source += f" (without {left_out}: name such options in the command)"
     return {"run_dir": own["run_dir"], "callbacks": {"diloco": diloco}}, source
 
 

@@ -96,6 +96,7 @@ def launch_groups(
         job.source,
         num_replicas=replicas,
         min_replicas=group.min_replica_size,
+        digest_every=group.digest_every,
         state_dir=run_dir,
         bind=f"{_LOCAL}:0",
         tokens=tokens,

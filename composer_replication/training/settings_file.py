@@ -20,7 +20,10 @@ from composer_replication.training.config import REQUIRED, ConfigError, check_di
 SECTION = "callbacks.diloco"
 EXAMPLE = "callbacks: {diloco: {sync_every: 100}}"
 
-OF_THE_RUN = (*(field.name for field in fields(DiLoCoSettings)), "min_replica_size", "num_replicas")
+OF_THE_RUN = (
+    *(field.name for field in fields(DiLoCoSettings)),
+    *("digest_every", "min_replica_size", "num_replicas"),
+)
 """What a coordinator reads of the section. The other keys belong to a group and its machine."""
 
 _OF_A_GROUP = {field.name for field in fields(ReplicaOptions)} - {*OF_THE_RUN}
@@ -38,8 +41,9 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
         given: Settings in place of the file's, such as ``sync_every=50``.
 
     Returns:
-        A config with ``callbacks.diloco``, and with ``model`` if the file has one that can be
-        resolved; and where the settings come from, for people.
+        A config with ``callbacks.diloco``, with ``model`` if the file has one that can be resolved,
+        and with ``left_out``, the keys of ``callbacks.diloco`` that are each group's own; and where
+        the settings come from, for people.
 
     Raises:
         ConfigError: The file is missing or has no settings, or one is unknown or impossible.
@@ -49,10 +53,14 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
         fix = f"a setting goes behind --set, as in --set {path}"
     file = OmegaConf.create() if path is None else load_yaml(path, fix)
     replaced = _parse(given)
-    values = {} if path is None else _values(*_section(file, path), left_out=map(str, replaced))
+    values, left_out = {}, []
+    if path is not None:
+        section, where = _section(file, path)
+        values = _values(section, where, left_out=map(str, replaced))
+        left_out = [str(name) for name in section if name not in OF_THE_RUN]
     values |= _values(replaced, "--set")
     check_diloco(values)
-    config: dict[str, Any] = {"callbacks": {"diloco": values}}
+    config: dict[str, Any] = {"callbacks": {"diloco": values}, "left_out": left_out}
     model = _model(file)
     sources = [str(path)] if path else []
     sources += [f"--set {each}" for each in given]

@@ -25,6 +25,7 @@ from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
+from composer_replication.coordinator.wire_types import digests_of
 from composer_replication.diloco.settings import DiLoCoSettings
 
 SETTINGS = DiLoCoSettings(sync_every=20, num_fragments=2, fragment_patterns=[["a*"], ["*"]])
@@ -56,7 +57,9 @@ def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **a
         streams=Streams(database, registry, events),
         events=events,
         lighthouse_addr="http://head:1",
-        facts=RunFacts(num_replicas=2, min_replicas=1, model_section={"d_model": 8}),
+        facts=RunFacts(
+            num_replicas=2, min_replicas=1, model_section={"d_model": 8, "hub": "a-secret"}
+        ),
         record=record,
     )
     app = create_app(run, tokens=[token] if token else [])
@@ -161,6 +164,14 @@ def test_a_registration_asked_for_again_is_answered_again(client):
     for _ in range(2):
         assert register(client).status_code == 201
     assert client.get("/v1/status").json()["replicas"][0]["registrations"] == 1
+
+
+def test_no_value_of_the_model_section_leaves_the_coordinator(client):
+    status = client.get("/v1/status").text + client.get("/v1/page").text
+    assert "model_section" not in status and "a-secret" not in status
+    info = client.get("/v1/info")
+    assert info.json()["model_section"] == digests_of({"d_model": 8, "hub": "a-secret"})
+    assert "a-secret" not in info.text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from composer_replication.coordinator.client_http import (
     NameTakenError,
 )
 from composer_replication.coordinator.membership import Membership
-from composer_replication.coordinator.wire_types import CommitReport
+from composer_replication.coordinator.wire_types import CommitReport, digests_of
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
@@ -112,7 +112,8 @@ def info_of(service: Service) -> RunInfo:
         heartbeat_timeout_s=3.0,
         version="0",
         torchft="0",
-        model_section=None,
+        digest_every=10,
+        model_section=digests_of({"d_model": 8, "hub": {"token": "a-secret"}}),
         outer_step=0,
     )
 
@@ -267,6 +268,30 @@ def test_a_refusal_of_the_coordinator_is_an_error_with_its_reason(service):
 def test_a_config_that_names_another_value_than_the_coordinator_is_refused(service, named, message):
     with pytest.raises(SettingsMismatch, match=message):
         info_of(service).check_settings(named, service.address)
+
+
+@pytest.mark.parametrize(
+    ("section", "differing"),
+    [
+        ({"d_model": 8, "hub": {"token": "a-secret"}, "dropout": 0.1}, ""),
+        ({"d_model": 8, "hub": {"token": "another-secret"}}, "model.hub"),
+        ({"d_model": 16, "hub": {"token": "another-secret"}}, "model.d_model, model.hub"),
+    ],
+)
+def test_a_model_that_differs_is_named_by_its_keys_without_values(service, section, differing):
+    info = info_of(service)
+    assert "secret" not in str(info)
+    if not differing:
+        return info.check_model(section)
+    with pytest.raises(ValueError, match=f"another model: {differing} of this config") as caught:
+        info.check_model(section)
+    assert "secret" not in str(caught.value) and "16" not in str(caught.value)
+
+
+def test_the_digests_of_the_run_are_those_of_the_coordinator_unless_a_group_names_its_own(service):
+    options = ReplicaOptions(replica_id="0", coordinator_addr=service.address)
+    assert info_of(service).adopt(options, {}).digest_every == 10
+    assert info_of(service).adopt(options, {"digest_every": 3}).digest_every == 3
 
 
 def test_a_config_that_names_the_same_or_nothing_is_accepted(service):

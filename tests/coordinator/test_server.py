@@ -14,8 +14,10 @@ import pytest
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.client_http import CoordinatorAwayError
 from composer_replication.coordinator.database import StorageError
+from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.replica.json_files import read_json
 
 
 @pytest.fixture
@@ -56,6 +58,19 @@ def test_the_heartbeat_timeout_is_an_option_that_groups_hear_of(start):
     client = CoordinatorClient(start(heartbeat_timeout_s=7.5).address, "secret")
     assert client.info().heartbeat_timeout_s == 7.5
     client.close()
+
+
+def test_no_secret_of_the_model_section_or_token_is_in_a_file(start, tmp_path):
+    model = {"d_model": 8, "hub": {"token": "hub-secret"}}
+    coordinator = start(tokens=["run-secret"], model_section=model, digest_every=5)
+    client = CoordinatorClient(coordinator.address, "run-secret")
+    info = client.info()
+    client.close()
+    assert info.model_section.keys() == model.keys() and info.digest_every == 5
+    coordinator.shutdown()
+    write_report_html(tmp_path / "state", read_json(tmp_path / "state" / PAGE_DATA))
+    for file in (tmp_path / "state").iterdir():
+        assert not {word for word in (b"hub-", b"run-") if word + b"secret" in file.read_bytes()}
 
 
 @pytest.mark.parametrize("hostname", ["::1", "[::1]"])

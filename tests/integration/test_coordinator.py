@@ -144,9 +144,17 @@ MISFITS = {
         {},
         "num_replicas: 2 here, 3 there",
     ),
-    "another model": (["model.d_model=64"], {}, "another model: model.d_model is 64 here, and 32"),
-    "another model of the same shapes": (["model.n_heads=4"], {}, "model.n_heads is 4 here, and 2"),
-    "another model by its shapes": (["model.expansion_ratio=8"], {}, "another model: "),
+    "another model": (["model.d_model=64"], {}, "another model: model.d_model of this config"),
+    "another model of the same shapes": (
+        ["model.n_heads=4"],
+        {},
+        "model.n_heads of this config",
+    ),
+    "another model by its shapes": (
+        ["model.expansion_ratio=8"],
+        {},
+        "torch.float32' here, '(",
+    ),
     "a wrong token": ([], {"COMPOSER_REPLICATION_TOKEN": "wrong"}, "wrong token"),
     "a living group's name": ([], {"REPLICA_GROUP_ID": "1"}, "'1' is alive"),
     "another torchft": (
