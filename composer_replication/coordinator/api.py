@@ -168,7 +168,8 @@ def create_app(
         replica_id = registration.replica_id
         what = f"registration of replica group {replica_id} on {registration.host}"
         with run.events.action(what, address_of(request.scope)):
-            registry.register(replica_id, registration.session, about, versions, registration.model)
+            model = registration.model, registration.tensors
+            registry.register(replica_id, registration.session, about, versions, *model)
         return {"replica_id": replica_id}
 
     @v1.post("/replicas/{replica_id}/heartbeat")

@@ -20,6 +20,7 @@ def _printable(text: str) -> str:
 Name = Annotated[
     str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$"), AfterValidator(_printable)
 ]
+TensorName = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -53,6 +54,7 @@ class Registration(StrictBody):
     composer_replication: Name
     torchft: Name
     model: Name
+    tensors: dict[TensorName, Name] = {}
 
 
 class Heartbeat(StrictBody):

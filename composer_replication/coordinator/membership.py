@@ -23,7 +23,7 @@ from composer_replication.coordinator.client_http import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport
-from composer_replication.diloco.fragments import model_fingerprint
+from composer_replication.diloco.fragments import described_tensors, model_fingerprint
 from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import ask_on_rank_0
 
@@ -114,6 +114,7 @@ class Membership:
             "composer_replication": __version__,
             "torchft": version("torchft-nightly"),
             "model": model_fingerprint(synced),
+            "tensors": described_tensors(synced),
         }
 
     def _register(self) -> None:

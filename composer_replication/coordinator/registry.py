@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events, History
+from composer_replication.diloco.fingerprints import describe_difference
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replicas (
@@ -81,6 +83,7 @@ class Registry:
         # dead.
         self._lock = threading.Lock()
         self._incarnations: dict[str, Incarnation] = {}
+        self._tensors: Mapping[str, str] = {}  # of the run's model, once a group has registered
         self.history = History()
         database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
@@ -94,6 +97,7 @@ class Registry:
         about: Mapping[str, Any],
         versions: Mapping[str, str],
         model: str,
+        tensors: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Register a replica group. The first group determines the model of the run.
 
@@ -104,6 +108,7 @@ class Registry:
             about: Host and world size.
             versions: Versions that the group runs on.
             model: Fingerprint of the tensors that it synchronizes.
+            tensors: Their shapes and dtypes by name, for the message.
 
         Raises:
             DuplicateError: A live group has the name.
@@ -126,15 +131,16 @@ class Registry:
             cursor.execute("INSERT OR IGNORE INTO model_fingerprint VALUES (1, ?)", (model,))
             (its,) = cursor.execute("SELECT fingerprint FROM model_fingerprint").fetchone()
             if model != its:
-                raise RejectedError(
-                    f"another model: {model} in this group, and {its} in this run. Use the run's "
-                    "model config"
-                )
+                is_known = self._tensors not in ({}, tensors)
+                values = (tensors, self._tensors) if is_known else (model, its)
+                what = describe_difference("model", *values)
+                raise RejectedError(f"another model: {what}. Use the run's model config")
             count = 1 if row is None else row[1] + (row[0] != session)
             cursor.execute(
                 "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?)",
                 (replica_id, session, json.dumps(dict(about)), count),
             )
+        self._tensors = tensors
         is_new = row is None or row[0] != session
         with self._lock:  # from here on requests of the previous session are rejected
             since = self.clock() if is_new else self._registered_at(replica_id)

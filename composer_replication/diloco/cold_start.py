@@ -12,8 +12,9 @@ import torch
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.fingerprints import compare_fingerprints
+from composer_replication.diloco.fingerprints import SettingsMismatch, compare_fingerprints
 from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.fragments import described_tensors
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.retries import MAX_FAILED_JOINS
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -27,6 +28,9 @@ class NothingToContinueFromError(ValueError):
 
 FINGERPRINT_BYTES = 8192
 """Most bytes that one group's fingerprint may take as JSON."""
+
+MODEL_BYTES = 2**20
+"""The same of the names and shapes of its tensors, which are sent where two models differ."""
 
 
 class StartBarrier:
@@ -155,45 +159,68 @@ class StartPostponed(Exception):
 
 
 def agree_on_settings(
-    manager: DiLoCoManager, fingerprint: Mapping[str, Any], device: torch.device
+    manager: DiLoCoManager, fingerprint: Mapping[str, Any], fragments: Sequence[FragmentSync]
 ) -> None:
     """Compare this group's fingerprint and min_replica_size with those of the quorum's first group.
 
     This comes before any other tensor is sent: if another group sent other shapes or dtypes, gloo
-    would abort the process. The rows are gathered by summing a table in which each group fills its
-    own row.
+    would abort the process. A group that differs leaves, and the others log what it has.
 
     Args:
         manager: The torchft manager, in a quorum.
         fingerprint: This group's settings and model, as plain containers.
-        device: Where the table is summed.
+        fragments: Of this group's model.
 
     Raises:
-        SettingsMismatch: They differ; the message lists every differing key with both values.
+        SettingsMismatch: They differ; the message lists every differing key with both values, and
+            the first tensor in which the models differ.
         ValueError: The fingerprint is longer than ``FINGERPRINT_BYTES`` as JSON.
     """
     # With unequal values one group would train alone while another waits for more. The fingerprint
     # does not contain min_replica_size: checkpoints hold the fingerprint, and a resume may change
     # this value.
     compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
-    text = json.dumps(compared, sort_keys=True).encode()
-    if len(text) > FINGERPRINT_BYTES:
+    device = fragments[0].device
+    rows = _gather(manager, compared, FINGERPRINT_BYTES, device)
+    if len({row["model"] for row in rows}) > 1:
+        model = described_tensors(fragment.globals.local for fragment in fragments)
+        if len(json.dumps(model)) > MODEL_BYTES:
+            model = fingerprint["model"]
+        models = _gather(manager, model, MODEL_BYTES, device)
+        rows = [row | {"model": each} for row, each in zip(rows, models, strict=False)]
+    if manager.errored():
+        return
+    own = rows[manager.participating_rank() or 0]
+    for rank, row in enumerate(rows if own == rows[0] else rows[:1]):
+        try:
+            compare_fingerprints(own, row, f"replica group {rank} (by its rank in the quorum)")
+        except SettingsMismatch as error:
+            if own != rows[0]:
+                raise
+            log.warning("That group leaves, and this one goes on: %s", error)
+
+
+def _gather(manager: DiLoCoManager, value: Any, size: int, device: torch.device) -> list[Any]:
+    """Gather a value of each group, by summing a table in which each group fills its own row.
+
+    Returns:
+        The values by the groups' ranks in the quorum; empty after an error.
+    """
+    text = json.dumps(value, sort_keys=True).encode()
+    if len(text) > size:
         raise ValueError(
-            f"the settings take {len(text)} bytes as JSON, more than {FINGERPRINT_BYTES}: "
+            f"the settings take {len(text)} bytes as JSON, more than {size}: "
             "use fewer or shorter fragment_patterns"
         )
     rank = manager.participating_rank()
-    table = torch.zeros(manager.num_participants(), FINGERPRINT_BYTES, dtype=torch.uint8)
+    table = torch.zeros(manager.num_participants(), size, dtype=torch.uint8)
     assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
     table[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     table = table.to(device)
     manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore[reportArgumentType]
-    first = bytes(table[0].cpu().numpy().tobytes()).rstrip(b"\0")
-    if rank == 0 or manager.errored():
-        return
-    compare_fingerprints(
-        json.loads(text), json.loads(first), "the first replica group of this quorum"
-    )
+    if manager.errored():
+        return []
+    return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table.cpu()]
 
 
 def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[FragmentSync]) -> bool:

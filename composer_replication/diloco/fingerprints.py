@@ -37,11 +37,19 @@ def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], who
     keys = sorted(mine.keys() | theirs.keys())
     differing = [key for key in keys if mine.get(key) != theirs.get(key)]
     if differing:
-        lines = [f"  {key}: {mine.get(key)!r} here, {theirs.get(key)!r} there" for key in differing]
+        lines = ["  " + describe_difference(k, mine.get(k), theirs.get(k)) for k in differing]
         raise SettingsMismatch(
             f"this replica group's settings differ from those of {whose}; make them equal:\n"
             + "\n".join(lines)
         )
+
+
+def describe_difference(name: str, mine: Any, theirs: Any) -> str:
+    """Describe two values that differ; of two models, the first of their tensors that does."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        name = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+        mine, theirs = mine.get(name, "missing"), theirs.get(name, "missing")
+    return f"{name}: {mine!r} here, {theirs!r} there"
 
 
 def check_fixed(mine: Mapping[str, Any], saved: Mapping[str, Any], fixed: Collection[str]) -> None:

@@ -107,12 +107,14 @@ def persistent_buffers(model: nn.Module) -> Buffers:
 
 def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
     """Return the SHA-256 over the sorted names, shapes and dtypes of all synchronised tensors."""
-    rows = sorted(
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-        for fragment in tensors
-        for name, tensor in fragment.items()
-    )
+    rows = sorted(f"{name} {text}" for name, text in described_tensors(tensors).items())
     return f"{len(rows)} tensors, sha256 {hashlib.sha256(chr(10).join(rows).encode()).hexdigest()}"
+
+
+def described_tensors(fragments: Iterable[Mapping[str, Tensor]]) -> dict[str, str]:
+    """Return the shape and the dtype of all synchronised tensors, by name."""
+    tensors = {name: tensor for fragment in fragments for name, tensor in fragment.items()}
+    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
 
 
 def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, nn.Parameter]]:

@@ -64,7 +64,7 @@ def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
                 if not loop.peer_table.are_all_joining:
                     state.ledger.stop_reading()  # resumed steps may be lost in part
                     return True
-                agree_on_settings(manager, state.fingerprint, device)
+                agree_on_settings(manager, state.fingerprint, loop.fragments)
             # This group is alone, or all are resuming. Without the vote it would begin to train,
             # and a group that resumes later would have to join it.
             barrier.vote_to_start(device)
@@ -90,7 +90,7 @@ def _prepare(loop: OuterLoop) -> None:
 
 
 def _start(loop: OuterLoop) -> bool:
-    agree_on_settings(loop.manager, loop.state.fingerprint, loop.fragments[0].device)
+    agree_on_settings(loop.manager, loop.state.fingerprint, loop.fragments)
     with loop.state.changing():
         if not share_initial_parameters(loop.manager, loop.fragments):
             return False

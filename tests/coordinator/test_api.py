@@ -174,12 +174,20 @@ def test_no_value_of_the_model_section_leaves_the_coordinator(client):
     assert "a-secret" not in info.text
 
 
+def test_who_has_another_model_is_refused_with_the_first_tensor_that_differs(client):
+    register(client, tensors={"a": "(2,) torch.float32", "b": "(3,) torch.float32"})
+    other = {"a": "(2,) torch.float32", "b": "(4,) torch.float32"}
+    answer = register(client, "1", model="sha256 bb", tensors=other)
+    difference = "b: '(4,) torch.float32' here, '(3,) torch.float32' there"
+    assert answer.status_code == 422 and f"another model: {difference}." in answer.json()["detail"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"model": "sha256 bb"},
-            "sha256 bb in this group, and 2 tensors, sha256 aa in this run. Use the run's model",
+            "model: 'sha256 bb' here, '2 tensors, sha256 aa' there. Use the run's model config",
         ),
         ({"torchft": "2026.1.1"}, "this group has torchft 2026.1.1, the run has 2026.10.26"),
         (

@@ -395,6 +395,21 @@ def test_groups_with_different_settings_do_not_start_and_the_error_lists_them():
     assert "lr=0.5" in str(caught.value) and "lr=0.7" in str(caught.value)
 
 
+def test_the_first_tensor_in_which_models_differ_is_named_in_both_groups(caplog):
+    def replica(sim):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3 + sim.replica_id))
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(sim.manager, model, inner, sync_every=2):
+            raise AssertionError("it has started")
+
+    with pytest.raises(SimulationError, match="replica 1 raised SettingsMismatch") as caught:
+        simulate(replica, num_replicas=2)
+    there, here = "1.bias: '(3,) torch.float32'", "'(4,) torch.float32'"
+    assert f"1.bias: {here} here, '(3,) torch.float32' there" in str(caught.value)
+    assert "1.weight" not in str(caught.value) and "sha256" not in str(caught.value)
+    assert f"{there} here, {here} there" in caplog.text, "the other group says so, and goes on"
+
+
 def test_a_group_with_nan_contributes_nothing_and_recovers(caplog):
     # Research: groups at -1 and -1.5 a step; NaN in the second one's second round only.
     def replica(sim):
