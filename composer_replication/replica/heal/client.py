@@ -32,7 +32,13 @@ LARGEST_OFFER = 1 << 16
 
 
 class HealError(ConnectionError):
-    """A peer could not send its global state, or what it sent is not to be trusted."""
+    """A peer could not send its global state, or what it sent is not to be trusted.
+
+    A stranger may have written the address in the message, which is one line of the log.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 def load(body: memoryview) -> Any:
