@@ -192,17 +192,23 @@ def _start_refusal_of(options: ReplicaOptions, state: State, known_step: int) ->
     if not step:
         return None
     fix = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
-    for saver in state.callbacks:
-        if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
-            latest = Path(saver.latest_filename.format(state))
-            if latest.exists():
-                fix = f"continue from this group's last checkpoint (load_path={latest})"
+    latest = latest_checkpoint_of(state)
+    if latest is not None and latest.exists():
+        fix = f"continue from this group's last checkpoint (load_path={latest})"
     return (
         f"{source} says that this run has made {step} outer steps, and this group starts "
         f"without a checkpoint: it can join other groups, but it cannot begin the run. If no other "
         f"group is left, {fix}, or begin another run: use another run_dir, and another state "
         "folder for its coordinator"
     )
+
+
+def latest_checkpoint_of(state: State) -> Path | None:
+    """The link to this group's newest checkpoint, which may not exist; None if none is saved."""
+    for saver in state.callbacks:
+        if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
+            return Path(saver.latest_filename.format(state)).absolute()
+    return None
 
 
 def samples_in_batch(state: State) -> int:

@@ -120,7 +120,7 @@ class Fit:
         diloco.counts_steps = False
         self.sync_log.report_phase("joining", state, diloco)
         diloco.__enter__()
-        self.sync_log.log_start(diloco)
+        self.sync_log.log_start(state, diloco)
         self.console.joined(diloco, self.manager, self._group.is_resumed)
         if self._group.data is not None:
             self._group.data.start()

@@ -10,7 +10,9 @@ from typing import Any
 
 import psutil
 from composer import Logger, State, TimeUnit
+from composer.utils import dist
 
+from composer_replication.callback.composer_job import latest_checkpoint_of
 from composer_replication.callback.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
 from composer_replication.callback.words import on_same_samples
 from composer_replication.data.loader import ReplicaDataLoader
@@ -74,6 +76,7 @@ class SyncLog:
             if report.global_digest is not None:
                 metrics["diloco/global_digest"] = report.global_digest
             place: dict[str, Any] = {"batch": step, "inner_steps": report.inner_steps, "loss": loss}
+            place["ranks"] = dist.get_world_size()
             if report.equal_samples:
                 place["equal_samples"] = report.equal_samples
                 warning = on_same_samples(report.equal_samples)
@@ -101,8 +104,9 @@ class SyncLog:
         return inner_steps / steps if steps else outer_step / self._settings.fragment_count
 
     @fence("the start of this group")
-    def log_start(self, diloco: DiLoCo) -> None:
+    def log_start(self, state: State, diloco: DiLoCo) -> None:
         """Log that the group has joined, and what its earlier process had trained by its end."""
+        latest = latest_checkpoint_of(state)
         self._folder.append(
             START,
             {
@@ -111,6 +115,7 @@ class SyncLog:
                 "inner_steps": diloco.inner_steps,
                 "trained_at": self._before.get("trained_at"),
                 "steps_before": self._before.get("inner_steps") or 0,
+                "checkpoint": None if latest is None else str(latest),
             },
         )
 

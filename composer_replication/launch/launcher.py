@@ -23,7 +23,12 @@ from composer_replication.launch.coordinator_command import (
 )
 from composer_replication.launch.display import Display, print_settings
 from composer_replication.launch.job import Job, check_launch, environment, group_environment
-from composer_replication.launch.outcome import conclude, explain_failure, keep_page
+from composer_replication.launch.outcome import (
+    conclude,
+    explain_failure,
+    explain_interrupt,
+    keep_page,
+)
 from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.page_record import RunRecord
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
@@ -149,6 +154,7 @@ def launch_groups(
     if failed:
         return BAD_INPUT if BAD_INPUT in failed.values() else FAILED
     if interrupts.count:
+        explain_interrupt(run_dir, sys.argv[1:])
         return INTERRUPTED
     return conclude(run_dir, supervisor, time.monotonic() - began, job.advice)
 

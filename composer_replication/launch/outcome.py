@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.callback.run_folder import EVENTS, log_path
+from composer_replication.callback.run_folder import EVENTS, START, last_event, log_path
 from composer_replication.callback.words import format_duration, plural
 from composer_replication.diloco.fence import fence
 from composer_replication.launch.output import FAILED
@@ -101,6 +102,29 @@ def keep_page(run_dir: Path) -> None:
     """Write the page of a run that has failed or was interrupted, if any group has written."""
     with fence("the page of the run"), suppress(FileNotFoundError):
         print(f"Page: {write_page(run_dir)}")
+
+
+@fence("what was saved")
+def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
+    """Print what an interrupted run has saved, and the command with which it goes on.
+
+    Args:
+        run_dir: The run's folder.
+        argv: The arguments of the command that was interrupted.
+    """
+    starts = [last_event(path, START) for path in sorted(run_dir.glob(f"replica_*/{EVENTS}"))]
+    links = [start.get("checkpoint") for start in starts]
+    saved = [str(Path(link).resolve()) for link in links if link and Path(link).exists()]
+    if not saved:
+        print("No checkpoint was saved. For a run that can go on: a save_folder and save_interval")
+        return
+    print(f"Saved: {', '.join(saved)}")
+    at, own = len(argv), ["autoresume=true", f"run_dir={run_dir}"]
+    if "--" in argv:
+        at, own = argv.index("--"), ["--resume", f"--run-dir={run_dir}"]
+    if own[0] not in argv:
+        argv = [*argv[:at], *own, *argv[at:]]
+    print(f"To go on: {shlex.join(['composer-replication', *argv])}")
 
 
 @fence("why a group has failed")

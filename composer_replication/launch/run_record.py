@@ -262,6 +262,8 @@ def describe(run: Run) -> list[tuple[str, str]]:
             f"{name.replace('_', ' ')} {bits[f'{name}_bits_per_byte']:.3f}" for name in others
         )
         rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
+    elif bits:
+        rows.append(("evaluation", ", ".join(f"{name} {bits[name]:.4g}" for name in bits)))
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
     if names := ", ".join(run.differing_buffers):
@@ -309,9 +311,10 @@ def _describe_traffic(run: Run) -> list[tuple[str, str]]:
     sent = inner_steps = 0
     per_fragment = {}
     for line in lines:
-        sent += line["diloco/bytes_sent"]
+        ranks = line.get("ranks", 1)  # each sends a share of equal size
+        sent += ranks * line["diloco/bytes_sent"]
         inner_steps = max(inner_steps, line["inner_steps"])
-        per_fragment[line["diloco/fragment"]] = line["diloco/bytes_float32"]
+        per_fragment[line["diloco/fragment"]] = ranks * line["diloco/bytes_float32"]
     if not sent:
         return []
     # Data parallel averages every parameter in every inner step: each fragment once.

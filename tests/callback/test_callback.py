@@ -293,7 +293,8 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
         # A group alone has no other to compare with.
         left_out = {f"diloco/{n}" for n in ("momentum_cosine", "group_cosine", "mean_norm_ratio")}
         left_out |= {"diloco/round"}  # the inner steps say it
-        expected = documented_keys() - left_out | {"batch", "inner_steps", "loss", "time", "event"}
+        expected = documented_keys() - left_out
+        expected |= {"batch", "inner_steps", "loss", "ranks", "time", "event"}
         if line["diloco/outer_step"] > 1:
             expected |= {"diloco/momentum_cosine"}
         assert line.keys() == expected - (set() if has_digest else {"diloco/global_digest"})

@@ -223,6 +223,47 @@ def test_a_group_that_ends_without_a_result_is_a_failed_run(tmp_path, capsys):
     assert "replica_0/events.jsonl has no end with a result" in said and "goodbye" in said
 
 
+SAVES = """
+latest = folder / "checkpoints" / "latest.pt"
+latest.parent.mkdir()
+(folder / "checkpoints" / "ba20.pt").touch()
+if replica_id == "0":
+    latest.symlink_to("ba20.pt")
+record("start", {"checkpoint": str(latest), "joined": 1.0, "trained_at": None})
+(run_dir / "ready").touch()
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("saves", "argv", "again"),
+    [
+        (SAVES, "launch a.yaml", "launch a.yaml autoresume=true run_dir={}\n"),
+        (SAVES, "launch -- python t.py", "launch --resume --run-dir={} -- python t.py"),
+        (SAVES, "launch --resume --run-dir=r -- t", "launch --resume --run-dir=r -- t"),
+        ("", "launch a.yaml", ""),
+    ],
+)
+def test_ctrl_c_says_what_was_saved_and_how_to_go_on(
+    tmp_path, capsys, monkeypatch, saves, argv, again
+):
+    def press():
+        wait_for_pids(tmp_path, 1)
+        while saves and not (tmp_path / "run" / "ready").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sys, "argv", ["composer-replication", *argv.split()])
+    threading.Thread(target=press).start()
+    assert launch_script(tmp_path, saves + WAITS, replicas=1) == 130
+    said, run_dir = capsys.readouterr().out, tmp_path / "run"
+    if not again:
+        assert "No checkpoint was saved" in said and "To go on" not in said
+        return
+    assert f"Saved: {run_dir / 'replica_0' / 'checkpoints' / 'ba20.pt'}\n" in said
+    assert f"To go on: composer-replication {again.format(run_dir)}" in said
+
+
 @pytest.mark.integration
 @pytest.mark.alone
 def test_ctrl_c_leaves_no_process_within_ten_seconds(tmp_path):

@@ -92,6 +92,28 @@ def test_the_text_has_bits_agreement_and_traffic(tmp_path):
     )
 
 
+def test_all_ranks_bytes_are_counted(tmp_path):
+    syncs = [sync(step) | {"ranks": 2} for step in range(1, 9)]
+    rows = dict(describe(read_run(write_run(tmp_path, syncs))))
+    assert rows["sent by each group"].startswith("16 kB in 8 syncs; data parallel: 160 kB in 40 ")
+
+
+def test_a_jobs_own_evaluation_is_shown(tmp_path):
+    evaluation = {"MulticlassAccuracy": 0.86421, "other/CrossEntropy": 1.5}
+    rows = dict(describe(read_run(write_run(tmp_path, evaluation=evaluation))))
+    assert rows["evaluation"] == "MulticlassAccuracy 0.8642, other/CrossEntropy 1.5"
+
+
+def test_what_the_record_of_samples_lacks_is_told(tmp_path):
+    run = read_run(write_run(tmp_path))
+    assert "samples" not in dict(describe(run)) and write_summary(run, {})["samples_gap"] is None
+    gap = {"outer_step": 6, "samples": 312}
+    (tmp_path / "page.json").write_text(json.dumps({"samples_gap": gap}))
+    text = dict(describe(run))["samples"]
+    assert text.startswith("the record is complete up to outer step 6 only: ")
+    assert "312 samples" in text and write_summary(run, {})["samples_gap"] == gap
+
+
 def test_different_digests_are_told_apart(tmp_path):
     rows = dict(describe(read_run(write_run(tmp_path, digests=("ab", "cd")))))
     assert rows["global parameters"].startswith("DIFFERENT: group 0 abababab (8 outer steps), gr")
