@@ -64,16 +64,18 @@ class MissingMembers:
         """Wait for those of these members that the lighthouse's page shows as alive.
 
         The wait has one deadline: a member that stays alive and never asks for a quorum is waited
-        for once, and not again in every quorum that it is missing in.
+        for once, and not again in every quorum that it is missing in (``has_waited``).
         """
-        now = time.monotonic()
-        if self.deadline is not None and now >= self.deadline:
-            return
         living = members & self.read_alive()
         if living:
             log.warning("Asking for a quorum again: %s alive, and missing", group_names(living))
-            self.deadline = self.deadline or now + self.WAIT_FOR_LIVING_S
+            self.deadline = self.deadline or time.monotonic() + self.WAIT_FOR_LIVING_S
             self.names, self._seen = self.names | living, self._seen | living
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether this group has waited for members that are alive until its deadline."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     def update(self, reported: Iterable[Collection[str]], present: Iterable[str]) -> None:
         """Also wait for those whom other members wait for, and no longer for those in the quorum.

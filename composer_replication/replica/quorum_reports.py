@@ -112,6 +112,7 @@ class Report:
         previous: The quorum that it had before; None if this is its first.
         left_out: The members of that quorum that it was used without, such as strangers.
         missing: The members that it waits for, see ``MissingMembers``.
+        has_waited: Whether it has waited as long for living members as it waits.
         connection: The process group that it is part of, if it is part of one.
         unreachable: The members of its previous quorum whose address did not answer it.
         has_failed: Whether its last sync failed by an error of its own, and not by a peer's.
@@ -129,6 +130,7 @@ class Report:
     previous: PreviousQuorum | None = None
     left_out: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    has_waited: bool = False
     connection: Connection | None = None
     unreachable: tuple[str, ...] = ()
     has_failed: bool = False
@@ -191,6 +193,7 @@ def _parse_report(content: Mapping[str, Any]) -> Report:
         previous=parse_previous_quorum(content["last"]),
         left_out=tuple(_check_type(name, str) for name in content["left_out"]),
         missing=tuple(_check_type(name, str) for name in content["awaits"]),
+        has_waited=_check_type(content["has_waited"], bool),
         connection=parse_connection(content["connection"]),
         unreachable=tuple(_check_type(name, str) for name in content["unreachable"]),
         has_failed=_check_type(content["has_failed"], bool),

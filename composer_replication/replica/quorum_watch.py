@@ -186,6 +186,7 @@ class QuorumWatch:
             previous=self._previous,
             left_out=self._left_out,
             missing=tuple(sorted(self.missing.names)),
+            has_waited=self.missing.has_waited,
             connection=self._connection,
             unreachable=tuple({*self.faults.unreachable, *self.unreachable.reported}),
             has_failed=self.faults.has_failed,
@@ -261,7 +262,9 @@ class QuorumWatch:
         # Of all reports, not of this member's own memory: a joiner has none, and would use the
         # quorum and wait in it for those that decline it.
         elif absent := _members_before(reports) - set(present):
-            self.missing.add_living(absent)
+            # Nor of their own clocks: with quorums of two out of three each began at another time.
+            if not any(report.has_waited for report in reports):
+                self.missing.add_living(absent)
         self._previous, self.members, self.max_step = current, present, quorum.max_step
         self.missing.update((report.missing for report in reports), present)
         return not has_restarted and not self.missing.names

@@ -576,6 +576,21 @@ def test_one_that_is_alive_and_stays_away_is_waited_for_once(monkeypatch):
     assert groups.quorum(3, "b") == "connected"  # a has died: it is not on the page
 
 
+def test_members_that_began_to_wait_at_other_times_stop_together(monkeypatch):
+    # A join timeout that is too short gives quorums of two out of three in turn.
+    now = [0.0]
+    monkeypatch.setattr(quorum_members, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    groups = Groups("abc")
+    groups.quorum(1, "abc")
+    for letter in "abc":
+        groups.watch[letter].missing.read_alive = lambda: frozenset({"a:1", "b:1", "c:1"})
+    assert groups.quorum(2, "ab") == "declined"
+    now[0] = MissingMembers.WAIT_FOR_LIVING_S - 1.0
+    assert groups.quorum(3, "bc") == "declined"  # c begins to wait
+    now[0] = MissingMembers.WAIT_FOR_LIVING_S + 1.0
+    assert groups.quorum(4, "ac") == "connected"  # a has waited, c has not
+
+
 def test_the_ranks_of_a_group_use_a_quorum_all_or_none():
     ranks = Ranks()
     assert ranks.quorum(2, "ab") == ["used", "used"]
