@@ -11,13 +11,7 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.equal_samples import NUM_BATCHES, digest_of
-from composer_replication.diloco.fragments import (
-    check_none_thawed,
-    left_out,
-    model_fingerprint,
-    owners_of,
-    put_back,
-)
+from composer_replication.diloco.fragments import WatchedModel, model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.joining import join
@@ -87,7 +81,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             fragment_update_alpha=settings.fragment_update_alpha,
         )
         synced = [global_parameters.local_tensors for global_parameters in owned]
-        self._left_out, self._buffers = left_out(model, synced), owners_of(model, synced)
+        self._watched = WatchedModel(model, synced)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(synced),
@@ -117,8 +111,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._manager.allow_state_dict_read()
             self.forget_counted()
             return
-        check_none_thawed(self._left_out, self._local_optimizer)
-        put_back(self._buffers)
+        self._watched.check_none_thawed(self._local_optimizer)
+        self._watched.put_buffers_back()
         self._outer.count_inner_step(self._samples)
         self.forget_counted()
         counted = self._local_step

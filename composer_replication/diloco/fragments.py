@@ -256,62 +256,52 @@ def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Opt
         )
 
 
-def _whole(model_fragments: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    is_one = isinstance(model_fragments, nn.Module)
-    return model_fragments if is_one else nn.ModuleList(model_fragments)
-
-
-def left_out(
-    model_fragments: nn.Module | Sequence[nn.Module], fragments: Sequence[Mapping[str, Tensor]]
-) -> Parameters:
-    """The parameters that are in no fragment, by name."""
-    named, synced = _whole(model_fragments).named_parameters(), _ids(fragments)
-    return {name: p for name, p in named if id(p) not in synced}
-
-
-def _ids(fragments: Sequence[Mapping[str, Tensor]]) -> set[int]:
-    return {id(tensor) for fragment in fragments for tensor in fragment.values()}
-
-
-def owners_of(
-    model_fragments: nn.Module | Sequence[nn.Module], fragments: Sequence[Mapping[str, Tensor]]
-) -> list[tuple[nn.Module, str, Tensor]]:
-    """The modules that hold synchronised buffers, with the name in the module and the buffer."""
-    modules, synced = _whole(model_fragments).modules(), _ids(fragments)
-    owned = ((m, key, buffer) for m in modules for key, buffer in m._buffers.items())
-    return [(m, key, b) for m, key, b in owned if b is not None and id(b) in synced]
-
-
-@torch.no_grad()
-def put_back(owned: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
-    """Give modules the synchronised buffers back that they have replaced by new ones.
-
-    Most write into a buffer. Some assign a new tensor, as in ``self.count = self.count + 1``, and
-    no sync would reach it.
+class WatchedModel:
+    """What a model has outside the fragments, and what it may do to what they synchronise.
 
     Args:
-        owned: What ``owners_of`` returned.
+        model_fragments: The model, or one module per fragment.
+        fragments: What is synchronised, by name.
     """
-    for module, key, buffer in owned:
-        if (other := module._buffers[key]) is not buffer and other is not None:
-            module._buffers[key] = buffer.copy_(other)
 
+    def __init__(
+        self,
+        model_fragments: nn.Module | Sequence[nn.Module],
+        fragments: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        is_one = isinstance(model_fragments, nn.Module)
+        whole = model_fragments if is_one else nn.ModuleList(model_fragments)
+        synced = {id(tensor) for fragment in fragments for tensor in fragment.values()}
+        self._left_out = [(name, p) for name, p in whole.named_parameters() if id(p) not in synced]
+        buffers = ((m, key, b) for m in whole.modules() for key, b in m._buffers.items())
+        self._buffers = [(m, key, b) for m, key, b in buffers if b is not None and id(b) in synced]
 
-def check_none_thawed(left_out: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the inner optimizer still trains no parameter outside the fragments.
+    @torch.no_grad()
+    def put_buffers_back(self) -> None:
+        """Give modules the synchronised buffers back that they have replaced by new ones.
 
-    Raises:
-        ValueError: A parameter was frozen when the fragments were made, and is trained now: it
-            would never be synchronised.
-    """
-    thawed = {id(p): name for name, p in left_out.items() if p.requires_grad}
-    if not thawed:
-        return
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [name for identity, name in thawed.items() if identity in trained]
-    if names:
-        raise ValueError(
-            f"frozen when training began, and trained now: {listed(names)}. No sync has them. "
-            "Let them be trainable from the beginning, in all replica groups (their learning rate "
-            "may be 0 at first), or freeze them again"
-        )
+        Most write into a buffer. Some assign a new tensor, as in ``self.count = self.count + 1``,
+        and no sync would reach it.
+        """
+        for module, key, buffer in self._buffers:
+            if (other := module._buffers[key]) is not buffer and other is not None:
+                module._buffers[key] = buffer.copy_(other)
+
+    def check_none_thawed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that the inner optimizer still trains no parameter outside the fragments.
+
+        Raises:
+            ValueError: A parameter was frozen when the fragments were made, and is trained now: it
+                would never be synchronised.
+        """
+        thawed = {id(p): name for name, p in self._left_out if p.requires_grad}
+        if not thawed:
+            return
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [name for identity, name in thawed.items() if identity in trained]
+        if names:
+            raise ValueError(
+                f"frozen when training began, and trained now: {listed(names)}. No sync has them. "
+                "Let them be trainable from the beginning, in all replica groups (their learning "
+                "rate may be 0 at first), or freeze them again"
+            )
