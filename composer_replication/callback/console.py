@@ -66,13 +66,16 @@ class Console:
             log.info("Outer step %d: %s; %s part", step, news, take_part)
 
     @fence("the position on the progress bar")
-    def show_position(self, progress: Mapping[str, Any], epochs: int, logger: Logger) -> None:
+    def show_position(
+        self, progress: Mapping[str, Any], epochs: int, in_epoch: int, logger: Logger
+    ) -> None:
         """Put the round, the outer step and the number of groups before Composer's progress bar.
 
         Args:
             progress: What ``SyncLog.report_phase`` has returned.
             epochs: The number of epochs, each a bar of its own, if the number of their batches is
                 an estimate. Composer would draw a bar for the whole dataset. 0: it knows it.
+            in_epoch: Batches of this epoch so far.
             logger: Composer's logger.
         """
         groups, batches = plural(self._num_groups, "group"), progress["max_batches"]
@@ -83,8 +86,8 @@ class Console:
             bar = destination.train_pbar.pbar
             if not bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
                 bar.bar_format = short_bar_format(bar.bar_format)
-                if epochs and batches:
-                    bar.total = max(bar.n + 1, round(batches / epochs))  # it has none below n
+                if epochs and batches:  # a bar beyond its total would be drawn without one
+                    bar.total = max(bar.n, in_epoch, round(batches / epochs))
                 bar.set_description_str(position, refresh=False)  # drawn with the next loss
 
 

@@ -140,7 +140,8 @@ class Fit:
         done = 0.0 if data is None else data.done(state)
         progress = self.sync_log.report_phase(phase, state, diloco, done)
         epochs = state.max_duration.value if done and state.max_duration else 0
-        self.console.show_position(progress, epochs, logger)
+        in_epoch = state.timestamp.batch_in_epoch.value
+        self.console.show_position(progress, epochs, in_epoch, logger)
         if self._membership is not None:
             self._membership.report_progress(progress)
         if reports and data is not None:
