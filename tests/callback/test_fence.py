@@ -16,13 +16,13 @@ import sys
 import pytest
 import tqdm.auto
 from composer.loggers import InMemoryLogger, LoggerDestination
-from composer_jobs import callback_of, trainer_of
+from composer_jobs import callback_of, saving, trainer_of
 from failing_disk import no_file_above
 from run_events import result_of
 
 from composer_replication.diloco import fence as fences
 from composer_replication.diloco.fence import fence
-from composer_replication.simulation.simulation import simulate
+from composer_replication.simulation.simulation import SimulationError, simulate
 
 
 class Broken(LoggerDestination):
@@ -135,6 +135,19 @@ def test_a_fit_ends_whatever_is_wrong_with_what_shows_it(around, tmp_path, monke
         assert len(logger.data["diloco/outer_step"]) == 4
     if around != "full disk":
         assert result_of(tmp_path / "replica_1") == other
+
+
+def test_a_checkpoint_that_cannot_be_written_stays_an_error(tmp_path):
+    def replica(sim):
+        trainer = trainer_of(callback_of(sim), max_duration="4ba", **saving(tmp_path, sim, "2ba"))
+        try:
+            with no_file_above(0):
+                trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(SimulationError):
+        simulate(replica, num_replicas=1)
 
 
 def test_a_fence_says_the_first_error_of_a_kind_and_lets_an_interrupt_through(caplog, monkeypatch):
