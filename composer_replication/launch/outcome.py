@@ -123,7 +123,8 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
     if "--" in argv:
         at, own = argv.index("--"), ["--resume", f"--run-dir={run_dir}"]
     if own[0] not in argv:
-        argv = [*argv[:at], *own, *argv[at:]]
+        before = [word for word in argv[:at] if not word.startswith(("run_dir=", "--run-dir="))]
+        argv = [*before, *own, *argv[at:]]
     print(f"To go on: {shlex.join(['composer-replication', *argv])}")
 
 

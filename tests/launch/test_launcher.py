@@ -238,7 +238,7 @@ record("start", {"checkpoint": str(latest), "joined": 1.0, "trained_at": None})
 @pytest.mark.parametrize(
     ("saves", "argv", "again"),
     [
-        (SAVES, "launch a.yaml", "launch a.yaml autoresume=true run_dir={}\n"),
+        (SAVES, "launch a.yaml run_dir=r", "launch a.yaml autoresume=true run_dir={}\n"),
         (SAVES, "launch -- python t.py", "launch --resume --run-dir={} -- python t.py"),
         (SAVES, "launch --resume --run-dir=r -- t", "launch --resume --run-dir=r -- t"),
         ("", "launch a.yaml", ""),
