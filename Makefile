@@ -1,6 +1,7 @@
 # make train: install, then train two replica groups on this machine. ARGS=max_duration=300ba and
 # the like change its config.
 # make test: install, then test. make test-alone: the tests that measure time in seconds.
+# make test-pages: install, then run the commands of the pages as they stand.
 # make check: lint, types and the quick tests, in 90 s on two cores.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
 # make test-ray: the test of the example for Ray Train.
@@ -21,7 +22,7 @@ DOCS := .venv-docs
 # Where Python may not keep what it compiles, each of some hundred processes compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-alone check check-tests chaos gpu-check lint test-torch-new test-llmfoundry test-ray docs release-check clean
+.PHONY: train test test-alone test-pages check check-tests chaos gpu-check lint test-torch-new test-llmfoundry test-ray docs release-check clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2 $(ARGS)
@@ -30,11 +31,15 @@ train: $(VENV)/.installed
 WORKERS ?= $(shell expr 2 \* $$(nproc))
 PYTEST := $(BIN)/python -m pytest
 test: $(VENV)/.installed-dev
-	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone'
+	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone and not pages'
 
 # What measures time runs apart from what computes. Two at a time, they mostly wait.
 test-alone: $(VENV)/.installed-dev
 	$(PYTEST) -n 2 --dist worksteal -m alone
+
+# Two pages at a time, but not two with the same port.
+test-pages: $(VENV)/.installed-dev
+	$(PYTEST) -n 2 --dist loadgroup -m pages tests/test_pages.py
 
 test-torch-new: $(TORCH_NEW)/.installed
 	$(MAKE) --no-print-directory -o $(VENV)/.installed-dev test test-alone \
@@ -85,6 +90,7 @@ test-llmfoundry: $(LLMFOUNDRY)/.installed
 	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all]'
 	$(LLMFOUNDRY)/bin/python -m pytest tests/llmfoundry tests/composer_parts -m llmfoundry
 	$(LLMFOUNDRY)/bin/python -m pytest tests/training/test_examples.py
+	$(LLMFOUNDRY)/bin/python -m pytest tests/test_pages.py -m llmfoundry
 
 $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
 	@echo "Installing llm-foundry into $(LLMFOUNDRY): about 7 GB, some minutes."

@@ -28,7 +28,7 @@ if STAGE == "before":  # ends with an ordinary checkpoint
     own = {"save_folder": "runs/switch/before"}
 elif STAGE == "diloco":  # each group starts from its weights, with a new inner optimizer
     own = {
-        "train_dataloader": ReplicaDataLoader(dataset, 16, dataset_id="four", unit_size=64),
+        "train_dataloader": ReplicaDataLoader(dataset, 16, unit_size=64),
         "load_path": "runs/switch/before/latest-rank0.pt",
         "load_weights_only": True,
         "save_folder": f"runs/switch/group_{os.environ['REPLICA_GROUP_ID']}",

@@ -27,7 +27,7 @@ trainer = Trainer(
     model=model,
     optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
     # Each sample goes to one group; with a plain DataLoader all groups would read the same ones.
-    train_dataloader=ReplicaDataLoader(SAMPLES, 8, dataset_id="its-own-source", unit_size=64),
+    train_dataloader=ReplicaDataLoader(SAMPLES, 8, unit_size=64),
     max_duration=BATCHES,
     device="gpu" if torch.cuda.is_available() else "cpu",
     callbacks=[DiLoCoCallback()],  # the settings come from the coordinator

@@ -27,7 +27,8 @@ _TOKEN = re.compile(
 )
 _MARK = re.compile(r"<!-- numbers:(.*?)-->", re.DOTALL)
 _ASIDE = re.compile(
-    r"<!-- (\w+): written by .*?<!-- end of \1 -->|^( *)```\w+\n.*?^\2```$",
+    r"<!-- (\w+): written by .*?<!-- end of \1 -->|^( *)```\w+\n.*?^\2```$"
+    r"|<!-- (?:not run|needs|run|run python):.*?-->",
     re.DOTALL | re.MULTILINE,
 )
 _OUTPUT = re.compile(r"(^```\n.*?^```$)", re.DOTALL | re.MULTILINE)

@@ -3,13 +3,11 @@
 Real commands in processes of their own.
 """
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from page_blocks import block
 
 from composer_replication import __version__
 
@@ -110,15 +108,13 @@ def test_the_process_ends_after_an_error_though_a_thread_still_waits(config):
 
 
 def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
-    line = block("docs/outer-loop.md", "composer-replication simulate")
-    _, name, config, *of_the_page = shlex.split(line)
     small = ["model.d_model=16", "max_duration=5ba", "callbacks.diloco.sync_every=2"]
     small += ["callbacks.diloco.schedule=null"]
     lengths = [f"{part}.max_seq_len=16" for part in ("model", "train_loader", "eval_loader")]
     folder = tmp_path / "run"
     overrides = [*small, *lengths, "eval_subset_num_batches=1", f"run_dir={folder}"]
-    given = *of_the_page, *overrides, "--replicas", "3"  # the last word on each counts
-    answer = run(name, Path(__file__).parent.parent / config, *given, seconds=100)
+    config = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+    answer = run("simulate", config, *overrides, "--replicas", "3", seconds=100)
     assert answer.returncode == 0, answer.stderr
     assert "equal in 3 groups after 3 outer steps" in answer.stdout  # the last one mid-round
     for name in ("config.yaml", "summary.json", "report.html", "replica_2/events.jsonl"):

@@ -37,7 +37,7 @@ def commands(path):
     inline = re.findall(r"`(composer-replication [^`]*)`", text)
     # A number may stand as a letter, and an optional part in brackets.
     found = [re.sub(r"\b[NM]\b", "2", line.strip()) for line in [*lines, *inline]]
-    return [re.sub(r"\[\w.*\]$", "", line) for line in found if line.startswith(PROGRAM)]
+    return [re.sub(r"\[\w.*\]$| &$", "", line) for line in found if line.startswith(PROGRAM)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from page_blocks import ROOT, block, fenced
+from page_blocks import ROOT, block
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
@@ -184,7 +184,7 @@ def cells_of(answer, method, wire_format):
 
 
 def test_the_page_shows_what_the_command_prints():
-    shown = fenced(ROOT / "docs" / "plan.md", "")[0]
+    shown = block("docs/plan.md", "┏")
     answer = plan(columns=100)
     assert [line.rstrip() for line in answer.output.splitlines()] == shown.splitlines()
 

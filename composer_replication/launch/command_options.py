@@ -55,8 +55,8 @@ Set = Annotated[
 RunDir = Annotated[
     Path | None,
     typer.Option(
-        help="The run's folder, of a command. Default: that of the settings, else a new one.",
-        show_default=False,
+        help="The run's folder, of a command. Default: that of the settings, else a new one; of "
+        "run: COMPOSER_REPLICATION_RUN_DIR, else a temporary one.",
     ),
 ]
 

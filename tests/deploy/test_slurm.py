@@ -29,7 +29,7 @@ KILLS = int(os.environ.get("TEST_KILLS", "1"))
 # What docs/slurm.md tells people to edit, here: no GPU, no memory accounting, a free port.
 COORDINATOR_EDITS = {
     "$(hostname)": "localhost",
-    "#SBATCH --mem=2G\n": "",
+    "#SBATCH --mem=2G ": "#",
     "--set sync_every=100 --replicas 4": "--set sync_every=10 --replicas 3",
 }
 GROUPS_EDITS = {

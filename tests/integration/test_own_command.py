@@ -4,14 +4,12 @@ Real: everything; the script is one of ``examples``.
 """
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from page_blocks import block
 from run_events import result_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -27,17 +25,9 @@ def run(*command):
 
 
 def test_a_launch_of_a_script_is_a_run_like_that_of_a_config(tmp_path):
-    on_pages = {
-        block("README.md", "composer-replication launch"),
-        block("docs/composer-job.md", "composer-replication launch"),
-        block("docs/own-command.md", "composer-replication launch"),
-    }
-    (line,) = on_pages
-    _, *ours, dashes, python, script = shlex.split(line.replace("sync_every=100", "sync_every=10"))
-    assert (dashes, python, script) == ("--", "python", "train.py")
     # Group 1 trains a batch more than group 0, if its id is where the braces were.
     script = [sys.executable, SCRIPT, "2{replica_id}ba"]
-    ours = ["-m", "composer_replication", *ours]
+    ours = "-m composer_replication launch --replicas 2 --set sync_every=10".split()
     said = run(*ours, "--run-dir", tmp_path / "run", "--", *script)
     assert "equal in 2 groups after 3 outer steps" in said
     assert "sent by each group" in said

@@ -7,7 +7,6 @@ lighthouse, Gloo. The tokenizer and the text are made here, so that nothing is d
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import torch
 import yaml
 from foundry_jobs import NUM_GROUPS, foundry_command, offline_environ, write_data
-from own_job import OwnJob
 from run_events import result_of, syncs_of
 
 pytestmark = [
@@ -31,7 +29,6 @@ pytestmark = [
 
 YAML = Path(__file__).with_name("mpt_tiny.yaml")
 DEADLINE_S = 400
-FOUNDRY = "llmfoundry train my.yaml"
 
 
 @dataclass(frozen=True)
@@ -213,32 +210,6 @@ def test_three_lines_train_one_group_without_a_lighthouse(tmp_path):
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-4000:]
     assert "outer step 1, fragment 0: 1 replica groups" in output  # the sync at the end
-
-
-def test_readmes_commands_train_it_with_a_coordinator(tmp_path):
-    """The coordinator reads the settings out of llm-foundry's own YAML; its groups give none."""
-    write_data(tmp_path / "data")
-    (tmp_path / "my.yaml").write_text(YAML.read_text())
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with OwnJob(tmp_path, offline_environ(PATH=programs, TMPDIR=str(tmp_path))) as job:
-        job.start_coordinator()
-        groups = []
-        for group in range(NUM_GROUPS):
-            groups.append(job.start_group(group, FOUNDRY, f"variables.group={group}"))
-            deadline = time.monotonic() + DEADLINE_S / 2
-            # Not both at once: see the fixture ``groups``.
-            while "Initializing model..." not in job.said(f"group_{group}"):
-                assert groups[-1].poll() is None, job.said(f"group_{group}")
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-        for group, process in enumerate(groups):
-            assert process.wait(timeout=DEADLINE_S / 2) == 0, job.said(f"group_{group}")[-4000:]
-        assert "settings: sync_every=4, num_fragments=2  (from my.yaml)" in job.said("coordinator")
-        # llm-foundry configures the logging: our lines are in it, once.
-        assert job.said("group_0").count("Started with groups 0 and 1; here is group 0") == 1
-    traces = [read_group(tmp_path / "run", group) for group in range(NUM_GROUPS)]
-    assert traces[0].result["global_digest"] == traces[1].result["global_digest"]
-    assert traces[0].digest_of_outer_step == traces[1].digest_of_outer_step
 
 
 @pytest.mark.parametrize(

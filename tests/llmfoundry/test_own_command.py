@@ -4,16 +4,13 @@ Run: make test-llmfoundry. Real: everything. The data are made here.
 """
 
 import json
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import foundry_jobs
 import pytest
-from foundry_jobs import foundry_command, offline_environ, write_data
-from page_blocks import block
+from foundry_jobs import offline_environ
 from run_events import syncs_of
 
 pytestmark = [
@@ -22,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not foundry_jobs.is_installed(), reason=foundry_jobs.NOT_INSTALLED),
 ]
 
-YAML = Path(__file__).with_name("mpt_tiny.yaml")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -60,19 +56,3 @@ def test_lora_trains_and_sends_the_adapters_alone(tmp_path):
     # Two layers, each with A of 8 x 64 and B of 192 x 8, and the group's weight in the mean.
     numbers = 2 * 8 * (64 + 192) + 1
     assert {sync["diloco/bytes_sent"] for sync in syncs} == {4 * numbers}
-
-
-def test_llmfoundrys_own_command_with_its_own_yaml(tmp_path):
-    write_data(tmp_path / "data")
-    shutil.copy(YAML, tmp_path / "my.yaml")
-    words = shlex.split(block("docs/llm-foundry.md", "composer-replication launch"))
-    assert words[:4] == "composer-replication launch --replicas 2".split()
-    assert words[7:] == ["llmfoundry", "train", "my.yaml", "data_local=/data/{replica_id}"]
-    places = [  # as this file names the group's data
-        "variables.group={replica_id}",
-        f"variables.data={tmp_path / 'data'}",
-        "variables.run_dir={run_dir}",
-    ]
-    summary = launch(tmp_path, *words[4:7], *foundry_command(*words[8:10], *places))
-    assert summary["outer_steps"] > 2
-    assert summary["eval"]

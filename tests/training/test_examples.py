@@ -3,6 +3,7 @@
 Each is launched once and simulated once, small.
 """
 
+import ast
 import importlib.util
 import math
 import sqlite3
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from forked_commands import ForkedCommand
-from page_blocks import block
 from run_events import result_of
 
 from composer_replication.launch.job import config_job
@@ -65,10 +65,7 @@ def load_model(folder):
 
 @pytest.mark.integration
 def test_an_image_classifier_of_torchvision_with_batch_norm(train):
-    words = block("docs/examples.md", "composer-replication launch examples/image_classifier.yaml")
-    _, _, example, *options = words.split()
-    assert options == ["--replicas", str(GROUPS)]
-    results, models = train(Path(example).name, "max_duration=15ba")
+    results, models = train("image_classifier.yaml", "max_duration=15ba")
     assert [result["outer_steps"] for result in results] == [3, 3]
     assert results[0]["eval"].keys() >= {"MulticlassAccuracy", "CrossEntropy"}
     assert results[0]["eval"] == results[1]["eval"]  # of one model, with one set of statistics
@@ -117,3 +114,18 @@ def test_the_examples_are_these_and_open_with_the_commands_that_run_them():
         comment = path.read_text().partition("seed:")[0]
         for command in ("launch", "simulate"):
             assert f"composer-replication {command} examples/{path.name} --replicas" in comment
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_an_example_has_at_most_sixty_lines(path):
+    assert not path.is_file() or len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("plain_loop", "examples"), ("switch", "examples"), ("train_fsdp", "composer-job")],
+)
+def test_a_script_opens_with_the_commands_of_the_page_which_are_run_there(name, page):
+    opening = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
+    commands = str(opening).partition("\n\n")[2]
+    assert commands and f"```bash\n{commands}\n```" in (ROOT / f"docs/{page}.md").read_text()

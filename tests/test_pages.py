@@ -1,0 +1,126 @@
+"""The pages, run as they stand: from the first block to the last, in a folder like a clone.
+
+Run: make test-pages. Real: everything. What a page leaves to its readers is in comments of its
+source: see ``page_blocks.py``. Without the mark ``pages``: what is looked at without a run.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_blocks import PAGES, ROOT, blocks, script
+from run_events import result_of
+
+from composer_replication.training.components import SHORT_NAMES, check_keys
+from composer_replication.training.config import check_config, read_config
+
+CLONE = ("configs", "deploy", "docs", "examples", "spikes", "Makefile", "pyproject.toml")
+"""What the pages use of a clone. The package is installed."""
+
+PORT = "29512"
+"""Pages that name it are run one after the other."""
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def is_for_llmfoundry(page: Path) -> bool:
+    return "<!-- needs: " in page.read_text()
+
+
+def params() -> Iterator[Any]:
+    for page in PAGES:
+        if any(each.language in ("bash", "python") and not each.reason for each in blocks(page)):
+            marks = [pytest.mark.llmfoundry] if is_for_llmfoundry(page) else []
+            marks += [pytest.mark.xdist_group("port")] if PORT in page.read_text() else []
+            yield pytest.param(page, id=name_of(page), marks=marks)
+
+
+def make_clone(folder: Path) -> None:
+    """Make a folder with what a clone has, and with an environment in ``.venv``."""
+    for name in CLONE:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    (folder / ".venv" / ".installed").touch()
+
+
+def environment() -> dict[str, str]:
+    """That of a shell in which the environment is active, without what other tests set."""
+    own = {name: value for name, value in os.environ.items() if "COMPOSER_REPLICATION" not in name}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{own['PATH']}"
+    return own | offline | {"PATH": path, "COLUMNS": "100", "TESTS": str(ROOT / "tests")}
+
+
+@pytest.mark.pages
+@pytest.mark.integration
+@pytest.mark.parametrize("page", params())
+def test_a_page_works_as_it_stands(page, tmp_path):
+    make_clone(tmp_path)
+    (tmp_path / "page.sh").write_text(script(page))
+    output = tmp_path / "output.txt"
+    with output.open("w") as out:
+        shell = subprocess.Popen(
+            ["bash", "page.sh"],
+            cwd=tmp_path,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        status = shell.wait(timeout=800)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM if shell.returncode is None else signal.SIGKILL)
+    said = output.read_text().replace(f"{tmp_path}/", "")
+    assert status == 0, said[-6000:]
+    for each in blocks(page):
+        if not each.language and not each.reason:
+            for line in each.text.splitlines():  # the numbers are of another run
+                assert re.split(r"\d", line)[0].rstrip() in said, line
+    for run in tmp_path.glob("runs/*"):
+        ends = [result_of(events.parent) for events in run.glob("replica_*/events.jsonl")]
+        assert len({end["global_digest"] for end in ends}) <= 1, run
+
+
+# ---- without a run ------------------------------------------------------------------------------
+
+EVERY = {f"{name_of(page)}:{each.line}": (page, each) for page in PAGES for each in blocks(page)}
+YAML = {name: each for name, (_, each) in EVERY.items() if each.language == "yaml"}
+
+
+@pytest.mark.parametrize(("page", "each"), EVERY.values(), ids=EVERY)
+def test_a_block_is_run_or_says_why_not(page, each):
+    assert len(each.reason) > 10 if each.reason else each.language in ("bash", "python", "yaml", "")
+    if each.language in ("bash", "python"):
+        assert (each.text in script(page)) == (not each.reason)
+
+
+@pytest.mark.parametrize("each", YAML.values(), ids=YAML)
+def test_the_keys_of_a_block_of_yaml_are_read(each, tmp_path, monkeypatch):
+    from composer_replication.training.building import find_all
+
+    if each.reason:
+        pytest.skip(each.reason)
+    monkeypatch.chdir(ROOT)  # where a config finds the examples' modules
+    (tmp_path / "block.yaml").write_text(each.text)
+    config = read_config(tmp_path / "block.yaml")
+    check_config(read_config(ROOT / "configs" / "quickstart.yaml") | config)
+    for section in SHORT_NAMES.keys() & config.keys():
+        for found in find_all(section, config[section]):
+            takes = found.parameters
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+                check_keys(found.partial.keywords, takes, found.where)
