@@ -75,10 +75,9 @@ class SyncLog:
                     destination.log_metrics(metrics | {"diloco/round": at}, step)
             if report.global_digest is not None:
                 metrics["diloco/global_digest"] = report.global_digest
-            place: dict[str, Any] = {"batch": step, "inner_steps": report.inner_steps, "loss": loss}
+            place = {"batch": step, "inner_steps": report.inner_steps, "loss": loss}
             place["ranks"] = dist.get_world_size()
             if report.equal_samples:
-                place["equal_samples"] = report.equal_samples
                 warning = on_same_samples(report.equal_samples)
                 log.warning("%s", warning)
                 self._folder.append(WARNING, {"warning": warning})
