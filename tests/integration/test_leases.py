@@ -313,13 +313,13 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     assert {text for text in said if "continues from outer step" in text} == expected
 
 
-@pytest.mark.parametrize("kind", ["old", "lost", "wal"])
-def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind):
+@pytest.mark.parametrize(("kind", "ranks"), [("old", 1), ("lost", 2), ("wal", 1)])
+def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, ranks):
     """It is killed, and comes back on an older copy, an empty folder, or without SQLite's log.
 
     What was leased by then and is not in that state may be in the model twice: it says how much.
     """
-    run = run_of(length=4000, fragments=2)
+    run = run_of(length=4000, fragments=2, ranks=ranks)
     state = run.folder / "state"
     for replica_id in range(GROUPS):
         run.start_group(replica_id)
@@ -351,9 +351,9 @@ def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind):
     assert dataset["epochs"][0]["done"] == 4000
     low, high = {"old": (5, copied_at), "lost": (0, 0), "wal": (0, struck_at)}[kind]
     assert low <= gap["outer_step"] <= high
-    in_part = dataset["trained_in_part"] + dataset["trained_twice"]
-    for is_in_twice in twice:
-        assert 0 < is_in_twice.sum() <= gap["samples"] + in_part, (gap, in_part)
+    counted = gap["samples"] + dataset["trained_in_part"] + dataset["trained_twice"]
+    for is_in_twice in twice:  # with two ranks, so may be the last sample before a pause
+        assert 0 < is_in_twice.sum() <= counted + 20 * (ranks - 1), (gap, dataset)
     (event,) = (e["text"] for e in status["events"] if "record of samples" in e["text"])
     assert f"complete up to outer step {gap['outer_step']} only" in event
 
