@@ -26,7 +26,7 @@ def own_imports(path):
 
 MAY_IMPORT = {
     "diloco": set(),
-    "replica": {"diloco"},
+    "replica": {"diloco", "simulation"},
     "coordinator": {"diloco", "replica"},
     "data": {"coordinator", "diloco", "replica"},
     "callback": {"coordinator", "data", "diloco", "replica"},

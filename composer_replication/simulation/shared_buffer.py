@@ -285,22 +285,25 @@ class SharedBuffer:
             connection: The connection.
             number: Number of the collective within the connection.
             replica_id: The member.
-            tensor: The member's tensor, which is copied.
+            tensor: The member's tensor, which is copied if there are other members.
         """
-        if tensor.device.type != "cpu":
-            # Other threads read the tensor on streams of their own. Without this they could read
-            # it before the device has written it.
-            torch.accelerator.synchronize()
+        tensor = tensor.detach()
+        if len(connection.members) > 1:  # other threads read it
+            tensor = tensor.clone()
+            if tensor.device.type != "cpu":
+                # They read it on streams of their own. Without this they could read it before the
+                # device has written it.
+                torch.accelerator.synchronize()
         with self._changed:
             buffer = connection.buffers.setdefault(number, {})
-            buffer[replica_id] = tensor.detach().clone()
+            buffer[replica_id] = tensor
             if len(buffer) == len(connection.members) and not connection.is_broken:
                 shapes = {tuple(part.shape) for part in buffer.values()}
                 if len(shapes) > 1:
                     connection.is_broken = True
                 else:
                     for member in connection.isolated:
-                        buffer[member].zero_()
+                        buffer[member] = torch.zeros_like(buffer[member])
                     connection.complete[number] = [buffer[each] for each in connection.members]
                 del connection.buffers[number]
             self._changed.notify_all()
