@@ -23,6 +23,11 @@ class SingleGroupManager(SimulatedManager):
     def __init__(self) -> None:
         super().__init__(SharedBuffer(1, faults=(), timeout_s=None), replica_id=0)
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Nobody: the log says already that the group is alone."""
+        return ()
+
     def should_commit(self) -> bool:
         """Vote with the other ranks of the group. Returns whether none of them has an error."""
         return do_all_ranks_agree(self.errored() is None) and super().should_commit()
