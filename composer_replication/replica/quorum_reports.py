@@ -8,8 +8,8 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from types import NoneType, SimpleNamespace
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 log = logging.getLogger(__name__)
 
@@ -40,35 +40,6 @@ class Connection(NamedTuple):
     number: int
 
 
-def parse_previous_quorum(value: Any) -> PreviousQuorum | None:
-    """Read a ``PreviousQuorum`` from JSON, where it is a list or null.
-
-    Raises:
-        ValueError: The value is something else.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, list) or [type(each) for each in value] != [int, list]:
-        raise ValueError(f"{value!r} is not a quorum id and a list of members")
-    quorum_id, members = value
-    if not all(isinstance(member, str) for member in members):
-        raise ValueError(f"{members!r} is not a list of names")
-    return PreviousQuorum(quorum_id, tuple(members))
-
-
-def parse_connection(value: Any) -> Connection | None:
-    """Read a ``Connection`` from JSON, where it is a list or null.
-
-    Raises:
-        ValueError: The value is something else.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, list) or [type(each) for each in value] != [int, int, int]:
-        raise ValueError(f"{value!r} is not the three integers of a connection")
-    return Connection(*value)
-
-
 def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: PreviousQuorum) -> bool:
     """Tell from quorum ids whether the lighthouse has been restarted since the quorum before.
 
@@ -96,9 +67,6 @@ def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: Previo
         )
 
     return any(contradicts(each) for each in previous)
-
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -141,8 +109,7 @@ class Report:
     sizes: str = ""
 
 
-_JSON_KEYS = {"previous": "last", "missing": "awaits"}
-"""Keys of the fields whose key in the handle is not the field's name."""
+_KINDS = get_type_hints(Report)
 
 
 def write_handle(handle: str, report: Report, name: str, token: str) -> str:
@@ -155,8 +122,7 @@ def write_handle(handle: str, report: Report, name: str, token: str) -> str:
             nobody can use a handle that another member has written.
         token: The run's secret.
     """
-    fields = {_JSON_KEYS.get(field, field): value for field, value in asdict(report).items()}
-    content = json.loads(handle) | fields
+    content = json.loads(handle) | asdict(report)
     return json.dumps(content | {"proof": _proof(content, name, token)})
 
 
@@ -178,35 +144,28 @@ def read_handle(handle: str, name: str, tokens: Sequence[str]) -> Report | None:
             hmac.compare_digest(proof, _proof(content, name, token).encode()) for token in tokens
         ):
             return None
-        return _parse_report(content)
+        _convert(content["store"], str)  # torchft's own part of the handle
+        return Report(**{name: _convert(content[name], kind) for name, kind in _KINDS.items()})
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
 
 
-def _parse_report(content: Mapping[str, Any]) -> Report:
-    """Read a report; raises a ValueError, TypeError or KeyError if a part is not of its type."""
-    _check_type(content["store"], str)  # torchft's own part of the handle
-    return Report(
-        step=_check_type(content["step"], int),
-        manager=_check_type(content["manager"], str),
-        board=_check_type(content["board"], str),
-        previous=parse_previous_quorum(content["last"]),
-        left_out=tuple(_check_type(name, str) for name in content["left_out"]),
-        missing=tuple(_check_type(name, str) for name in content["awaits"]),
-        has_waited=_check_type(content["has_waited"], bool),
-        connection=parse_connection(content["connection"]),
-        unreachable=tuple(_check_type(name, str) for name in content["unreachable"]),
-        has_failed=_check_type(content["has_failed"], bool),
-        num_ranks=_check_type(content["num_ranks"], int),
-        num_shards=_check_type(content["num_shards"], int),
-        gathers=_check_type(content["gathers"], bool),
-        row=_check_type(content["row"], int),
-        sizes=_check_type(content["sizes"], str),
-    )
+def _convert(value: Any, kind: Any) -> Any:
+    """Convert a value from JSON, which has lists and no tuples, to the type of a report's field.
 
-
-def _check_type(value: Any, kind: type[Value]) -> Value:
-    if not isinstance(value, kind):
+    Raises:
+        TypeError: It is not of that type.
+        ValueError: It is a list of another length.
+    """
+    kinds = get_args(kind)
+    if NoneType in kinds:  # or None
+        return None if value is None else _convert(value, kinds[0])
+    if get_origin(kind) is tuple:
+        return tuple(_convert(each, kinds[0]) for each in _convert(value, list))
+    if issubclass(kind, tuple):
+        pairs = zip(_convert(value, list), get_type_hints(kind).values(), strict=True)
+        return kind(*(_convert(*pair) for pair in pairs))
+    if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
