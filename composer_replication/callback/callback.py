@@ -27,13 +27,12 @@ from composer_replication.callback.progress import max_batches
 from composer_replication.callback.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.coordinator.client import RunInfo
-from composer_replication.coordinator.client_http import NameTakenError
 from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.replica.options import ReplicaOptions, replica_id_of
+from composer_replication.replica.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
 
 log = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class DiLoCoCallback(Callback):
             # A script's exit status does not say that its input was rejected, so the folder does.
             # A name that is taken may be free the next time.
             is_first = event in (Event.BEFORE_LOAD, Event.FIT_START)
-            if is_first and not isinstance(error, NameTakenError):
+            if is_first and not isinstance(error, DuplicateIdError):
                 self._write_rejection(error)
             raise
 

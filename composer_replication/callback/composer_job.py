@@ -27,8 +27,7 @@ from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.replica.factory import backend_for, make_manager
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.options import ManagerOptions, ReplicaOptions, lighthouse_of
-from composer_replication.replica.process_group import host_store
+from composer_replication.replica.options import ManagerOptions, ReplicaOptions
 from composer_replication.replica.ranks import broadcast
 from composer_replication.replica.single_group import SingleGroupManager
 
@@ -105,23 +104,11 @@ def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager | Sin
     """Connect this rank to the other groups, if there may be any; every rank of the group calls it.
 
     Raises:
-        ValueError: No lighthouse is named, or the backend does not fit the model's device.
+        ValueError: See ``make_manager``, or the backend does not fit the model's device.
         ConnectionError: See ``make_manager``.
     """
-    rank, world_size = dist.get_global_rank(), dist.get_world_size()
     own = pick(ManagerOptions, vars(options) | {"backend": _backend(options, state)})
-    if options.is_alone:
-        return make_manager(**vars(own), rank=rank, world_size=world_size)
-    # Checked on every rank before the broadcast: if one rank alone raised, the others would wait.
-    lighthouse_of(options)
-    store = host_store(options.hostname) if rank == 0 else None
-    host, port = broadcast((store.host, store.port) if store else None)
-    manager = make_manager(
-        **vars(own), rank=rank, world_size=world_size, store_addr=host, store_port=port
-    )
-    assert isinstance(manager, ReplicaManager), "a lighthouse is named"
-    manager.store = store
-    return manager
+    return make_manager(**vars(own))
 
 
 def build_diloco(

@@ -12,6 +12,8 @@ from typing import Any, Self, TypeVar
 import httpx
 import tenacity
 
+from composer_replication.replica.options import DuplicateIdError
+
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
@@ -29,7 +31,7 @@ class RejectedByCoordinatorError(ValueError):
     """The coordinator rejects a request; the message says why."""
 
 
-class NameTakenError(RejectedByCoordinatorError):
+class NameTakenError(RejectedByCoordinatorError, DuplicateIdError):
     """A living replica group, or another dataset, has the name."""
 
 
@@ -43,6 +45,9 @@ class CoordinatorHttp:
         token: The run's secret, if it has one.
         retry_s: How long a request that nobody answers is repeated, in seconds. 0: it is sent
             once. ``math.inf``: until ``close``.
+
+    Raises:
+        ValueError: The address is no URL.
     """
 
     TIMEOUT_S = 5.0
@@ -50,6 +55,11 @@ class CoordinatorHttp:
     """The attempts at which a wait is logged; after these every hundredth."""
 
     def __init__(self, address: str, token: str | None, retry_s: float = 5.0) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(
+                f"coordinator_addr={address!r}: write http://{address}, in the argument or in "
+                "COMPOSER_REPLICATION_COORDINATOR"
+            )
         self.address = address
         self._retry_s, self._timeout_s = retry_s, self.TIMEOUT_S
         self._closed = threading.Event()
@@ -126,8 +136,8 @@ class CoordinatorHttp:
             raise CoordinatorAwayError(
                 f"no coordinator answers at {self.address} ({error}). Start one with "
                 "`composer-replication coordinator CONFIG`, or correct "
-                "COMPOSER_REPLICATION_COORDINATOR"
-            ) from error
+                "COMPOSER_REPLICATION_COORDINATOR (coordinator_addr=...)"
+            ) from None
 
     def _checked(self, response: httpx.Response, fields: Fields) -> dict[str, Any]:
         try:

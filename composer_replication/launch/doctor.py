@@ -43,7 +43,6 @@ SHORT_TOKEN = 16
 PACKAGES = ("composer-replication", "torch", "torchvision", "torchft-nightly", "mosaicml")
 VARIABLES = re.compile("COMPOSER_REPL|TORCH|GLOO|NCCL|REPLICA_GROUP|NUM_REP|FSDP|RUST_LOG|CUDA_")
 """How the names of variables begin that this package, torchft, torch or Composer read."""
-NAME_FIX = "export COMPOSER_REPLICATION_HOSTNAME=... to an address of it that the others reach"
 
 
 @dataclass
@@ -227,7 +226,11 @@ def check_lighthouse(job: Job) -> Iterator[Row]:
         if lighthouse.can_connect(parts.hostname or "", parts.port or 80, CONNECT_TIMEOUT_S):
             yield OK, "peers", f"{text} can be reached"
         elif member.replica_id in status.alive:
-            yield ERROR, "peers", f"{text} cannot be reached from here: there, {NAME_FIX}"
+            yield (
+                ERROR,
+                "peers",
+                f"{text} cannot be reached from here: there, {addresses.HOSTNAME_FIX}",
+            )
 
 
 def check_name(job: Job) -> Iterator[Row]:
@@ -235,31 +238,34 @@ def check_name(job: Job) -> Iterator[Row]:
     given, address = job.options.hostname, job.options.lighthouse_addr
     if job.options.is_alone:
         return
-    name = given or socket.gethostname()
+    name = given or addresses.default_hostname(address or "") or socket.gethostname()
     own = addresses.own_address(name)
     with addresses.listen(given) as listening:
         port = listening.getsockname()[1]
         addresses.check_hostname(name, port, address or "http://127.0.0.1")
-    way = _way_to(job.options.coordinator_addr or address or "")
+    way = addresses.address_towards(job.options.coordinator_addr or address or "")
     if addresses.is_loopback(name):
         state = OK if address and not job.is_beyond_this_machine else WARNING
-        yield state, "name", f"{name} is loopback, enough on one machine; beyond, {NAME_FIX}"
+        yield (
+            state,
+            "name",
+            f"{name} is loopback, enough on one machine; beyond, {addresses.HOSTNAME_FIX}",
+        )
     elif own is None:
-        yield WARNING, "name", f"{name} is no address of this machine (NAT?): {NAME_FIX}"
+        yield (
+            WARNING,
+            "name",
+            f"{name} is no address of this machine (NAT?): {addresses.HOSTNAME_FIX}",
+        )
     elif way not in (None, own) and job.is_beyond_this_machine:
-        yield WARNING, "name", f"{name} is {own}, and the way out begins at {way}: {NAME_FIX}"
+        yield (
+            WARNING,
+            "name",
+            f"{name} is {own}, and the way out begins at {way}: {addresses.HOSTNAME_FIX}",
+        )
     else:
         must = "" if name == own else "; the other machines have to find it under this name"
         yield OK, "name", f"{name} is {own} on {addresses.interface_of(name)}{must}"
-
-
-def _way_to(address: str) -> str | None:
-    """The address of this machine from which packets to an ``http://host:port`` leave."""
-    parts = urlsplit(address)
-    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "", parts.port or 80))  # looks up the route, sends nothing
-        return probe.getsockname()[0]
-    return None
 
 
 def check_token(job: Job) -> Iterator[Row]:

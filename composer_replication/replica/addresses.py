@@ -6,12 +6,18 @@ Imports neither torch nor torchft.
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import psutil
 
 from composer_replication.replica.lighthouse import can_connect
+
+HOSTNAME_FIX = (
+    "set COMPOSER_REPLICATION_HOSTNAME (hostname=...) to a name or address of this machine that "
+    "the other groups reach; `composer-replication doctor --hostname NAME` tries one"
+)
 
 
 def bracketed(host: str) -> str:
@@ -35,9 +41,8 @@ def own_address(hostname: str | None) -> str | None:
         addresses = [str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)]
     except OSError as error:
         raise ValueError(
-            f"hostname={hostname!r} does not resolve here ({error}): give a name or an address of "
-            "this machine that the other groups can reach"
-        ) from error
+            f"hostname={hostname!r} does not resolve here ({error}): {HOSTNAME_FIX}"
+        ) from None
     own = _own_addresses()
     return next((address for address in addresses if address in own), None)
 
@@ -50,6 +55,42 @@ def interface_of(hostname: str | None) -> str | None:
     """
     address = own_address(hostname)
     return None if address is None else _own_addresses()[address]
+
+
+def address_towards(address: str) -> str | None:
+    """Find the address of this machine from which packets to an ``http://host:port`` leave.
+
+    Returns:
+        The address. None if the host's name does not resolve, or no network leads there.
+    """
+    parts = urlsplit(address)
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, _, _, place = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # looks up the route, and sends nothing
+            return probe.getsockname()[0]
+    return None
+
+
+def default_hostname(lighthouse_addr: str) -> str | None:
+    """Choose how peers reach this machine where nobody has said it.
+
+    Peers reach the lighthouse too, so most probably they reach the address from which this machine
+    does. The machine's own name may lead to a loopback address, or be unknown to the others.
+
+    Args:
+        lighthouse_addr: ``http://host:port`` of the lighthouse.
+
+    Returns:
+        That address. None if it is of use to this machine alone: then the machine's own name is
+        left.
+    """
+    address = address_towards(lighthouse_addr)
+    if address is None or "%" in address:
+        return None
+    own = ip_address(address)
+    return None if own.is_loopback or own.is_link_local or own.is_unspecified else address
 
 
 def listen(hostname: str | None) -> socket.socket:
@@ -85,16 +126,12 @@ def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
         ValueError: Peers could not reach this group under the name.
     """
     if not can_connect(hostname.strip("[]"), port):
-        raise ValueError(
-            f"hostname={hostname!r} does not lead to this machine: set hostname "
-            "(callbacks.diloco.hostname) to a name or address under which the other groups reach it"
-        )
+        raise ValueError(f"hostname={hostname!r} does not lead to this machine: {HOSTNAME_FIX}")
     lighthouse = urlsplit(lighthouse_addr).hostname or ""
     if is_loopback(hostname) and not is_loopback(lighthouse) and not _is_local(lighthouse):
         raise ValueError(
             f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
-            "machine: the other groups would look for this group on their own machines. Set "
-            "hostname (callbacks.diloco.hostname) to an address of this machine that they can reach"
+            f"machine: {HOSTNAME_FIX}"
         )
 
 

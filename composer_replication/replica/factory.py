@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -24,6 +24,7 @@ from composer_replication.diloco.arguments import takes
 from composer_replication.replica.addresses import (
     bracketed,
     check_hostname,
+    default_hostname,
     is_loopback,
     own_address,
 )
@@ -62,9 +63,11 @@ class ManagerArguments(ManagerOptions):
     """All arguments of ``make_manager``.
 
     Args:
-        rank: This process's rank in the group.
-        world_size: The number of ranks in the group.
-        store_addr: Host of the group's store. None: this process hosts one (``world_size`` 1).
+        rank: This process's rank in the group. None: its rank in torch.distributed, or 0 where that
+            is not initialized.
+        world_size: The number of ranks in the group. None: that of torch.distributed, or 1.
+        store_addr: Host of the group's store. None: rank 0 hosts one, and torch.distributed takes
+            its address to the other ranks.
         store_port: Port of the group's store.
         token: The run's secret, equal in all groups. Groups exchange state and average only with
             members that prove it. None: ``COMPOSER_REPLICATION_TOKEN``. A token is needed unless
@@ -74,8 +77,8 @@ class ManagerArguments(ManagerOptions):
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
-    rank: int = 0
-    world_size: int = 1
+    rank: int = cast(int, None)  # a number once __post_init__ has run
+    world_size: int = cast(int, None)  # likewise
     store_addr: str | None = None
     store_port: int | None = None
     token: str | None = None
@@ -86,9 +89,17 @@ class ManagerArguments(ManagerOptions):
             raise ValueError(
                 f"store_addr={self.store_addr!r} and store_port={self.store_port!r}: give both"
             )
-        if self.world_size > 1 and self.store_addr is None and not self.is_alone:
+        if (self.rank is None) != (self.world_size is None):
+            raise ValueError(f"rank={self.rank} and world_size={self.world_size}: give both")
+        is_set_up = dist.is_initialized()
+        if self.world_size is None:
+            object.__setattr__(self, "rank", dist.get_rank() if is_set_up else 0)
+            object.__setattr__(self, "world_size", dist.get_world_size() if is_set_up else 1)
+        needs_store = self.store_addr is None and not self.is_alone
+        if self.world_size > 1 and needs_store and not is_set_up:
             raise ValueError(
-                f"world_size={self.world_size} needs store_addr and store_port: let rank 0 call "
+                f"world_size={self.world_size} without store_addr and store_port: call "
+                "torch.distributed.init_process_group before make_manager, or let rank 0 call "
                 "host_store() and send its address to the others"
             )
 
@@ -100,7 +111,8 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     A joiner fetches the global state in this call. The default ``backend`` is gloo.
 
     With ``num_replicas=1`` and no lighthouse it makes a ``SingleGroupManager``, which needs no
-    network and no store. The group's ranks are then those of torch.distributed.
+    network and no store. The group's ranks are those of torch.distributed, where it is initialized
+    before this call, and all of them make the call.
 
     Returns:
         The manager. Call ``shutdown()`` at the end.
@@ -121,19 +133,26 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
-    process_group = make_process_group(own.backend or "gloo", own.timeout, own.hostname)
     check_lighthouse(lighthouse_addr)
+    hostname = own.hostname or default_hostname(lighthouse_addr)
+    process_group = make_process_group(own.backend or "gloo", own.timeout, hostname)
     tokens = _tokens(own.token, lighthouse_addr)
+    store = None
 
-    def check() -> None:
+    def begin() -> tuple[str, int] | None:
         check_ranks(read_status(lighthouse_addr), replica_id, own.world_size)
+        if own.store_addr is not None:
+            return None
+        nonlocal store
+        store = host_store(hostname)
+        return store.host, store.port
 
     # What the lighthouse says changes from one moment to the next: one rank asks for all of them.
-    ask_on_rank_0(check) if own.world_size > 1 else check()
-    own_name = own.hostname or socket.gethostname()
-    transport = HealTransport(tokens or ("",), own.hostname, own.timeout, replica_id)
+    hosted = ask_on_rank_0(begin) if own.world_size > 1 else begin()
+    store_addr, store_port = hosted or (own.store_addr, own.store_port)
+    transport = HealTransport(tokens or ("",), hostname, own.timeout, replica_id)
     try:
-        check_hostname(own_name, transport.port, lighthouse_addr)
+        check_hostname(hostname or socket.gethostname(), transport.port, lighthouse_addr)
         prefetch = Prefetch(
             transport, lighthouse_addr=lighthouse_addr, rank=own.rank, timeout=own.timeout
         )
@@ -141,10 +160,9 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     except BaseException:
         transport.shutdown()
         raise
-    store = host_store(own.hostname) if own.store_addr is None else None
     own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
     is_first = own.rank == 0
-    with _manager_server_at(own_address(own.hostname), own_uuid) if is_first else nullcontext():
+    with _manager_server_at(own_address(hostname), own_uuid) if is_first else nullcontext():
         manager = ReplicaManager(
             pg=process_group,
             load_state_dict=None,  # DiLoCo and the callback register theirs
@@ -156,11 +174,11 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
             rank=own.rank,
             world_size=own.world_size,
-            store_addr=store.host if store else own.store_addr,
-            store_port=store.port if store else own.store_port,
+            store_addr=store_addr,
+            store_port=store_port,
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
-            hostname=own.hostname,
+            hostname=hostname,
             checkpoint_transport=transport,
             init_sync=False,  # the cold start is DiLoCo's, ADR-006
             quorum_retries=QUORUM_RETRIES,

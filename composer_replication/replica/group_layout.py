@@ -8,6 +8,7 @@ from typing import Any
 
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.lighthouse import LighthouseStatus
+from composer_replication.replica.options import DuplicateIdError
 from composer_replication.replica.quorum_reports import Report
 
 log = logging.getLogger(__name__)
@@ -34,20 +35,22 @@ class GroupLayout:
         store: The group's ``TCPStore``; a single rank needs none.
 
     Attributes:
+        rank: As given.
         num_shards: Into how many parts the ranks divide the model; 1 if each has all of it.
         row: See ``Report``.
         sizes: See ``Report``.
     """
 
-    KEY = "rejected_because"
+    ERRORS = {"rejected_because": SettingsMismatch, "name_taken_because": DuplicateIdError}
+    """Why this group leaves, by the key in the store that has the reason."""
 
     def __init__(self, num_ranks: int, rank: int = 0, store: Any = None) -> None:
         self.num_ranks = num_ranks
         self.num_shards = 1
         self.row, self.sizes = 0, ""
-        self._rank = rank
+        self.rank = rank
         self._store = store
-        self._rejection: str | None = None
+        self._rejection: ValueError | None = None
         self._unequal: frozenset[str] = frozenset()
 
     def fits(self, reports: Mapping[str, Report], step: int = 0) -> bool:
@@ -60,7 +63,7 @@ class GroupLayout:
             reports: By the lighthouse's name of the member, in the order of the quorum.
             step: This group's step.
         """
-        if self._rank:
+        if self.rank:
             return True
         newest = max(report.step for report in reports.values())
         name = min(reports, key=lambda n: (reports[n].previous is None, -reports[n].step))
@@ -73,9 +76,7 @@ class GroupLayout:
 
         expected, own = describe(run, run.step), describe(self, step)
         if own != expected:
-            self._rejection = _rejection(own, name, expected)
-            if self.num_ranks > 1:
-                self._store.set(self.KEY, self._rejection)
+            self.reject("rejected_because", _rejection(own, name, expected))
             return False
         layouts = {n: describe(each, each.step) for n, each in reports.items()}
         unequal = {name: layout for name, layout in layouts.items() if layout != own}
@@ -91,20 +92,33 @@ class GroupLayout:
         self._unequal = frozenset(unequal)
         return not unequal
 
+    def reject(self, key: str, reason: str) -> None:
+        """Note on rank 0, before the ranks vote, why this group has to leave.
+
+        Args:
+            key: The kind of error, a key of ``ERRORS``.
+            reason: Its message.
+        """
+        self._rejection = self.ERRORS[key](reason)
+        if self.num_ranks > 1:
+            self._store.set(key, reason)
+
     def is_missing_rank(self, handle: str) -> bool:
         """Whether torchft made up this handle for a group that has no rank of this number."""
-        return self._rank > 0 and not handle
+        return self.rank > 0 and not handle
 
     def check(self) -> None:
         """Check, after this group's ranks have voted against a quorum, whether it has to leave.
 
         Raises:
-            SettingsMismatch: Rank 0 found that it has to.
+            SettingsMismatch: Rank 0 found that its ranks or shards are not the run's.
+            DuplicateIdError: Rank 0 found that another group has its name.
         """
-        if self._rank and self._store.check([self.KEY]):
-            self._rejection = self._store.get(self.KEY).decode()
+        for key, error in self.ERRORS.items():
+            if self.rank and self._store.check([key]):
+                self._rejection = error(self._store.get(key).decode())
         if self._rejection is not None:
-            raise SettingsMismatch(self._rejection)
+            raise self._rejection
 
 
 def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> None:

@@ -55,9 +55,10 @@ def check_lighthouse(lighthouse_addr: str, limit_s: float = CONNECT_TIMEOUT_S) -
             if time.monotonic() > deadline:
                 raise ConnectionError(
                     f"no lighthouse answers at {lighthouse_addr} ({error}). Start one with "
-                    "`torchft_lighthouse --min_replicas 1`, or run all groups with "
-                    "`composer-replication launch`, which brings its own"
-                ) from error
+                    "`torchft_lighthouse --min_replicas 1`, correct TORCHFT_LIGHTHOUSE "
+                    "(lighthouse_addr=...), or run all groups with `composer-replication launch "
+                    "--replicas 2 -- python train.py`, which brings its own"
+                ) from None
             time.sleep(0.2)
 
 
@@ -194,7 +195,7 @@ def _compiled_torchft() -> Any:
         package = find_spec("torchft")
         spec = package and PathFinder.find_spec(name, package.submodule_search_locations)
         if spec is None or spec.loader is None:
-            raise ImportError("torchft is not installed: pip install composer-replication")
+            raise ImportError("torchft is not installed: run `pip install .` in this clone")
         module = module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)

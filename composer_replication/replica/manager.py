@@ -282,9 +282,8 @@ class ReplicaManager(InterruptibleManager):
             name = unreachable[0]
             raise ConnectionError(
                 f"replica group {name.partition(':')[0]} says it is at {handles[name]['store']}, "
-                "which does not answer here: it has died, or set hostname (callbacks.diloco."
-                "hostname) in that group to a name or address of its machine that this one can "
-                "reach"
+                "which does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
+                "(hostname=...) there to a name or address of its machine that this one reaches"
             )
 
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:

@@ -19,11 +19,18 @@ TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
+START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"
+"""What to do where a job of several groups was started as a plain program."""
+
 REMOVED_VARIABLES = {
     "COMPOSER_REPLICATION_TLS_DIR": REMOVED["tls_dir"],
     "COMPOSER_REPLICATION_RUN_ID": REMOVED["run_id"],
 }
 """Environment variables of the previous version that are gone, and what to use instead."""
+
+
+class DuplicateIdError(ValueError):
+    """Another replica group has this one's ``replica_id``. The name may be free the next time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +47,8 @@ class ManagerOptions(RunSize, WaitLimit):
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
         hostname: How peers reach this machine. Its store, manager, process group and heal server
             listen on that address, if it is an address of this machine. None:
-            ``COMPOSER_REPLICATION_HOSTNAME``, else its host name, and every interface.
+            ``COMPOSER_REPLICATION_HOSTNAME``, else the address from which this machine reaches the
+            lighthouse; if that is a loopback address, its host name and every interface.
         backend: How groups average, equal in all of them: ``nccl`` between accelerators, or
             ``gloo`` through host memory. None: nccl if the model is on a GPU, else gloo.
 
@@ -203,9 +211,9 @@ def replica_id_of(options: ManagerOptions) -> str:
     """
     if options.replica_id is None:
         raise ValueError(
-            "this replica group has no name: set REPLICA_GROUP_ID=0, 1, ... in the environment "
-            "of each group, or callbacks.diloco.replica_id. To train alone, without a "
-            "network, name no lighthouse and set callbacks.diloco.num_replicas: 1"
+            f"replica_id=None: this replica group has no name. {START}, or set REPLICA_GROUP_ID "
+            "(replica_id=...) to 0, 1, ..., different in each group. To train alone, set "
+            "num_replicas=1, and name no lighthouse"
         )
     return str(options.replica_id)
 
@@ -218,9 +226,9 @@ def lighthouse_of(options: ManagerOptions) -> str:
     """
     if options.lighthouse_addr is None:
         raise ValueError(
-            "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port or "
-            "callbacks.diloco.lighthouse_addr, or use `composer-replication launch`. To train "
-            "alone, without a network, set callbacks.diloco.num_replicas: 1"
+            f"lighthouse_addr=None: no lighthouse is named. {START}, or set TORCHFT_LIGHTHOUSE "
+            "(lighthouse_addr=...) to http://host:port. To train alone, without a network, set "
+            "num_replicas=1"
         )
     return options.lighthouse_addr
 

@@ -175,6 +175,21 @@ def _proof(content: Mapping[str, Any], name: str, token: str) -> str:
     return hmac.new(token.encode(), b"quorum\0" + text.encode(), hashlib.sha256).hexdigest()
 
 
+def second_holders(reports: Mapping[str, Report]) -> frozenset[str]:
+    """Name the members of a quorum whose replica id another member had before them.
+
+    The member that was in a quorum before is the first holder of an id, or if none was, the one
+    whose name sorts first. All members read the same reports, so they name the same ones.
+
+    Args:
+        reports: By the lighthouse's name of the member: its replica id, a colon and a uuid.
+    """
+    holders: dict[str, list[str]] = {}
+    for name in sorted(reports, key=lambda each: (reports[each].previous is None, each)):
+        holders.setdefault(name.partition(":")[0], []).append(name)
+    return frozenset(name for names in holders.values() for name in names[1:])
+
+
 def restrict_quorum(
     quorum: Any, kept: Sequence[int], reports: Sequence[Report], group_rank: int
 ) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from composer_replication.replica.group_layout import GroupLayout
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S
+from composer_replication.replica.notice_board import Notices
 from composer_replication.replica.quorum_members import (
     MissingMembers,
     SyncFaults,
@@ -20,6 +23,7 @@ from composer_replication.replica.quorum_reports import (
     Strangers,
     has_lighthouse_restarted,
     restrict_quorum,
+    second_holders,
     write_handle,
 )
 
@@ -60,6 +64,9 @@ class QuorumWatch:
     | another member waits for somebody | it declines too, and waits with it |
     | groups with another number of ranks or shards | it declines until they have left
       (``GroupLayout``) |
+    | another member with the replica id of one that was there before | it uses the quorum without
+      that member, which leaves if the first holder of the id is alive; if it is not, the member is
+      that group started again, and asks again until its dead predecessor is out of the quorum |
     | two members cannot connect to each other | one of them declines, and the others use the quorum
       without it (``UnreachableMembers``) |
     | all members still have the connection of the previous quorum, and nobody joined or left | it
@@ -143,6 +150,7 @@ class QuorumWatch:
             QuorumDeclined: It gave one that its members do not use.
             AtFaultError: Syncs have failed because of this group for too long.
             SettingsMismatch: This group has other ranks or shards than the run.
+            DuplicateIdError: Another group of the run has this one's replica id.
             TimeoutError: Another rank of this group did not vote on the quorum.
         """
         if self.faults.leave_reason and not self.is_connected:  # the sync has failed once more
@@ -164,7 +172,8 @@ class QuorumWatch:
         quorum, reports = self._without_strangers(quorum, request["group_rank"])
         is_used = self._is_complete(quorum, current, reports)
         by_name = dict(zip(self.members, reports, strict=True))
-        is_used = self.layout.fits(by_name, request["step"]) and is_used
+        fits = self.layout.fits(by_name, request["step"])
+        is_used = all([is_used, fits, self._is_first(by_name)])
         if self.layout.num_ranks > 1:
             is_used = self._vote(request["group_rank"], request["step"], is_used)
         if not is_used:
@@ -204,6 +213,16 @@ class QuorumWatch:
             raise QuorumFailed(
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
+        doubles = second_holders({quorum.replica_ids[at]: each for at, each in reports.items()})
+        for index, name in enumerate(quorum.replica_ids):
+            if name in doubles and name != self.name:
+                where = reports.pop(index).board.rpartition(":")[0]
+                log.warning(
+                    "Left a second replica group %r, on %s, out of the quorum: give each group a "
+                    "REPLICA_GROUP_ID of its own",
+                    name.partition(":")[0],
+                    where,
+                )
         names = enumerate(quorum.replica_ids)
         self._left_out = tuple(name for index, name in names if index not in reports)
         kept = [*reports.values()]
@@ -270,20 +289,41 @@ class QuorumWatch:
         return not has_restarted and not self.missing.names
 
     def _connect_if_needed(self, quorum_id: int, reports: Sequence[Report]) -> None:
-        self._warn_of_duplicate_ids()
         own = self._connection
         is_for_this = own is not None and own[:2] == (quorum_id, len(self.members))
         if not is_for_this or any(report.connection != own for report in reports):
             self._reconnect()
 
-    def _warn_of_duplicate_ids(self) -> None:
+    def _is_first(self, reports: Mapping[str, Report]) -> bool:
+        """Whether this member is the first holder of its replica id.
+
+        If it is not, and the first holder is alive, this group has to leave. The reports do not
+        tell: a process that was killed while it asked for a quorum is still in the next one.
+        """
+        if self.name not in second_holders(reports):
+            return True
+        self._previous = None  # this member was in no quorum yet: it stays the second holder
         replica_id = self.name.partition(":")[0]
-        if sum(name.partition(":")[0] == replica_id for name in self.members) > 1:
-            log.warning(
-                "replica_id=%r is in this quorum twice: ranks of a group whose launcher has died "
-                "may be left, or two groups have been given the same one",
-                replica_id,
+        first = next(
+            report
+            for name, report in reports.items()
+            if name != self.name and name.partition(":")[0] == replica_id
+        )
+        if self.layout.rank == 0 and self._answers(first.board):
+            host = first.board.rpartition(":")[0]
+            self.layout.reject(
+                "name_taken_because",
+                f"replica_id={replica_id!r} is taken: a living replica group on {host} has it. "
+                "Give each group a REPLICA_GROUP_ID (replica_id=...) of its own; the ranks of one "
+                "group call torch.distributed.init_process_group before make_manager",
             )
+        return False
+
+    def _answers(self, board: str) -> bool:
+        with suppress(OSError):
+            Notices(board, self._tokens, CONNECT_TIMEOUT_S).read(())
+            return True
+        return False
 
     def connected(self, quorum_id: int, number: int) -> None:
         """Note that this group has connected to the members of the last quorum.

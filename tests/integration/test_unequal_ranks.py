@@ -23,7 +23,6 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.process_group import host_store
 
 pytestmark = pytest.mark.integration
 
@@ -37,19 +36,9 @@ def connect(process: Group, folder: str) -> ReplicaManager:
     init = f"file://{folder}/group_{name}"
     limit = timedelta(seconds=30)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks, timeout=limit)
-    store = host_store("localhost") if rank == 0 else None
-    address: list[Any] = [(store.host, store.port) if store else None]
-    dist.broadcast_object_list(address, src=0)
-    manager = make_manager(
-        replica_id=name,
-        lighthouse_addr=process.lighthouse_addr,
-        rank=rank,
-        world_size=ranks,
-        store_addr=address[0][0],
-        store_port=address[0][1],
-        timeout=20.0,
-    )
-    manager.store = store
+    # The ranks and the group's store come from torch.distributed.
+    manager = make_manager(replica_id=name, lighthouse_addr=process.lighthouse_addr, timeout=20.0)
+    assert isinstance(manager, ReplicaManager)
     return manager
 
 

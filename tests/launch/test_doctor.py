@@ -198,7 +198,7 @@ def test_a_group_in_training_that_cannot_be_reached_from_here(coordinator, close
 @pytest.mark.parametrize(
     ("name", "lighthouse", "state", "text"),
     [
-        ("127.0.1.1", ELSEWHERE, "error", "would look for this group on their own machines"),
+        ("127.0.1.1", ELSEWHERE, "error", "and the lighthouse is on another machine: set COMPOSER"),
         ("127.0.1.1", None, "warning", "is loopback, enough on one machine"),
         ("192.0.2.7", ELSEWHERE, "error", "does not lead to this machine"),
         ("no.such.name.invalid", ELSEWHERE, "error", "does not resolve here"),
@@ -211,7 +211,7 @@ def test_the_name_of_this_machine(name, lighthouse, state, text):
 
 
 def test_a_name_on_another_network_than_the_way_out(monkeypatch):
-    monkeypatch.setattr(checks, "_way_to", lambda address: "10.9.8.7")
+    monkeypatch.setattr(checks.addresses, "address_towards", lambda address: "10.9.8.7")
     monkeypatch.setattr(checks.addresses, "is_loopback", lambda name: False)
     state, text = checked(
         checks.check_name, hostname="127.0.0.1", coordinator_addr=ELSEWHERE, lighthouse_addr=None

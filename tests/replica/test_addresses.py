@@ -10,9 +10,12 @@ import socket
 import psutil
 import pytest
 
+from composer_replication.replica import addresses
 from composer_replication.replica.addresses import (
+    address_towards,
     bracketed,
     check_hostname,
+    default_hostname,
     interface_of,
     listen,
     own_address,
@@ -33,6 +36,21 @@ def test_a_host_name_that_leads_elsewhere_or_everybody_home_is_refused():
     with pytest.raises(ValueError, match="'127.0.0.1' is a loopback address here"):
         check_hostname("127.0.0.1", port, "http://192.0.2.1:29510")
     listener.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "chosen"),
+    [("10.0.0.7", "10.0.0.7"), ("2001:db8::7", "2001:db8::7"), ("127.0.0.1", None), ("::1", None),
+     ("169.254.0.7", None), ("fe80::7%eth0", None), (None, None)],
+)  # fmt: skip
+def test_without_a_name_peers_are_given_the_address_towards_the_lighthouse(
+    own, chosen, monkeypatch
+):
+    assert address_towards("http://127.0.0.1:29510") == "127.0.0.1"
+    assert address_towards("http://[::1]:29510") == "::1"
+    assert address_towards("http://no.such.name.invalid:29510") is None
+    monkeypatch.setattr(addresses, "address_towards", lambda _: own)
+    assert default_hostname("http://head:29510") == chosen
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,11 @@ NOBODY = "http://no-such-host.invalid:29510"
         ({"replica_id": True}, "replica_id=True: give each replica group a name"),
         ({"store_addr": "here"}, "store_addr='here' and store_port=None: give both"),
         ({"store_port": 1234}, "store_addr=None and store_port=1234: give both"),
-        ({"world_size": 2}, "world_size=2 needs store_addr and store_port: let rank 0 call host_s"),
+        ({"world_size": 2}, "rank=None and world_size=2: give both"),
+        (
+            {"rank": 0, "world_size": 2},
+            "world_size=2 without store_addr and store_port: call torch.distributed.init_process_",
+        ),
         ({"lighthouse_addr": "head:29510"}, "lighthouse_addr='head:29510': use http://host:port"),
     ],
 )

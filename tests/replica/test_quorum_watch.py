@@ -5,6 +5,7 @@ Faked is the lighthouse: a script says who is in the next quorum and under which
 
 import json
 import logging
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,6 +16,8 @@ import pytest
 
 from composer_replication.replica import quorum_members, quorum_reports
 from composer_replication.replica.group_layout import GroupLayout
+from composer_replication.replica.notice_board import NoticeBoard
+from composer_replication.replica.options import DuplicateIdError
 from composer_replication.replica.quorum_members import (
     MissingMembers,
     SyncFaults,
@@ -22,7 +25,7 @@ from composer_replication.replica.quorum_members import (
     at_fault,
     members_to_leave_out,
 )
-from composer_replication.replica.quorum_reports import Report, write_handle
+from composer_replication.replica.quorum_reports import PreviousQuorum, Report, write_handle
 from composer_replication.replica.quorum_watch import (
     AtFaultError,
     QuorumDeclined,
@@ -625,13 +628,65 @@ def test_a_lighthouse_that_is_away_is_a_failed_quorum():
         ask_alone(client)
 
 
-def test_a_restart_and_a_name_that_two_have_are_logged(caplog):
+def test_a_restart_is_logged(caplog):
     groups = Groups("a")
     groups.quorum(4, "a")
     with caplog.at_level(logging.WARNING):
         groups.quorum(1, "a")
     assert caplog.messages == ["The lighthouse has been restarted: quorum id 1 after 4"]
-    caplog.clear()
-    groups.watch["a"].members = ("a:1", "a:2")
-    groups.watch["a"]._warn_of_duplicate_ids()
-    assert "replica_id='a' is in this quorum twice" in caplog.text
+
+
+# ---- two groups with one replica id ----------------------------------------------------------
+
+
+BEFORE = PreviousQuorum(2, ("a:1", "a:2", "b:1"))
+
+
+def member(name, **report):
+    return name, write_handle(HANDLE, Report(**report), name, "secret")
+
+
+def ask(watch, *others):
+    watch._client = quorum_with(*others)
+    return watch._quorum(group_rank=0, step=0, reconfigure_handle=HANDLE).replica_ids
+
+
+@pytest.mark.parametrize(
+    ("previous", "others", "used"),
+    [
+        (BEFORE, [member("a:2", board="far:7"), member("b:1", previous=BEFORE)], "a:1 b:1"),
+        (None, [member("a:2", board="far:7")], "a:1"),  # both begin: the name that sorts first
+        (BEFORE, [member("b:1", board="far:7"), member("b:2", previous=BEFORE)], "a:1 b:2"),
+    ],
+)
+def test_a_second_holder_of_a_replica_id_is_left_out_by_all_others(caplog, previous, others, used):
+    watch = watch_of(quorum_with(), "a")
+    watch._previous = previous
+    with caplog.at_level(logging.WARNING):
+        assert ask(watch, *others) == used.split()
+    assert f"Left a second replica group '{others[0][0][0]}', on far, out of" in caplog.text
+
+
+def test_a_second_holder_leaves_by_name_if_the_first_one_is_alive():
+    board = NoticeBoard("127.0.0.1", ["secret"])
+    try:
+        with pytest.raises(DuplicateIdError) as error:
+            ask(watch_of(quorum_with(), "a"), member("a:2", previous=BEFORE, board=board.address))
+    finally:
+        board.close()
+    assert str(error.value).startswith(
+        "replica_id='a' is taken: a living replica group on 127.0.0.1 has it. Give each group"
+    )
+    assert len(str(error.value)) < 280
+
+
+def test_a_group_that_was_started_again_waits_for_the_end_of_its_dead_predecessor():
+    # It was killed while it asked for a quorum, so the lighthouse has its request.
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    dead = member("a:2", previous=BEFORE, board=address)
+    watch = watch_of(quorum_with(), "a")
+    for _ in range(2):
+        with pytest.raises(QuorumDeclined):
+            ask(watch, dead)
+    assert ask(watch) == ["a:1"]
