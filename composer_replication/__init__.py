@@ -12,10 +12,24 @@ if TYPE_CHECKING:
     from composer_replication.callback import DiLoCoCallback
     from composer_replication.data.loader import ReplicaDataLoader
     from composer_replication.diloco.algorithm import DiLoCo
+    from composer_replication.diloco.peer_table import DivergenceError
+    from composer_replication.diloco.retries import SyncError
     from composer_replication.diloco.settings import DiLoCoSettings
+    from composer_replication.diloco.sync_report import SyncReport
+    from composer_replication.replica.factory import make_manager
     from composer_replication.simulation.simulation import simulate
 
-__all__ = ["DiLoCo", "DiLoCoCallback", "DiLoCoSettings", "ReplicaDataLoader", "simulate"]
+__all__ = [
+    "DiLoCo",
+    "DiLoCoCallback",
+    "DiLoCoSettings",
+    "DivergenceError",
+    "ReplicaDataLoader",
+    "SyncError",
+    "SyncReport",
+    "make_manager",
+    "simulate",
+]
 __version__ = "0.1.0"
 
 EXTRA_OF = {
@@ -52,7 +66,7 @@ def named_extra(who: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     if module not in EXTRA_OF:
         return error
     needed = "Composer" if module == "composer" else module
-    line = f"pip install 'composer-replication[{EXTRA_OF[module]}]'"
+    line = f"run pip install '.[{EXTRA_OF[module]}]' in a clone of this package"
     return MissingExtraError(f"{who} needs {needed}: {line}", name=module)
 
 
@@ -84,7 +98,11 @@ __getattr__ = lazily(
         "DiLoCo": "composer_replication.diloco.algorithm",
         "DiLoCoCallback": "composer_replication.callback.callback",
         "DiLoCoSettings": "composer_replication.diloco.settings",
+        "DivergenceError": "composer_replication.diloco.peer_table",
         "ReplicaDataLoader": "composer_replication.data.loader",
+        "SyncError": "composer_replication.diloco.retries",
+        "SyncReport": "composer_replication.diloco.sync_report",
+        "make_manager": "composer_replication.replica.factory",
         "simulate": "composer_replication.simulation.simulation",
     },
 )

@@ -55,7 +55,12 @@ from composer_replication.plan import (
     plan_table,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import diloco_section, load_config, save_config
+from composer_replication.training.config import (
+    ConfigError,
+    diloco_section,
+    load_config,
+    save_config,
+)
 from composer_replication.training.preflight import check_group
 
 app = typer.Typer(
@@ -73,7 +78,8 @@ def main() -> NoReturn:
     quiet_others()
     status = 0
     try:
-        app()
+        ended = app(prog_name="composer-replication", standalone_mode=False)
+        status = ended if isinstance(ended, int) else 0
     except SystemExit as error:  # typer's ends, and Composer's for SIGTERM and Ctrl-C
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
@@ -208,11 +214,11 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
 
 @app.command()
 def plan(
-    params: Annotated[str, typer.Option(help="Trainable parameters, e.g. 7B or 124M.")],
+    params: Annotated[str | None, typer.Option(help="Trainable parameters: 7B or 124M.")] = None,
     step_time: Annotated[
-        float, typer.Option(help="Seconds of an inner step, measured in one group alone.")
-    ],
-    groups: Annotated[int, typer.Option(help="Number of replica groups.")],
+        float | None, typer.Option(help="Seconds of an inner step, measured in one group alone.")
+    ] = None,
+    groups: Annotated[int | None, typer.Option(help="Number of replica groups.")] = None,
     link: Annotated[
         str, typer.Option(help="Rate at which a group can send to the others, e.g. 100Mbit.")
     ] = "1Gbit",
@@ -232,6 +238,12 @@ def plan(
     ] = 0.95,
 ) -> None:
     """Compute what rounds of a run take and send, and which link they need."""
+    if params is None or step_time is None or groups is None:
+        given = f"--params {params} --step-time {step_time} --groups {groups}"
+        raise ConfigError(
+            f"{given}: all three are needed, e.g. composer-replication plan --params 7B "
+            "--step-time 1.5 --groups 4 --link 100Mbit"
+        )
     planned = PlannedRun(
         params=parse_params(params),
         step_s=step_time,

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from composer_replication import DiLoCo
-from composer_replication.replica import make_manager
+from composer_replication import DiLoCo, make_manager
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 GROUP, GROUPS = (int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"))

@@ -206,12 +206,12 @@ for module, name in [
 @pytest.mark.integration
 def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     result = run(USE_THE_CORE, hidden=EXTRA_OF)
-    assert result.stdout.splitlines() == [
-        "DiLoCoCallback needs Composer: pip install 'composer-replication[composer]'",
-        "DiLoCoCallback needs Composer: pip install 'composer-replication[composer]'",
-        "ReplicaDataLoader needs Composer: pip install 'composer-replication[composer]'",
-        "train needs Composer: pip install 'composer-replication[composer]'",
-        "launch_groups needs rich: pip install 'composer-replication[launch]'",
+    assert [line.partition(" in a clone of")[0] for line in result.stdout.splitlines()] == [
+        "DiLoCoCallback needs Composer: run pip install '.[composer]'",
+        "DiLoCoCallback needs Composer: run pip install '.[composer]'",
+        "ReplicaDataLoader needs Composer: run pip install '.[composer]'",
+        "train needs Composer: run pip install '.[composer]'",
+        "launch_groups needs rich: run pip install '.[launch]'",
     ], result.stderr
 
 
@@ -220,7 +220,7 @@ COMMAND = "from composer_replication.__main__ import main; main()"
 
 def test_without_its_extra_the_command_says_which():
     result = run(COMMAND, "--help", hidden=EXTRA_OF)
-    line = "pip install 'composer-replication[launch]'"
+    line = "run pip install '.[launch]' in a clone of this package"
     assert result.stderr == f"Error: The command composer-replication needs typer: {line}\n"
     assert result.returncode == 1
 
@@ -237,7 +237,7 @@ def test_without_its_extra_the_command_says_which():
 def test_a_command_without_its_extra_says_which(tmp_path, command, missing, extra):
     result = run(COMMAND, *command.format(tmp=tmp_path).split(), hidden={missing})
     needed = "Composer" if missing == "composer" else missing
-    line = f"pip install 'composer-replication[{extra}]'"
+    line = f"run pip install '.[{extra}]' in a clone of this package"
     expected = f"Error: composer-replication {command.split()[0]} needs {needed}: {line}\n"
     assert (result.stderr, result.returncode) == (expected, 2)
 

@@ -80,7 +80,8 @@ class Admission:
             detail = f"Host {host!r} is not a name of this service: use {' or '.join(self._hosts)}"
             return JSONResponse({"detail": _ascii(detail)}, 421)
         if path not in _OPEN and not self._is_authorized(headers):
-            detail = "wrong token: set COMPOSER_REPLICATION_TOKEN to this run's secret"
+            which = "wrong" if headers.get("authorization") else "no"
+            detail = f"{which} token: set COMPOSER_REPLICATION_TOKEN to this run's secret"
             return JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
         length = headers.get("content-length", "0")
         if not (length.isdecimal() and len(length) < 12 and int(length) <= MAX_BODY):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +36,7 @@ from composer_replication.coordinator.work_units.tables import (
     StreamClosed,
     UnknownStream,
 )
+from composer_replication.replica.addresses import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class RunData:
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
         facts: What groups receive beside the settings.
         record: What the run's folder adds. None: the service knows no such folder.
+        is_host_guessed: Whether nobody has named this machine. A group then reaches the lighthouse
+            by the host by which it has reached this service.
     """
 
     settings: RunSettings
@@ -92,9 +96,17 @@ class RunData:
     lighthouse_addr: str
     facts: RunFacts
     record: Record | None = None
+    is_host_guessed: bool = False
 
-    def info(self) -> dict[str, Any]:
-        """The settings that all replica groups adopt, and what else they need to start."""
+    def info(self, host: str | None = None) -> dict[str, Any]:
+        """The settings that all replica groups adopt, and what else they need to start.
+
+        Args:
+            host: By which the one who asks has reached this service.
+        """
+        lighthouse_addr = self.lighthouse_addr
+        if host and self.is_host_guessed:
+            lighthouse_addr = f"http://{bracketed(host)}:{urlsplit(lighthouse_addr).port}"
         return {
             "version": self.registry.versions["composer_replication"],
             "torchft": self.registry.versions["torchft"],
@@ -102,7 +114,7 @@ class RunData:
             "settings_source": self.settings.source,
             **{field.name: getattr(self.facts, field.name) for field in fields(RunFacts)},
             "model_section": digests_of(self.facts.model_section or {}),
-            "lighthouse_addr": self.lighthouse_addr,
+            "lighthouse_addr": lighthouse_addr,
             "heartbeat_timeout_s": self.registry.heartbeat_timeout_s,
             "outer_step": self.streams.outer_step,
         }
@@ -156,9 +168,9 @@ def create_app(
     v1 = APIRouter(prefix="/v1", dependencies=described, responses=errors)
 
     @v1.get("/info")
-    def info() -> dict[str, Any]:
+    def info(request: Request) -> dict[str, Any]:
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
-        return run.info()
+        return run.info(request.url.hostname)
 
     @v1.post("/replicas", status_code=201)
     def register(request: Request, registration: Registration) -> dict[str, str]:

@@ -75,7 +75,7 @@ class RunInfo:
         run = dataclasses.asdict(self.settings) | options
         chosen = (*options, "fragment_update_alpha")
         differing = [
-            f"  {name}: {value!r} here, {run[name]!r} there"
+            f"{name}: {value!r} here, {run[name]!r} there"
             for name, value in named.items()
             if name in run and value != run[name]
             if not (name in chosen and value is None)
@@ -84,7 +84,7 @@ class RunInfo:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "
                 f"{self.settings_source}), and this group's config has others; leave them out, or "
-                "make them equal:\n" + "\n".join(differing)
+                "make them equal: " + "; ".join(differing)
             )
 
     def check_model(self, section: Mapping[str, Any]) -> None:

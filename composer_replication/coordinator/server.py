@@ -109,7 +109,7 @@ class Coordinator:
                 own.bind, own.straggler_timeout_s, own.lighthouse_heartbeat_ms
             )
             opened.callback(lighthouse.shutdown)
-            host = _reachable_as(own.bind, own.hostname)
+            host, is_guessed = _reachable_as(own.bind, own.hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
             self.address = f"{'https' if own.ssl_certfile else 'http'}://{host}:{self._http.port}"
@@ -121,6 +121,7 @@ class Coordinator:
                 lighthouse_addr=self.lighthouse_addr,
                 facts=own,
                 record=own.record,
+                is_host_guessed=is_guessed,
             )
             app = create_app(
                 self._run,
@@ -167,14 +168,14 @@ def _start_lighthouse_beside(
         ) from error
 
 
-def _reachable_as(bind: str, hostname: str | None) -> str:
-    """The host by which groups reach an address. For all interfaces that is the machine's name."""
-    if hostname is not None:
-        return bracketed(hostname)
-    host = bind.rpartition(":")[0].strip("[]")
-    if host in ("::", "0.0.0.0"):
-        return socket.gethostname()
-    return bracketed(host)
+def _reachable_as(bind: str, hostname: str | None) -> tuple[str, bool]:
+    """The host by which groups reach an address, and whether that is a guess: the machine's name.
+
+    It is one where the service listens on every interface, and nobody has named the machine.
+    """
+    host = hostname or bind.rpartition(":")[0].strip("[]")
+    is_guessed = host in ("::", "0.0.0.0")
+    return (socket.gethostname() if is_guessed else bracketed(host)), is_guessed
 
 
 def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:

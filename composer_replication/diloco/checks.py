@@ -45,14 +45,20 @@ def check_number(
         raise ValueError(f"{name}={value!r}: use a number {bounds}")
 
 
-def check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: object, alternative: str = "") -> None:
     """Reject a value that is not a duration in seconds.
+
+    Args:
+        name: The name of the argument.
+        value: Its value.
+        alternative: What may be there instead of a number, for the message.
 
     Raises:
         ValueError: The value is not a finite number above 0.
     """
     if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}: use a number of seconds above 0")
+        bounds = "a number of seconds above 0" + (f", or {alternative}" if alternative else "")
+        raise ValueError(f"{name}={value!r}: use {bounds}")
 
 
 def check_choice(name: str, value: str | None, choices: Sequence[str | None]) -> None:

@@ -37,10 +37,10 @@ def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], who
     keys = sorted(mine.keys() | theirs.keys())
     differing = [key for key in keys if mine.get(key) != theirs.get(key)]
     if differing:
-        lines = ["  " + describe_difference(k, mine.get(k), theirs.get(k)) for k in differing]
+        both = [describe_difference(k, mine.get(k), theirs.get(k)) for k in differing]
         raise SettingsMismatch(
-            f"this replica group's settings differ from those of {whose}; make them equal:\n"
-            + "\n".join(lines)
+            f"this replica group's settings differ from those of {whose}, make them equal: "
+            + "; ".join(both)
         )
 
 

@@ -41,10 +41,8 @@ class WaitLimit:
     give_up_after_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.give_up_after_s is not None and not 0 < self.give_up_after_s < math.inf:
-            raise ValueError(
-                f"give_up_after_s={self.give_up_after_s!r}: use seconds above 0, or null"
-            )
+        if self.give_up_after_s is not None:
+            check_seconds("give_up_after_s", self.give_up_after_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +118,8 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
     def __post_init__(self) -> None:
         WaitLimit.__post_init__(self)
         StartPolicy.__post_init__(self)
-        if self.hang_timeout_s is not None and not self.hang_timeout_s > 0:
-            raise ValueError(
-                f"hang_timeout_s={self.hang_timeout_s!r}: use seconds above 0, or .inf for never"
-            )
+        if self.hang_timeout_s is not None and self.hang_timeout_s != math.inf:
+            check_seconds("hang_timeout_s", self.hang_timeout_s, alternative="inf for never")
         check_integer("digest_every", self.digest_every, at_least=0)
 
 

@@ -109,7 +109,7 @@ def check_versions(_: Job) -> Iterator[Row]:
     listed = ", ".join(f"{name} {number}" for name, number in found.items())
     yield OK, "versions", f"{listed}, Python {platform.python_version()} on {platform.platform()}"
     if "mosaicml" not in found:
-        yield WARNING, "versions", "no Composer: pip install 'composer-replication[composer]'"
+        yield WARNING, "versions", "no Composer: run pip install '.[composer]' in a clone"
     for owner in found:
         for needed in map(Requirement, requires(owner) or ()):
             own = found.get(needed.name)

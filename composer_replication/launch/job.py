@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -22,6 +23,7 @@ from composer_replication.training.config import (
     load_config,
     read_value,
 )
+from composer_replication.training.preflight import check_device
 from composer_replication.training.settings_file import SECTION, load_settings
 
 Command = Callable[[Path, int], list[str]]
@@ -38,10 +40,9 @@ chooses names for its shared memory that another job may take first.
 """
 
 MISSING_CALLBACK = (
-    "What trains there needs the callback: Trainer(..., callbacks=[DiLoCoCallback()]), with `from "
-    "composer_replication import DiLoCoCallback`, or in a YAML for llm-foundry `callbacks: "
-    "{diloco: {}}`. If it has the callback, leave coordinator_addr, lighthouse_addr and run_dir "
-    "out of its arguments: they come from the environment"
+    "What trains there needs the callback: Trainer(..., callbacks=[DiLoCoCallback()]) of "
+    "composer_replication, or in llm-foundry's YAML callbacks: {diloco: {}}. If it has it, leave "
+    "coordinator_addr, lighthouse_addr and run_dir out of its arguments"
 )
 
 # Set by torchrun or Composer's launcher.
@@ -219,6 +220,23 @@ def check_command(command: Sequence[str]) -> None:
             f"there is no command {command[0]!r}: give the path of an executable file, or the name "
             "of one in PATH"
         )
+    script = _script_of(command)
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"there is no script {script!r} here, as {' '.join(command)!r} needs it: give its path"
+        )
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """The script that Python, or a launcher of Python processes, is asked to run, if that is plain.
+
+    With ``-c`` or ``-m`` it is none, and in another program's arguments a name may mean anything.
+    """
+    program = re.fullmatch(r"python[\d.]*|composer|torchrun", Path(command[0]).name)
+    first = next((word for word in command if word.endswith(".py")), None)
+    if program is None or first is None or "{" in first or {"-c", "-m"} & {*command}:
+        return None
+    return first
 
 
 def check_launch(job: Job, replicas: int) -> None:
@@ -232,6 +250,7 @@ def check_launch(job: Job, replicas: int) -> None:
         ConfigError: A setting contradicts the launch. The message names it and the fix.
     """
     nproc = 1 if job.nproc is None else job.nproc
+    check_device(job.config)
     if replicas < 1 or nproc < 1:
         raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
     section = diloco_section(job.config)

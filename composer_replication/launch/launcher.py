@@ -25,7 +25,7 @@ from composer_replication.launch.display import Display, print_settings
 from composer_replication.launch.job import Job, check_launch, environment, group_environment
 from composer_replication.launch.outcome import (
     conclude,
-    explain_failure,
+    explain_failures,
     explain_interrupt,
     keep_page,
 )
@@ -143,8 +143,7 @@ def launch_groups(
                 display = Display(console, run_dir, replicas)
                 starts = StartWatch(run_dir, ids, group.start_timeout_s, job.advice, say)
                 failed = _watch(supervisor, display, starts, on_poll)
-                for replica_id, status in failed.items():
-                    explain_failure(run_dir, replica_id, status)
+                explain_failures(run_dir, failed, supervisor)
                 if interrupts.count:
                     console.print("Stopping the groups; Ctrl-C again kills them at once")
         finally:

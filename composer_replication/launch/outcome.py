@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,10 +15,10 @@ from rich.text import Text
 from composer_replication.callback.run_folder import EVENTS, START, last_event, log_path
 from composer_replication.callback.words import format_duration, plural
 from composer_replication.diloco.fence import fence
-from composer_replication.launch.output import FAILED
+from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.page_record import write_page
 from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
-from composer_replication.launch.supervision import Supervisor, describe_end
+from composer_replication.launch.supervision import Supervisor, describe_end, has_joined
 
 
 def conclude(run_dir: Path, supervisor: Supervisor, seconds: float, advice: str = "") -> int:
@@ -64,16 +65,17 @@ def finish(
         advice: What is probably wrong with a group that has no result. Empty: nobody knows.
 
     Returns:
-        An exit status: 1 if a result is missing or the groups ended with different parameters, else
-        0.
+        An exit status: 2 if a command has trained without the callback, 1 if a result is missing or
+        the groups ended with different parameters, else 0.
     """
     run = read_run(run_dir)
     missing = [id for id in finished if str(id) not in run.results]
     if missing:
+        if advice and not has_joined(run_dir, missing[0]):
+            print_error(f"Error: replica group {missing[0]} has ended without a result. {advice}")
+            return BAD_INPUT
         print_error(f"{log_path(run_dir, missing[0]).parent}/{EVENTS} has no end with a result")
         explain_failure(run_dir, missing[0], 0)
-        if advice:
-            print_error(advice)
         return FAILED
     with fence("the summary of the run"):
         write_summary(run, restarts)
@@ -126,6 +128,26 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
         before = [word for word in argv[:at] if not word.startswith(("run_dir=", "--run-dir="))]
         argv = [*before, *own, *argv[at:]]
     print(f"To go on: {shlex.join(['composer-replication', *argv])}")
+
+
+def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Supervisor) -> None:
+    """Print why groups have failed for good: an error before they joined in one line, and once.
+
+    Args:
+        run_dir: The run's folder.
+        failed: The exit statuses of the groups.
+        supervisor: Has watched them.
+    """
+    seen = set()
+    for replica_id, status in failed.items():
+        error = supervisor.records[replica_id].error
+        if not error:
+            explain_failure(run_dir, replica_id, status)
+        elif error not in seen:
+            path = log_path(run_dir, replica_id)
+            shown = min(str(path), os.path.relpath(path), key=len)
+            print_error(f"Error: {error} (all of it: {shown})")
+        seen.add(error)
 
 
 @fence("why a group has failed")

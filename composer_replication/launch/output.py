@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -78,14 +79,27 @@ def report_error(error: Exception) -> int:
     Returns:
         The exit status: ``BAD_INPUT`` for bad input, ``FAILED`` for a run that failed.
     """
-    if not is_known(error):
+    is_usage = hasattr(error, "format_message")  # typer's own, whose class is private
+    if not is_usage and not is_known(error):
         traceback.print_exception(error)
         return FAILED
+    text = _usage(error) if is_usage else str(error)
     Console(stderr=True).print(
-        f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        f"Error: {text}", style="red", markup=False, highlight=False, soft_wrap=True
     )
     is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
-    return BAD_INPUT if is_bad_input else FAILED
+    return BAD_INPUT if is_bad_input or is_usage else FAILED
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with a command line, with the value that was given, which typer leaves out."""
+    context, text = error.ctx, error.format_message()
+    options = getattr(getattr(error, "param", None), "opts", ())
+    words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+    for option, value in itertools.pairwise(words):
+        if option in options:
+            text = f"{option} {value}: {text.partition(': ')[2] or text}"
+    return f"{text.rstrip('.')} (`{context.command_path} -h` lists what it takes)"
 
 
 def is_known(error: BaseException | None) -> bool:

@@ -5,6 +5,7 @@ It reads that folder only, so it also works for a run that goes on or was killed
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE
 # Lines that Composer's launcher adds below the error of a rank.
 _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
 
+
+# As our command prints an error, or as Python does, with our own classes' modules left out.
+_ERROR = re.compile(
+    r"Error: (.+)|(?:composer_replication[.\w]*\.)?(\w[.\w]*(?:Error|Exception|Mismatch): .+)"
+)
 
 _SHARE = "share_of_time_in_inner_steps"
 _KEPT = {
@@ -212,6 +218,22 @@ def last_lines(path: Path, limit: int = 12) -> list[str]:
         if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
             lines[line.rstrip()] = None
     return list(lines)[-limit:]
+
+
+def last_error(path: Path) -> str:
+    """Return the last error in a log, in the one line in which Python or our command prints it.
+
+    Args:
+        path: The log file.
+
+    Returns:
+        The line; empty if there is none, or no such file.
+    """
+    with contextlib.suppress(OSError):
+        for line in reversed(last_lines(path, limit=100)):
+            if found := _ERROR.match(line):
+                return found[1] or found[2]
+    return ""
 
 
 def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -23,6 +24,7 @@ from composer_replication.callback.words import plural
 from composer_replication.diloco.fence import fence
 from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups, ReplicaId
+from composer_replication.launch.run_record import last_error
 from composer_replication.replica.json_files import read_json, replace_json
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,12 @@ MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 LOOK_EVERY_S = 5.0
+
+IN_THE_PROGRAM = re.compile(
+    "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra)Error:"
+)
+"""How errors begin that a program would have again at its next start, whatever happens around it.
+"""
 
 RESTARTING, LEFT_OUT, NOT_BACK = "restarting", "left out", "not back"
 """Phases of a group that has died: it will be started again; it failed too often, and the others go
@@ -60,6 +68,7 @@ class GroupRecord:
         is_given_up: Whether it died when no group was left that it could join.
         is_left_out: Whether it failed too often, and the others went on without it.
         failed_starts: How often it had an error of its own before it joined.
+        error: The last of these errors, in the line that its log has; empty without one.
         deaths: The exit statuses of all its early ends.
     """
 
@@ -71,6 +80,7 @@ class GroupRecord:
     is_given_up: bool = False
     is_left_out: bool = False
     failed_starts: int = 0
+    error: str = ""
     deaths: list[int] = field(default_factory=list)
 
 
@@ -81,9 +91,10 @@ class Supervisor:
     A group that dies is started again after 1, 2, 4, ... s. It fails for good in three cases: its
     exit status says bad input, or its callback does and the group has never joined the others; it
     had an error of its own before it ever joined (an import, a setting), with which its next start
-    would fail too; or it died after ``max_restarts`` restarts in a row without a sync of its own.
-    If it was never restarted, that ends the run. Otherwise the group is left out, as long as others
-    train. When all others have finished there is nothing to join, and the group is given up.
+    would fail too: such an error is in the program, or all groups had the same; or it died after
+    ``max_restarts`` restarts in a row without a sync of its own. If it was never restarted, that
+    ends the run. Otherwise the group is left out, as long as others train. When all others have
+    finished there is nothing to join, and the group is given up.
 
     Args:
         groups: The processes.
@@ -188,6 +199,10 @@ class Supervisor:
         may_pass = was_rejected and bool(self._last_event(replica_id, START, SYNC))
         has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         is_hopeless = has_failed and not may_pass
+        if is_hopeless and self._phase(replica_id) not in JOINED:
+            record.error = last_error(log_path(self.run_dir, replica_id))
+            if self._would_fail_again(record):
+                status = BAD_INPUT
         if is_hopeless or record.in_a_row >= self.max_restarts:
             record.status = status
             record.is_left_out = record.restarts > 0 and any(map(self.is_training, self.records))
@@ -218,7 +233,14 @@ class Supervisor:
         if is_signal or has_died or self._phase(replica_id) in JOINED:
             return False
         own.failed_starts += 1
-        return own.failed_starts > self.start_retries
+        own.error = last_error(log_path(self.run_dir, replica_id))
+        return own.failed_starts > self.start_retries or self._would_fail_again(own)
+
+    def _would_fail_again(self, own: GroupRecord) -> bool:
+        """Whether a group's error before it joined is in the program, or all groups had it."""
+        errors = [record.error for record in self.records.values()]
+        is_in_all = len(errors) > 1 and len(set(errors)) == 1
+        return bool(own.error and (is_in_all or IN_THE_PROGRAM.match(own.error)))
 
     def _start_again_if_due(self, replica_id: ReplicaId, record: GroupRecord) -> None:
         if time.monotonic() < (record.due or 0.0):

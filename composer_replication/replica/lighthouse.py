@@ -195,7 +195,7 @@ def _compiled_torchft() -> Any:
         package = find_spec("torchft")
         spec = package and PathFinder.find_spec(name, package.submodule_search_locations)
         if spec is None or spec.loader is None:
-            raise ImportError("torchft is not installed: run `pip install .` in this clone")
+            raise ImportError("torchft is missing: run pip install . in a clone of this package")
         module = module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
 from composer_replication.diloco.arguments import REMOVED, pick
+from composer_replication.diloco.checks import check_choice, check_integer
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.json_files import naming
 from composer_replication.replica.options import ReplicaOptions
@@ -45,6 +46,13 @@ TOP_LEVEL = (
 
 REFERENCE = ("data_parallel_bits_per_byte", "text", "tokens")
 """Keys of ``reference``: what data parallel reaches on a text, after so many tokens."""
+
+
+INTEGERS = {"device_eval_batch_size": 1, "global_train_batch_size": 1, "seed": 0}
+"""Keys of a config that hold integers, and the smallest of each."""
+
+LOADERS_INTEGERS = {"max_seq_len": 1, "num_workers": 0, "seed": 0, "unit_size": 1}
+"""The same for our loaders."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -204,9 +212,11 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"the config lacks {', '.join(missing)}: see configs/quickstart.yaml")
-    if not re.fullmatch(r"\d+(ba|ep|sp|tok|sec|iter)?", str(config["max_duration"])):
+    if not re.fullmatch(r"\d+(ba|ep|sp|tok|sec|iter)", length := str(config["max_duration"])):
+        number = length if length.isdecimal() else "400"
         raise ConfigError(
-            f"max_duration={config['max_duration']!r}: write e.g. 400ba (batches) or 2ep (epochs)"
+            f"max_duration={config['max_duration']!r}: write {number}ba (batches) or {number}ep "
+            "(epochs)"
         )
     if config.get("autoresume") and not any(map(config.get, ("save_folder", "save_interval"))):
         raise ConfigError(
@@ -214,6 +224,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
             "run could resume from. Set save_folder=checkpoints (it lies in replica_<id>/ below "
             "the run's folder), and how often to save with save_interval=..."
         )
+    _check_integers(config, INTEGERS)
     for section in SHORT_NAMES:
         components_of(section, config.get(section) or {})
     if "diloco" not in (config.get("callbacks") or {}):
@@ -221,13 +232,32 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     check_diloco(diloco_section(config))
     check_keys(config.get("reference") or {}, REFERENCE, "reference")
     for section in ("train_loader", "eval_loader"):
-        loader = config.get(section)
+        loader = config.get(section) or {}
+        if "name" in loader and TARGET not in loader:
+            _check_loader(section, loader)
         if loader and is_text(loader):
             try:
                 check_text_folder(loader.get("path"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{section}.path: {error}") from error
     return config
+
+
+def _check_integers(values: Mapping[str, Any], least: Mapping[str, int], where: str = "") -> None:
+    for key, at_least in least.items():
+        if values.get(key) is not None:
+            check_integer(f"{where}{key}", values[key], at_least=at_least)
+
+
+def _check_loader(section: str, loader: Mapping[str, Any]) -> None:
+    """Check what one of our own loaders would reject in every group, after seconds of imports."""
+    _check_integers(loader, LOADERS_INTEGERS, f"{section}.")
+    check_choice(f"{section}.shards", loader.get("shards"), (None, "fixed", "leased"))
+    if loader["name"] == "dataset" and not loader.get("dataset"):
+        raise ConfigError(
+            f"{section}.dataset={loader.get('dataset')!r}: write dataset: {{{TARGET}: "
+            "package.module.callable}, a function or class that returns the dataset"
+        )
 
 
 def check_diloco(section: Mapping[str, Any]) -> None:
@@ -238,6 +268,12 @@ def check_diloco(section: Mapping[str, Any]) -> None:
     """
     known = [field.name for kind in (DiLoCoSettings, ReplicaOptions) for field in fields(kind)]
     check_keys(section, known, "callbacks.diloco", REMOVED)
+    for field in fields(ReplicaOptions):
+        value = section.get(field.name)
+        if field.type == "bool" and not isinstance(value, bool | None):
+            raise ConfigError(f"callbacks.diloco.{field.name}={value!r}: use true or false")
+        if field.type == "str | None" and not isinstance(value, str | None):
+            raise ConfigError(f"callbacks.diloco.{field.name}={value!r}: use a text in quotes")
     try:
         pick(DiLoCoSettings, section)
         pick(ReplicaOptions, section)

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_replication.diloco.arguments import pick
 from composer_replication.replica.lighthouse import check_lighthouse
-from composer_replication.replica.options import ReplicaEnv, ReplicaOptions
+from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.training.config import ConfigError, diloco_section
 
 CHECKPOINTS = "checkpoints"
@@ -62,6 +62,23 @@ def save_folder_of(
     return str(Path(run_dir) / group / save_folder)
 
 
+def check_device(config: Mapping[str, Any]) -> None:
+    """Check that this machine has a GPU, if the config asks for one.
+
+    Raises:
+        ConfigError: It has none that torch can use.
+    """
+    if config.get("device") != "gpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device='gpu', and torch finds no GPU on this machine: write device: cpu, or leave "
+            "device out; `composer-replication doctor` says what is here"
+        )
+
+
 def check_group(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
     """Check that a group can save what it is to save, and that it reaches the others.
 
@@ -75,6 +92,7 @@ def check_group(config: Mapping[str, Any], environ: Mapping[str, str] | None = N
         ConnectionError: See ``check_reachable``.
     """
     save_folder_of(config, run_dir_of(config, environ), 0)
+    check_device(config)
     check_reachable(config, environ)
 
 
@@ -94,27 +112,32 @@ def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None
     """
     environ = os.environ if environ is None else environ
     section = diloco_section(config)
-    if pick(ReplicaOptions, section).with_environment(environ).is_alone:
+    options = pick(ReplicaOptions, section).with_environment(environ)
+    address, coordinator_addr = options.lighthouse_addr, options.coordinator_addr
+    if (config.get("train_loader") or {}).get("shards") == "leased" and coordinator_addr is None:
+        raise ConfigError(
+            "train_loader.shards='leased' needs a coordinator, which hands out the samples: use "
+            "`composer-replication launch CONFIG`, or shards: fixed"
+        )
+    if options.is_alone:
         return
-    env = ReplicaEnv.from_env(environ)
-    address = section.get("lighthouse_addr") or env.lighthouse_addr
-    coordinator_addr = section.get("coordinator_addr") or env.coordinator_addr
     if coordinator_addr:
         from composer_replication.coordinator.client import CoordinatorClient
 
-        client = CoordinatorClient(coordinator_addr, env.token)
+        client = CoordinatorClient(coordinator_addr, ReplicaEnv.from_env(environ).token)
         info = client.info()
         info.check_settings(section, coordinator_addr)
         info.check_model(config["model"])
-        replica_id = section.get("replica_id", env.replica_id)
+        replica_id = options.replica_id
         if replica_id is not None and environ.get("RANK", "0") == "0":  # once per group
             client.check_name_is_free(str(replica_id), info.heartbeat_timeout_s)
         client.close()
         address = address or info.lighthouse_addr
     if not address:
         raise ConfigError(
-            "no lighthouse is named: set COMPOSER_REPLICATION_COORDINATOR or TORCHFT_LIGHTHOUSE to "
-            "http://host:port, start the groups with `composer-replication launch`, or set "
-            "callbacks.diloco.num_replicas: 1 to train alone, without a network"
+            "callbacks.diloco.lighthouse_addr=None: set COMPOSER_REPLICATION_COORDINATOR or "
+            "TORCHFT_LIGHTHOUSE to http://host:port, start the groups with `composer-replication "
+            "launch CONFIG --replicas 2`, or train alone with callbacks.diloco.num_replicas=1"
         )
     check_lighthouse(address)
+    replica_id_of(options)

@@ -81,6 +81,22 @@ def test_an_ipv6_address_has_brackets_in_a_url(start, hostname):
     client.close()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reached_by", "host"),
+    [
+        ({"bind": "[::]:0"}, "127.0.0.1", "127.0.0.1"),
+        ({"bind": "[::]:0"}, "[::1]", "[::1]"),
+        ({"bind": "[::]:0", "hostname": "head"}, "127.0.0.1", "head"),
+        ({"bind": "127.0.0.1:0"}, "localhost", "127.0.0.1"),
+    ],
+)
+def test_the_lighthouse_is_where_the_coordinator_was_reached(start, arguments, reached_by, host):
+    port = start(**arguments).address.rpartition(":")[2]
+    client = CoordinatorClient(f"http://{reached_by}:{port}", "secret")
+    assert client.info().lighthouse_addr.rpartition(":")[0] == f"http://{host}"
+    client.close()
+
+
 def test_on_loopback_without_a_token_a_web_page_cannot_read_the_run(start):
     coordinator = start(tokens=[])
     told = {"timeout": 5, "trust_env": False}

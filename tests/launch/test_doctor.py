@@ -288,7 +288,7 @@ def test_versions_that_do_not_go_together(monkeypatch):
         ("warning", "mosaicml needs torch<2.1"),
     ]
     monkeypatch.setattr(checks, "PACKAGES", ("torch",))
-    assert "composer-replication[composer]" in troubles()["versions"]
+    assert "pip install '.[composer]'" in troubles()["versions"]
 
 
 @pytest.mark.gpu

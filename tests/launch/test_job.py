@@ -118,12 +118,12 @@ def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, monke
     settings = read_settings(tmp_path / "a.yaml", ["sync_every=3"])
     command = [sys.executable, "-c", trains]
     job = command_job(command, *settings, run_dir=tmp_path / "run")
-    assert launch_groups(job, replicas=2) == 1
+    assert launch_groups(job, replicas=2) == 2
     said = capsys.readouterr()
     assert "Replica group 0, 1 has not joined after 0 seconds" in said.out
     assert "callbacks=[DiLoCoCallback()]" in said.out
-    assert "replica_0/events.jsonl has no end with a result" in said.err and "epoch 1" in said.err
-    assert "callbacks=[DiLoCoCallback()]" in said.err
+    assert said.err.startswith("Error: replica group 0 has ended without a result. What trains")
+    assert "callbacks=[DiLoCoCallback()]" in said.err and len(said.err) < 300
 
 
 def test_several_processes_start_under_composers_launcher(tmp_path):
