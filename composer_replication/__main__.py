@@ -13,7 +13,8 @@ def main() -> None:
         named = named_extra("The command composer-replication", error)
         if not isinstance(named, MissingExtraError):
             raise
-        sys.exit(f"Error: {named}")
+        print(f"Error: {named}", file=sys.stderr)
+        sys.exit(2)
     run()
 
 

@@ -222,7 +222,7 @@ def test_without_its_extra_the_command_says_which():
     result = run(COMMAND, "--help", hidden=EXTRA_OF)
     line = "run pip install '.[launch]' in a clone of this package"
     assert result.stderr == f"Error: The command composer-replication needs typer: {line}\n"
-    assert result.returncode == 1
+    assert result.returncode == 2
 
 
 @pytest.mark.parametrize(

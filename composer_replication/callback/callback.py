@@ -283,6 +283,8 @@ class DiLoCoCallback(Callback):
         )
 
     def close(self, state: State, logger: Logger) -> None:
+        if sys.is_finalizing():
+            return  # nobody has closed the Trainer, and torch has been taken apart
         error = sys.exc_info()[1]
         if self.diloco is not None or error is not None:  # before fit_end, or after it
             end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier

@@ -37,7 +37,6 @@ def coordinate(options: CoordinatorOptions) -> None:
     Raises:
         ConfigError: The settings or an option cannot be used.
         ValueError: Another process serves the state folder, or the folder belongs to another run.
-        OSError: The address ``bind`` cannot be listened at.
         StorageError: The state cannot be read or written.
     """
     config, source = load_settings(options.file, options.set or [])
@@ -49,22 +48,25 @@ def coordinate(options: CoordinatorOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     settings = settings_of(config)
-    coordinator = Coordinator(
-        settings,
-        source,
-        num_replicas=count,
-        min_replicas=group.min_replica_size,
-        digest_every=group.digest_every,
-        state_dir=state_dir,
-        bind=bind,
-        hostname=options.hostname,
-        tokens=tokens,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        model_section=config.get("model"),
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        all_start=options.new_settings,
-    )
+    try:
+        coordinator = Coordinator(
+            settings,
+            source,
+            num_replicas=count,
+            min_replicas=group.min_replica_size,
+            digest_every=group.digest_every,
+            state_dir=state_dir,
+            bind=bind,
+            hostname=options.hostname,
+            tokens=tokens,
+            heartbeat_timeout_s=options.heartbeat_timeout_s,
+            model_section=config.get("model"),
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+            all_start=options.new_settings,
+        )
+    except OSError as error:  # the address or the folder cannot be used
+        raise ConfigError(str(error)) from error
     console = Console(highlight=False)
     for line in (
         f"COMPOSER_REPLICATION_COORDINATOR={coordinator.address}  (for {count} replica groups)",

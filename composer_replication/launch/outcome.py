@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_replication.callback.run_folder import EVENTS, START, last_event, log_path
-from composer_replication.callback.words import format_duration, plural
+from composer_replication.callback.words import format_duration, listed_groups, plural
 from composer_replication.diloco.fence import fence
 from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.page_record import write_page
@@ -138,16 +137,16 @@ def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Super
         failed: The exit statuses of the groups.
         supervisor: Has watched them.
     """
-    seen = set()
+    groups: dict[str, list[int]] = {}
     for replica_id, status in failed.items():
-        error = supervisor.records[replica_id].error
-        if not error:
+        if error := supervisor.records[replica_id].error:
+            groups.setdefault(error, []).append(replica_id)
+        else:
             explain_failure(run_dir, replica_id, status)
-        elif error not in seen:
-            path = log_path(run_dir, replica_id)
-            shown = min(str(path), os.path.relpath(path), key=len)
-            print_error(f"Error: {error} (all of it: {shown})")
-        seen.add(error)
+    for error, ids in groups.items():
+        path, here = log_path(run_dir, ids[0]), Path.cwd()
+        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        print_error(f"Error: {error} ({listed_groups([*map(str, ids)])}, {shown})")
 
 
 @fence("why a group has failed")

@@ -56,8 +56,8 @@ def check_lighthouse(lighthouse_addr: str, limit_s: float = CONNECT_TIMEOUT_S) -
                 raise ConnectionError(
                     f"no lighthouse answers at {lighthouse_addr} ({error}). Start one with "
                     "`torchft_lighthouse --min_replicas 1`, correct TORCHFT_LIGHTHOUSE "
-                    "(lighthouse_addr=...), or run all groups with `composer-replication launch "
-                    "--replicas 2 -- python train.py`, which brings its own"
+                    "(lighthouse_addr=...), or use `composer-replication launch --replicas 2 -- "
+                    "python train.py`"
                 ) from None
             time.sleep(0.2)
 

@@ -56,6 +56,10 @@ NAMED_BY_FIELD = ("model", "train_loader", "eval_loader", "optimizer", "schedule
 """Sections that name one component in a field ``name``, or in ``_target_``."""
 
 
+MOST_NAMES = 12
+"""So many names stand in a message, which has to be read in a line."""
+
+
 class ConfigError(ValueError):
     """A config is wrong. The message names the key, the value, and the fix."""
 
@@ -143,8 +147,11 @@ def check_keys(
 
 
 def closest(name: object, allowed: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the closest allowed one, and all of them."""
+    """The end of a message about an unknown name: the closest allowed one, or the first of all."""
     allowed = sorted(allowed)
     close = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? Allowed:" if close else "use one of"
-    return f"{hint} {', '.join(allowed)}" if allowed else "leave it out"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    more = f" or {len(allowed) - MOST_NAMES} more" if len(allowed) > MOST_NAMES else ""
+    names = ", ".join(allowed[:MOST_NAMES])
+    return f"use one of {names}{more}" if allowed else "leave it out"

@@ -95,7 +95,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, resolve: boo
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         resolved = OmegaConf.to_container(merged, resolve=resolve, throw_on_missing=resolve)
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}") from error
     assert isinstance(resolved, dict) and isinstance(merged, DictConfig), "the file is no list"
     return Config({str(key): value for key, value in resolved.items()}, merged)
 
@@ -115,10 +115,15 @@ def load_yaml(path: Path, fix: str) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+        raise ConfigError(f"{path} cannot be read as YAML: {in_one_line(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} holds no key: value pairs: write e.g. sync_every: 100")
     return loaded
+
+
+def in_one_line(error: Exception) -> str:
+    """The message of a parser, without its line breaks."""
+    return " ".join(str(error).split())
 
 
 class Config(dict[str, Any]):

@@ -15,7 +15,13 @@ from composer_replication.diloco.arguments import REMOVED
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.options import ReplicaOptions
 from composer_replication.training.components import check_keys
-from composer_replication.training.config import REQUIRED, ConfigError, check_diloco, load_yaml
+from composer_replication.training.config import (
+    REQUIRED,
+    ConfigError,
+    check_diloco,
+    in_one_line,
+    load_yaml,
+)
 
 SECTION = "callbacks.diloco"
 EXAMPLE = "callbacks: {diloco: {sync_every: 100}}"
@@ -112,7 +118,8 @@ def _parse(given: Sequence[str]) -> DictConfig:
     try:
         return OmegaConf.from_dotlist(list(given))
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"--set {' '.join(given)} cannot be read: {error}") from error
+        what = in_one_line(error)
+        raise ConfigError(f"--set {' '.join(given)} cannot be read: {what}") from error
 
 
 def _values(section: DictConfig, where: str, left_out: Iterable[str] = ()) -> dict[str, Any]:

@@ -283,7 +283,7 @@ def test_a_port_that_is_taken_is_an_error_of_one_line(tmp_path, taken):
         options = ["--bind", f"127.0.0.1:{port}", "--state-dir", tmp_path / "state"]
         process = command("coordinator", config, *options, "--replicas", "3")
         said, _ = process.communicate(timeout=240)
-    assert process.returncode == 1 and said.count("\n") == 1, said
+    assert process.returncode == 2 and said.count("\n") == 1, said
     assert "listen" in said and f"127.0.0.1:{port + taken}" in said and "choose" in said.lower()
 
 

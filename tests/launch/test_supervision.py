@@ -133,6 +133,30 @@ def test_a_start_that_fails_too_often_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("own", "others", "failed", "started"),
+    [
+        ("TypeError: f() takes no x", "", {1: 2}, []),  # in the program: it would come again
+        ("a.b.ImportError: no c", "", {1: 1}, [1]),  # another program's own class
+        ("ValueError: x=3", "ValueError: x=3", {0: 2, 1: 2}, []),  # the same in all groups
+        ("ValueError: x=3", "ValueError: x=4", {0: 1, 1: 1}, [0, 1]),
+        ("composer_replication.a.MissingExtraError: b", "", {1: 2}, []),
+        ("goodbye", "goodbye", {0: 1, 1: 1}, [0, 1]),  # no error is said
+    ],
+)
+def test_an_error_before_it_joined_that_would_come_again_ends_the_run(
+    tmp_path, own, others, failed, started
+):
+    for replica_id, said in enumerate((others, own)):
+        write(tmp_path, replica_id, "starting", syncs=0)
+        lines = f'Traceback (most recent call last):\n  File "a.py"\n{said}\n'
+        (tmp_path / f"replica_{replica_id}" / "log.txt").write_text(lines if said else "")
+    lives = {0: [1, 1] if others else [None], 1: [1, 1]}
+    seen, _, groups = supervise(tmp_path, lives, start_retries=1)
+    assert {*seen} <= {*failed} and {*seen.values()} == {*failed.values()}
+    assert groups.started == started or len(started) > 1
+
+
+@pytest.mark.parametrize(
     ("status", "phase"),
     [(-9, None), (-9, "joining"), (143, "joining"), (247, "joining"), (1, "training")],
 )
