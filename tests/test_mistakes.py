@@ -203,6 +203,10 @@ OF_THE_PROGRAM = [
         TRAINER.replace("DiLoCoCallback()", ""),
         "has ended without a result. What trains there needs",
     ),
+    (
+        TRAINER.replace('"cpu",', '"cpu", parallelism_config={"fsdp": {}},'),
+        "FSDP version 1: DiLoCo needs parameters that keep their names and shapes. Use FSDP2: set ",
+    ),
 ]
 
 

@@ -138,12 +138,13 @@ class DiLoCoCallback(Callback):
         except ValueError as error:
             # A script's exit status does not say that its input was rejected, so the folder does.
             # A name that is taken may be free the next time.
-            is_first = event in (Event.BEFORE_LOAD, Event.FIT_START)
+            is_first = event in (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
             if is_first and not isinstance(error, DuplicateIdError):
                 self._write_rejection(error)
             raise
 
     def init(self, state: State, logger: Logger) -> None:
+        check_parallelism(state)  # here, since Composer shards the model after this event
         # Put this callback before all others. A callback before it would run at fit_end on the
         # weights from before the final sync, and would export another model than the run's; the
         # other groups would also wait for it, and for its close. Composer runs loggers separately,
@@ -317,7 +318,6 @@ class DiLoCoCallback(Callback):
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
-        check_parallelism(state)
         check_loads(state)
 
     @fence("in the run's folder why this group is rejected")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from composer_replication.diloco.outer_optimizer import OuterOptimizer
     from composer_replication.diloco.torchft_api import DiLoCoManager
 
-ON_START_TIMEOUT = ("error", "start")
+OnStartTimeout = Literal["error", "start"]
 """What a cold start does if too few replica groups are connected after ``start_timeout_s``."""
 
 
@@ -82,12 +82,12 @@ class StartPolicy(RunSize):
     """
 
     start_timeout_s: float = 600.0
-    on_start_timeout: str = ON_START_TIMEOUT[0]
+    on_start_timeout: OnStartTimeout = "error"
 
     def __post_init__(self) -> None:
         RunSize.__post_init__(self)
         check_seconds("start_timeout_s", self.start_timeout_s)
-        check_choice("on_start_timeout", self.on_start_timeout, ON_START_TIMEOUT)
+        check_choice("on_start_timeout", self.on_start_timeout, get_args(OnStartTimeout))
 
 
 @dataclass(frozen=True, kw_only=True)

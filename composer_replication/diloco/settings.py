@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
-from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS, encoded_bytes
+from composer_replication.diloco.averaging.wire_sizes import (
+    WIRE_FORMATS,
+    WireFormatName,
+    encoded_bytes,
+)
 from composer_replication.diloco.checks import check_choice, check_integer, check_number
 from composer_replication.diloco.schedule import check_fits, check_rows, value_at
 
-WEIGHT_BY = ("uniform", "steps", "samples", "tokens")
-
-SYNC_BUFFERS = ("mean", "none")
+WeightBy = Literal["uniform", "steps", "samples", "tokens"]
+SyncBuffers = Literal["mean", "none"]
 
 AUTO = "auto"
 """In place of ``round_seconds``: as long as the fastest group takes."""
@@ -93,9 +96,9 @@ class DiLoCoSettings:
     outer_momentum: float = OUTER_MOMENTUM
     outer_nesterov: bool = True
     schedule: Sequence[Mapping[str, Any]] | None = None
-    weight_by: str = cast(str, None)  # one of WEIGHT_BY once __post_init__ has run
-    sync_buffers: str = SYNC_BUFFERS[0]
-    wire_format: str = WIRE_FORMATS[0]
+    weight_by: WeightBy = cast(WeightBy, None)  # one of them once __post_init__ has run
+    sync_buffers: SyncBuffers = "mean"
+    wire_format: WireFormatName = WIRE_FORMATS[0]
     max_sync_retries: int = 8
 
     def __post_init__(self) -> None:
@@ -110,7 +113,7 @@ class DiLoCoSettings:
         if not isinstance(self.outer_nesterov, bool):
             raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
         self._choose_weights()
-        check_choice("sync_buffers", self.sync_buffers, SYNC_BUFFERS)
+        check_choice("sync_buffers", self.sync_buffers, get_args(SyncBuffers))
         encoded_bytes(self.wire_format, 0)  # rejects an unknown one
         self._check_patterns()
         self._check_schedule()
@@ -144,7 +147,7 @@ class DiLoCoSettings:
         if self.weight_by is None:
             weight_by = "uniform" if self.round_seconds is None else "steps"
             object.__setattr__(self, "weight_by", weight_by)
-        check_choice("weight_by", self.weight_by, WEIGHT_BY)
+        check_choice("weight_by", self.weight_by, get_args(WeightBy))
 
     def _choose_alpha(self) -> None:
         alpha = self.fragment_update_alpha

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Literal, Self
 
 from composer_replication.diloco.arguments import REMOVED
 from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
@@ -61,7 +61,7 @@ class ManagerOptions(RunSize, WaitLimit):
     min_replica_size: int = 1
     timeout: float = 60.0
     hostname: str | None = None
-    backend: str | None = None
+    backend: Literal["gloo", "nccl"] | None = None
 
     def __post_init__(self) -> None:
         WaitLimit.__post_init__(self)
@@ -114,7 +114,7 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
 
     coordinator_addr: str | None = None
     final_sync: bool = True
-    eval_weights: str = "global"
+    eval_weights: Literal["global", "local"] = "global"
     run_dir: str | None = None
 
     def __post_init__(self) -> None:

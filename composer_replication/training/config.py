@@ -6,6 +6,7 @@ This module imports neither torch nor Composer, so that a bad config is rejected
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -258,7 +259,8 @@ def _check_loader(section: str, loader: Mapping[str, Any]) -> None:
     """Check what one of our own loaders would reject in every group, after seconds of imports."""
     _check_integers(loader, LOADERS_INTEGERS, f"{section}.")
     check_choice(f"{section}.shards", loader.get("shards"), (None, "fixed", "leased"))
-    if loader["name"] == "dataset" and not loader.get("dataset"):
+    is_misspelt = difflib.get_close_matches("dataset", map(str, loader.keys() - {"dataset_id"}))
+    if loader["name"] == "dataset" and not loader.get("dataset") and not is_misspelt:
         raise ConfigError(
             f"{section}.dataset={loader.get('dataset')!r}: write dataset: {{{TARGET}: "
             "package.module.callable}, a function or class that returns the dataset"

@@ -591,17 +591,6 @@ def test_a_model_that_is_cut_at_other_blocks_than_the_checkpoint_s_is_refused(
         trainer.fit()
 
 
-def test_fsdp1_is_refused_with_what_to_do():
-    from composer.utils.parallelism import FSDPConfig
-
-    trainer = trainer_of(DiLoCoCallback(replica_id=0), max_duration="1ba")
-    trainer.state._fsdp_config = FSDPConfig()
-    with pytest.raises(ValueError, match="FSDP version 1: .* set FSDP_VERSION=2"):
-        trainer.fit()
-    trainer.state._fsdp_config = None
-    trainer.close()
-
-
 @pytest.mark.integration
 def test_under_a_coordinator_a_checkpoint_may_be_loaded_at_init(tmp_path):
     """Its settings are known only later, at BEFORE_LOAD."""

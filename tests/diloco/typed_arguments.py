@@ -23,4 +23,8 @@ def typed(manager: ReplicaManager, model: Any, optimizer: Any) -> None:
     DiLoCo(manager, model, optimizer, num_fragments="2")  # pyright: ignore[reportArgumentType]
     DiLoCoCallback(sync_every=100, replica_id="a", manager=manager)
     DiLoCoCallback(sync_every="often")  # pyright: ignore[reportArgumentType]
+    DiLoCoCallback(wire_format="int8", weight_by="steps", sync_buffers="none", backend="gloo")
+    DiLoCoCallback(wire_format="int9")  # pyright: ignore[reportArgumentType]
+    DiLoCoCallback(on_start_timeout="go")  # pyright: ignore[reportArgumentType]
+    DiLoCoCallback(eval_weights="both")  # pyright: ignore[reportArgumentType]
     DiLoCoCallback(sync_evry=100)  # pyright: ignore[reportCallIssue]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-WIRE_FORMATS = ("float32", "bfloat16", "int8", "fp4")
+from typing import Literal, get_args
+
+WireFormatName = Literal["float32", "bfloat16", "int8", "fp4"]
+WIRE_FORMATS: tuple[WireFormatName, ...] = get_args(WireFormatName)
 
 BLOCK = {"int8": 256, "fp4": 32}
 """Elements that share a scale. bfloat16 has no scales."""
