@@ -123,8 +123,8 @@ def load_yaml(path: Path, fix: str) -> DictConfig:
 
 
 def in_one_line(error: Exception) -> str:
-    """The message of a parser, without its line breaks."""
-    return " ".join(str(error).split())
+    """The message of a parser, without its line breaks and the folders of its file."""
+    return re.sub(r'in "[^"]*/([^"/]+)"', r"in \1", " ".join(str(error).split()))
 
 
 class Config(dict[str, Any]):
