@@ -241,9 +241,10 @@ class GlobalParameters:
         return self.share.whole(list(self.theta).index(name), own).view(self.shapes[name])
 
     def level_buffers(self) -> None:
-        """Give all ranks of the group the same buffers, where they hold shards of the model."""
+        """Give all ranks of the group the same buffers."""
         names = self._buffers | self.copied.live.keys()
-        self.shards.level(t for name, t in self.local_tensors.items() if name in names)
+        ranks = self.share if self.share.num_ranks > 1 else self.shards
+        ranks.level([t for name, t in self.local_tensors.items() if name in names])
 
     def divide(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Divide a list in the order of ``tensors`` into what is averaged, and what is copied."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from composer_replication.diloco.averaging.rank_shares import take_first
+
 
 def local_tensor(parameter: Tensor) -> Tensor:
     """The storage of a parameter on this rank: its shard where FSDP2 made it a DTensor."""
@@ -100,16 +102,10 @@ class Shards:
             return own
         return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
 
-    @torch.no_grad()
     def level(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the first one's values of tensors that are not divided.
-
-        DDP levels buffers before each forward pass, FSDP2 does not. With sharding, a collective.
-        """
-        for tensor in tensors if self._ranks is not None else ():
-            values = tensor.detach().reshape(-1).view(torch.uint8).to(self._device)
-            torch.distributed.broadcast(values, group=self._ranks, group_src=0)
-            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+        """See ``take_first``. With sharding, a collective."""
+        if self._ranks is not None:
+            take_first(tensors, self._ranks, self._device)
 
     def digest(self, own: str) -> str:
         """The SHA-256 over the digests of all ranks' shards. With sharding, a collective.

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import TinyMLP, batch, muon_by_shape
+from common import Buffered, batch, muon_by_shape
 from composer import Callback, Trainer
 from composer.algorithms import EMA
 from composer.models import ComposerModel
@@ -34,7 +34,7 @@ OPTIMIZERS = {
 class TinyModel(ComposerModel):
     def __init__(self, seed, dtype=torch.float32):
         super().__init__()
-        self.mlp = TinyMLP(seed, width=15).to(dtype)  # two ranks cannot share 15 rows equally
+        self.mlp = Buffered(seed, width=15).to(dtype)  # two ranks cannot share 15 rows equally
         self.dropout = torch.nn.Dropout(0.1)
         for layer in self.mlp.layers:
             layer._fsdp_wrap = True

@@ -17,6 +17,18 @@ TIMEOUT = timedelta(seconds=300)
 """How long a rank waits for the shares of the others when a whole tensor is asked for."""
 
 
+@torch.no_grad()
+def take_first(tensors: Iterable[Tensor], ranks: ProcessGroup, device: torch.device | None) -> None:
+    """Give all ranks the first one's values of tensors that each holds whole, such as buffers.
+
+    DDP does that before the next forward pass only, and FSDP2 never.
+    """
+    for tensor in tensors:
+        values = tensor.detach().reshape(-1).view(torch.uint8).to(device)
+        torch.distributed.broadcast(values, group=ranks, group_src=0)
+        tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
 class HostRanks:
     """The ranks of a group once more, in a process group of their own that talks from host memory.
 
@@ -96,6 +108,11 @@ class RankShare:
         """This rank's part of one tensor, as ``own`` gives it."""
         flat = tensor.reshape(-1)
         return flat if self.num_ranks == 1 else flat[self._parts[index]]
+
+    def level(self, tensors: Iterable[Tensor]) -> None:
+        """See ``take_first``. Every rank of the group calls it, or none."""
+        if self._ranks is not None:
+            take_first(tensors, self._ranks, self._device)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group, the same on all of them."""
