@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -126,10 +125,6 @@ class GlobalState:
         """
         self.fragment_digests()
         return self.state_dict(copies=False)
-
-    def settings_digest(self) -> str:
-        """SHA-256, in hex, of the settings and the model's names, shapes and dtypes."""
-        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """All that this rank holds, in tensors and plain containers; never half an outer step's.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -79,13 +78,6 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
     if num_shards > 1:  # each rank holds a part already
         sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
-    if hasattr(arguments.manager, "layout"):  # a ReplicaManager, which compares it with its peers'
-        layout: Any = arguments.manager.layout  # pyright: ignore[reportAttributeAccessIssue]
-        sizes = [
-            [t.numel() for t in (*params.values(), *buffers.values())] for params, buffers in split
-        ]
-        digest = hashlib.sha256(repr([settings.wire_format, sizes]).encode()).hexdigest()
-        layout.num_shards, layout.row, layout.sizes = num_shards, ROW, digest[:8]
     share = partial(
         RankShare,
         ranks=ranks,
@@ -103,6 +95,23 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         )
         for parameters, buffers in split
     ]
+
+
+def note_layout(
+    manager: Any, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
+) -> None:
+    """Give a ``ReplicaManager`` what it compares with its peers before it connects to them.
+
+    Args:
+        manager: Of this group. Others compare nothing.
+        synced: The synchronised tensors by name, of each fragment.
+        fingerprint: The run's settings and the model.
+    """
+    if hasattr(manager, "layout"):
+        compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
+        manager.layout.settings = tuple(f"{name}={compared[name]!r}" for name in sorted(compared))
+        manager.layout.row = ROW
+        manager.layout.num_shards = max(count_shards(t) for each in synced for t in each.values())
 
 
 def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:

@@ -15,7 +15,7 @@ BITS = 22
 """Bits of a number that a sum in fp32 keeps exactly, with room for the 1 that marks it as set."""
 
 
-ROW = 18 + len(Vitals._fields)
+ROW = 15 + len(Vitals._fields)
 """Numbers of a row beside the digests."""
 
 
@@ -28,14 +28,13 @@ class PeerRow:
         is_joining: Whether it joins with this sync and contributes nothing.
         was_healed: Whether it has taken over the global state since its last sync.
         outer_step: Its outer step, modulo 2**22.
-        min_replica_size: Its ``min_replica_size``.
         is_replacing: Whether its local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
         vitals: Its contribution, norm and pace: any numbers of fp32, to which the others
             add 0.
         samples: How much of its sample stream is in the model once this sync has committed.
-        settings: 44 bits of the digest of its settings, as two numbers above 0.
-        batches: The same of its first batches, at its first sync; else zeros.
+        batches: 44 bits of the digest of its first batches, as two numbers above 0, at its first
+            sync; else zeros.
         digests: The same of each fragment's global parameters; zeros where none is due.
     """
 
@@ -43,11 +42,9 @@ class PeerRow:
     is_joining: bool
     was_healed: bool
     outer_step: int
-    min_replica_size: int
     is_replacing: bool
     vitals: Vitals
     samples: SyncedSamples
-    settings: tuple[int, ...]
     batches: tuple[int, ...]
     digests: tuple[tuple[int, ...], ...]
 
@@ -55,10 +52,9 @@ class PeerRow:
         """The row as numbers of fp32. The first is a 1: this group is in the sum."""
         flags = self.has_more, self.is_joining, self.was_healed
         numbers = [
-            *(1, *flags, self.outer_step, self.min_replica_size, self.is_replacing),
+            *(1, *flags, self.outer_step, self.is_replacing),
             *self.vitals,
             *(half for number in self.samples for half in divmod(number, 2**BITS)),
-            *self.settings,
             *self.batches,
             *(half for digest in self.digests for half in digest),
         ]
@@ -73,20 +69,20 @@ class PeerRow:
             ValueError: It made other ones, or a number is not finite, negative or no integer.
         """
         *numbers, checksum = numbers
-        size = 7 + len(Vitals._fields)
-        vitals, counts = Vitals(*numbers[7:size]), [*numbers[:7], *numbers[size:]]
+        size = 6 + len(Vitals._fields)
+        vitals, counts = Vitals(*numbers[6:size]), [*numbers[:6], *numbers[size:]]
         if checksum != _checksum(numbers):
             raise ValueError("its row in the peer table is damaged")
         odd = [n for n in counts if not (0.0 <= n <= 2**BITS and n == round(n))]
         if odd or not vitals.is_sound():
             raise ValueError(f"its row in the peer table has {odd or vitals}")
-        _, more, joining, healed, step, min_size, replacing = map(int, numbers[:7])
+        _, more, joining, healed, step, replacing = map(int, numbers[:6])
         rest = [int(number) for number in numbers[size:]]
-        samples, settings, batches, digests = rest[:6], rest[6:8], rest[8:10], rest[10:]
+        samples, batches, digests = rest[:6], rest[6:8], rest[8:]
         whole = ((high << BITS) + low for high, low in _pairs(samples))
         return cls(
-            bool(more), bool(joining), bool(healed), step, min_size, bool(replacing),
-            vitals, SyncedSamples(*whole), tuple(settings), tuple(batches), tuple(_pairs(digests)),
+            bool(more), bool(joining), bool(healed), step, bool(replacing),
+            vitals, SyncedSamples(*whole), tuple(batches), tuple(_pairs(digests)),
         )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.equal_samples import digest_of
-from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals, beyond_all_others
 from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
@@ -54,9 +53,9 @@ class PeerTable:
     * Were all groups of the quorum in this sum? Under a quorum id that was used before, the
       connections can be those to other groups, or to fewer.
     * Does any group still train, or have steps to send? If none has, training is over for all.
-    * Do all groups hold the same? Their settings, ``min_replica_size`` and outer step are compared
-      at every sync, and a digest of each fragment every ``digest_every`` outer steps, after a heal
-      and after a resume.
+    * Do all groups hold the same? Their outer steps are compared at every sync, and a digest of
+      each fragment every ``digest_every`` outer steps, after a heal and after a resume. (Settings
+      are compared before the groups connect, see ``GroupLayout``.)
     * How much of each group's sample stream is in the model once the sync has committed?
     * Has a group replaced its local parameters by an average that is to be the global ones?
     * How long is each group's pseudo-gradient?
@@ -132,11 +131,9 @@ class PeerTable:
             is_joining=fragment.is_joining,
             was_healed=self._state.was_healed,
             outer_step=self._state.outer_step % 2**BITS,
-            min_replica_size=self._manager._min_replica_size,
             is_replacing=packed.is_replacing,
             vitals=vitals,
             samples=fragment.synced_samples,
-            settings=as_numbers(self._state.settings_digest()),
             batches=as_numbers(digest_of(batches)) if batches and all(batches) else (0, 0),
             digests=tuple(digests),
         )
@@ -155,12 +152,10 @@ class PeerTable:
         Raises:
             DivergenceError: This group holds other global parameters than most groups, or there is
                 no majority.
-            SettingsMismatch: It joins groups in training that have other settings.
         """
         self.is_over = self.has_doubts = False
         rows, faults = self._decode(table.cpu().tolist())
         if rows:
-            self._check_settings(rows)
             self._check_agreement(rows)
             if not any(row.is_replacing for row in rows.values()):
                 faults |= beyond_all_others({rank: row.vitals for rank, row in rows.items()})
@@ -231,32 +226,6 @@ class PeerTable:
                 self.has_doubts = True
                 self._manager.report_error(ConnectionError(f"what arrived is not sound ({doubt})"))
         return ()
-
-    def _check_settings(self, rows: Mapping[int, PeerRow]) -> None:
-        """A group that resumes at the outer step of those in training is not healed by them."""
-        training = [rank for rank, row in rows.items() if not row.is_joining]
-        if not training:
-            return  # they compare their settings key by key
-        first = training[0]  # of those in training; they have compared theirs already
-        fix = f"with {self._state.fingerprint}: make its settings equal"
-        settings = {rank: row.settings for rank, row in rows.items()}
-        self._reject_odd(settings, first, "settings", fix)
-        sizes = {rank: row.min_replica_size for rank, row in rows.items()}
-        own = self._manager._min_replica_size
-        fix = f"with {own}, and theirs is {sizes[first]}: set it to {sizes[first]}"
-        self._reject_odd(sizes, first, "min_replica_size", fix)
-
-    def _reject_odd(self, values: Mapping[int, object], first: int, what: str, fix: str) -> None:
-        odd = [rank for rank, value in values.items() if value != values[first]]
-        if not odd:
-            return
-        mismatch = SettingsMismatch(
-            f"replica groups {', '.join(map(str, odd))} (by their rank in the quorum) have other "
-            f"{what} than those in training"
-        )
-        if self._manager.participating_rank() in odd:
-            raise SettingsMismatch(f"{mismatch}. This group is one of them, {fix}")
-        self._manager.report_error(mismatch)
 
     def _check_agreement(self, rows: Mapping[int, PeerRow]) -> None:
         steps = {rank: row.outer_step for rank, row in rows.items()}

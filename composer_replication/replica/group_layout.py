@@ -1,4 +1,4 @@
-"""Ranks, shards and messages of a replica group, which have to be equal in all groups."""
+"""Ranks, shards and settings of a replica group, which have to be equal in all groups."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from composer_replication.replica.quorum_reports import Report
 
 log = logging.getLogger(__name__)
 
+_Compared = tuple[int, int, int, tuple[str, ...]]
+"""Ranks, shards, numbers of a row, and settings."""
+
 
 class GroupLayout:
-    """This group's number of ranks and shards, and the comparison with those of its peers.
+    """This group's ranks, shards and settings, and the comparison with those of its peers.
 
     Rank r of a group averages with rank r of the others. Their messages are as long as the rank's
     part of the model. If the peer's message has another length, gloo aborts the process without a
     Python error. A rank that its peers do not have finds nobody to connect to. So every report has
-    the group's layout, and the members of a quorum compare layouts before they connect. The sizes
-    of messages are compared between those with the newest state: one that is behind takes over
-    that state first, and then compares all settings.
+    the group's layout, and the members of a quorum compare layouts before they connect. Settings
+    and model are compared between those with the newest state: one that is behind takes over that
+    state first, which compares them too.
 
     Only rank 0 compares, because torchft tells higher ranks nothing of a group that has no such
     rank. All ranks vote on a quorum, and rank 0 votes against one with unequal layouts. If this
@@ -38,7 +41,7 @@ class GroupLayout:
         rank: As given.
         num_shards: Into how many parts the ranks divide the model; 1 if each has all of it.
         row: See ``Report``.
-        sizes: See ``Report``.
+        settings: See ``Report``.
     """
 
     ERRORS = {"rejected_because": SettingsMismatch, "name_taken_because": DuplicateIdError}
@@ -47,7 +50,8 @@ class GroupLayout:
     def __init__(self, num_ranks: int, rank: int = 0, store: Any = None) -> None:
         self.num_ranks = num_ranks
         self.num_shards = 1
-        self.row, self.sizes = 0, ""
+        self.row = 0
+        self.settings: tuple[str, ...] = ()
         self.rank = rank
         self._store = store
         self._rejection: ValueError | None = None
@@ -69,16 +73,16 @@ class GroupLayout:
         name = min(reports, key=lambda n: (reports[n].previous is None, -reports[n].step))
         run = reports[name]
 
-        def describe(each: Report | GroupLayout, step: int) -> str:
-            sizes = each.sizes if newest and step == newest else run.sizes
-            messages = f" and messages {each.row}-{sizes}" if each.row else ""
-            return _describe(each.num_ranks, each.num_shards) + messages
+        def compared(each: Report | GroupLayout, step: int) -> _Compared:
+            settings = each.settings if newest and step == newest else run.settings
+            return each.num_ranks, each.num_shards, each.row, settings
 
-        expected, own = describe(run, run.step), describe(self, step)
+        expected, own = compared(run, run.step), compared(self, step)
         if own != expected:
-            self.reject("rejected_because", _rejection(own, name, expected))
+            rejection = _rejection(_describe(own, expected), name, _describe(expected, own))
+            self.reject("rejected_because", rejection)
             return False
-        layouts = {n: describe(each, each.step) for n, each in reports.items()}
+        layouts = {n: compared(each, each.step) for n, each in reports.items()}
         unequal = {name: layout for name, layout in layouts.items() if layout != own}
         # Once for each: the quorum is asked for again and again until they have left.
         for name in unequal.keys() - self._unequal:
@@ -86,8 +90,8 @@ class GroupLayout:
                 "Not connecting to replica group %s, which has to leave: it has %s, and this group "
                 "has %s",
                 name.partition(":")[0],
-                unequal[name],
-                own,
+                _describe(unequal[name], own),
+                _describe(own, unequal[name]),
             )
         self._unequal = frozenset(unequal)
         return not unequal
@@ -150,13 +154,17 @@ def _rejection(own: str, name: str, expected: str) -> str:
     return (
         f"this replica group has {own}, and replica group {name.partition(':')[0]} of this run has "
         f"{expected}: start every group with the same number of ranks, the same kind of sharding, "
-        "model and wire_format, and the same version of composer-replication"
+        "settings and model, and the same version of composer-replication"
     )
 
 
-def _describe(num_ranks: int, num_shards: int) -> str:
+def _describe(layout: _Compared, other: _Compared) -> str:
+    """Describe a layout, with those of its settings that another one does not have."""
+    num_ranks, num_shards, row, settings = layout
     held = "the whole model on each" if num_shards == 1 else f"the model in {num_shards} shards"
-    return f"{_ranks(num_ranks)} with {held}"
+    odd = [f"{row} numbers a table row"] * (row != other[2])
+    odd += [each for each in settings if each not in other[3]]
+    return ", ".join([f"{_ranks(num_ranks)} with {held}", *odd])
 
 
 def _ranks(count: int) -> str:

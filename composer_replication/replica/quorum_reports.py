@@ -89,7 +89,7 @@ class Report:
         gathers: Whether it asks that the messages of this sync are gathered, and not summed.
         row: Numbers of its row in the peer table, beside those for each fragment; another build of
             this package may have others.
-        sizes: A digest of the sizes of its messages.
+        settings: Each setting that has to be equal in all groups, with its value, and the model.
     """
 
     step: int = 0
@@ -106,7 +106,7 @@ class Report:
     num_shards: int = 1
     gathers: bool = False
     row: int = 0
-    sizes: str = ""
+    settings: tuple[str, ...] = ()
 
 
 _KINDS = get_type_hints(Report)

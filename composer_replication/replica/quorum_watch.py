@@ -203,7 +203,7 @@ class QuorumWatch:
             num_shards=self.layout.num_shards,
             gathers=self.wants_to_gather,
             row=self.layout.row,
-            sizes=self.layout.sizes,
+            settings=self.layout.settings,
         )
 
     def _without_strangers(self, quorum: Any, group_rank: int) -> tuple[Any, list[Report]]:

@@ -8,7 +8,6 @@ import torch
 from common import Constant, plain_sgd, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_table import DivergenceError, PeerRow
 from composer_replication.diloco.sample_ledger import SyncedSamples
@@ -24,11 +23,9 @@ def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
         is_joining=False,
         was_healed=True,
         outer_step=largest,
-        min_replica_size=3,
         is_replacing=False,
         vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9, 2.0**60, 2.0**20, 2.0**-30),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
-        settings=(largest + 1, 1),
         batches=(largest + 1, 3),
         digests=((1, largest + 1), (0, 0)),
     )
@@ -214,23 +211,6 @@ def run_with_size(sim, min_replica_size):
 def test_groups_that_start_with_unequal_min_replica_sizes_are_told_both():
     with pytest.raises(SimulationError, match="min_replica_size: 2 here, 1 there"):
         simulate(lambda sim: run_with_size(sim, 1 + sim.replica_id), num_replicas=2)
-
-
-@pytest.mark.parametrize("size", [3, 4])  # with 4 it sends the table alone
-def test_a_joiner_with_another_min_replica_size_leaves_and_those_in_training_go_on(size):
-    def replica(sim):
-        try:
-            return run_with_size(sim, size if sim.replica_id == 2 else 1)
-        except SettingsMismatch as error:
-            return str(error)
-
-    late = [Fault("late", replica_id=2, step=3)]
-    first, second, joiner = simulate(replica, num_replicas=3, faults=late)
-    assert first == second and first[-1] == (2.0, 2.0)
-    assert joiner.endswith(
-        "have other min_replica_size than those in training. This group is one of them, "
-        f"with {size}, and theirs is 1: set it to 1"
-    )
 
 
 def test_a_resume_may_have_another_min_replica_size():

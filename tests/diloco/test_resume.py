@@ -280,29 +280,6 @@ def test_two_groups_that_resume_with_different_settings_find_out_before_they_tra
     assert "lr=0.4" in str(second) and "lr=0.7" in str(second)
 
 
-def test_who_resumes_with_other_settings_among_groups_in_training_leaves_and_costs_them_nothing():
-    # At the very outer step of those in training, so that no heal compares.
-    settings = {"sync_every": 4, "num_replicas": 2, "start_timeout_s": 5.0}
-
-    def replica(sim):
-        late = sim.replica_id == 2
-        replica = Replica(sim, settings | ({"outer": {"lr": 0.4}} if late else {}))
-        if late:
-            state = replica.diloco.state_dict() | {"outer_step": 2}
-            state["settings"] = replica.diloco._state.fingerprint
-            replica.diloco.load_state_dict(state)
-            with pytest.raises(SettingsMismatch, match="replica groups 2 .* lr=0.4"):
-                replica.diloco.__enter__()
-            return None
-        replica.diloco.__enter__()
-        replica.train(0, STEPS)
-        reports = replica.diloco.pop_finished_syncs()
-        return replica.diloco.outer_step, sum(r.steps_lost for r in reports)
-
-    late = [Fault("late", replica_id=2, step=3)]
-    assert simulate(replica, num_replicas=3, faults=late)[:2] == [(5, 0), (5, 0)]
-
-
 # ---- who may begin a run -----------------------------------------------------------------------
 
 WHY = "The folder says that this run has made 57 outer steps"

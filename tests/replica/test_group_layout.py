@@ -88,33 +88,40 @@ def test_equal_groups_fit():
     layout.check()
 
 
-def messages(**members):
-    """Reports by member: row, sizes and step of each; those with a step were in a quorum."""
+def settings(**members):
+    """Reports by member: row, settings and step of each; those with a step were in a quorum."""
     return {
-        f"{name}:1": Report(row=row, sizes=sizes, step=step, previous=[1, []] if step else None)
-        for name, (row, sizes, step) in members.items()
+        f"{name}:1": Report(row=row, settings=own, step=step, previous=[1, []] if step else None)
+        for name, (row, own, step) in members.items()
     }
 
 
-@pytest.mark.parametrize(("own", "step", "fits"), [
-    ((24, "aa"), 5, True),
-    ((24, "bb"), 5, False),  # another model at the same outer step, of which none takes over
-    ((24, "bb"), 0, True),  # it takes over the state, which says what differs
-    ((25, "aa"), 0, False),  # another build, whose table no heal makes equal
-    ((25, "aa"), 5, False),
+RUN = (24, ("min_replica_size=1", "sync_every=10"))
+ONE_RANK = "1 rank with the whole model on each"
+
+
+@pytest.mark.parametrize(("own", "step", "ours", "theirs"), [
+    (RUN, 5, "", ""),
+    ((24, ("min_replica_size=1", "sync_every=20")), 5, "sync_every=20", "sync_every=10"),
+    ((24, ("min_replica_size=2", "sync_every=10")), 5, "min_replica_size=2", "min_replica_size=1"),
+    # It takes over the state, which says what differs. Then it has the others' step.
+    ((24, ("min_replica_size=1", "sync_every=20")), 0, "", ""),
+    # Another build, whose table no heal makes equal.
+    ((25, RUN[1]), 0, "25 numbers a table row", "24 numbers a table row"),
+    ((25, RUN[1]), 5, "25 numbers a table row", "24 numbers a table row"),
 ])  # fmt: skip
-def test_messages_of_other_sizes_are_refused_before_they_are_sent(own, step, fits):
-    layout = GroupLayout(1)
-    layout.row, layout.sizes = own
-    reports = messages(a=(24, "aa", 5), b=(*own, step))
-    in_training = GroupLayout(1)
-    in_training.row, in_training.sizes = 24, "aa"
-    assert layout.fits(reports, step) == in_training.fits(reports, 5) == fits
+def test_other_settings_are_refused_before_anything_is_sent(own, step, ours, theirs, caplog):
+    layout, in_training = GroupLayout(1), GroupLayout(1)
+    layout.row, layout.settings = own
+    in_training.row, in_training.settings = RUN
+    reports = settings(a=(*RUN, 5), b=(*own, step))
+    assert layout.fits(reports, step) == in_training.fits(reports, 5) == (not ours)
     in_training.check()
-    if not fits:
-        line = f"messages {own[0]}-.*replica group a .* messages 24-aa: start every group"
-        with pytest.raises(SettingsMismatch, match=line):
+    if ours:
+        line = f"this replica group has {ONE_RANK}, {ours}, and replica group a of this run has "
+        with pytest.raises(SettingsMismatch, match=f"^{line}{ONE_RANK}, {theirs}: start every"):
             layout.check()
+        assert f"it has {ONE_RANK}, {ours}, and this group has {ONE_RANK}, {theirs}" in caplog.text
 
 
 def test_a_joiner_is_refused_before_the_others_see_it():
