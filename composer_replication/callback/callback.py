@@ -49,9 +49,6 @@ class CallbackArguments(ReplicaOptions, DiLoCoSettings):
 
     manager: Any = None
 
-    def __post_init__(self) -> None:
-        """The settings and the options check themselves, each apart."""
-
 
 class DiLoCoCallback(Callback):
     """Make a Composer ``Trainer`` one replica group of a DiLoCo run.

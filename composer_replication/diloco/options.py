@@ -27,10 +27,12 @@ OnStartTimeout = Literal["error", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaitLimit:
-    """How long a replica group waits for the others.
+class WaitOptions:
+    """For how many other replica groups a group waits, and for how long.
 
     Args:
+        num_replicas: How many groups a cold start waits for, this one included. A group that finds
+            others in training joins them, whatever their number. None: 1.
         give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
             an error is raised, in seconds. None: without a limit. The log says what is missing.
 
@@ -38,30 +40,14 @@ class WaitLimit:
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
-    give_up_after_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.give_up_after_s is not None:
-            check_seconds("give_up_after_s", self.give_up_after_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSize:
-    """How many replica groups a run begins with.
-
-    Args:
-        num_replicas: How many groups a cold start waits for, this one included. A group that finds
-            others in training joins them, whatever their number. None: 1.
-
-    Raises:
-        ValueError: A value is out of range; the message has the value and the fix.
-    """
-
     num_replicas: int | None = None
+    give_up_after_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_replicas is not None:
             check_integer("num_replicas", self.num_replicas, at_least=1)
+        if self.give_up_after_s is not None:
+            check_seconds("give_up_after_s", self.give_up_after_s)
 
     @property
     def num_awaited(self) -> int:
@@ -70,31 +56,12 @@ class RunSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartPolicy(RunSize):
-    """How a cold start waits for the other replica groups.
-
-    Args:
-        start_timeout_s: How long a cold start waits for them, in seconds.
-        on_start_timeout: What happens after that: ``error``, or ``start`` with those connected.
-
-    Raises:
-        ValueError: A value is out of range; the message has the value and the fix.
-    """
-
-    start_timeout_s: float = 600.0
-    on_start_timeout: OnStartTimeout = "error"
-
-    def __post_init__(self) -> None:
-        RunSize.__post_init__(self)
-        check_seconds("start_timeout_s", self.start_timeout_s)
-        check_choice("on_start_timeout", self.on_start_timeout, get_args(OnStartTimeout))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiLoCoOptions(StartPolicy, WaitLimit):
+class DiLoCoOptions(WaitOptions):
     """One replica group's own options of ``DiLoCo``.
 
     Args:
+        start_timeout_s: How long a cold start waits for the other groups, in seconds.
+        on_start_timeout: What happens after that: ``error``, or ``start`` with those connected.
         hang_timeout_s: How long this group may go without a completed step, sync, save or
             evaluation batch, in seconds. After that its process counts as hung and ends, with a
             traceback of every thread in its log. A process that is busy gets five times as long,
@@ -110,14 +77,17 @@ class DiLoCoOptions(StartPolicy, WaitLimit):
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
+    start_timeout_s: float = 600.0
+    on_start_timeout: OnStartTimeout = "error"
     hang_timeout_s: float | None = None
     backup_device: torch.device | str | None = None
     digest_every: int = 0
     same_samples: bool = False
 
     def __post_init__(self) -> None:
-        WaitLimit.__post_init__(self)
-        StartPolicy.__post_init__(self)
+        super().__post_init__()
+        check_seconds("start_timeout_s", self.start_timeout_s)
+        check_choice("on_start_timeout", self.on_start_timeout, get_args(OnStartTimeout))
         if self.hang_timeout_s is not None and self.hang_timeout_s != math.inf:
             check_seconds("hang_timeout_s", self.hang_timeout_s, alternative="inf for never")
         check_integer("digest_every", self.digest_every, at_least=0)
@@ -169,6 +139,3 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
     ranks: ProcessGroup | None = None
     message_device: torch.device | str | None = None
     also_synced: Collection[str] = ()
-
-    def __post_init__(self) -> None:
-        """The settings and the options check themselves, each apart."""

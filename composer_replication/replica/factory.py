@@ -84,7 +84,7 @@ class ManagerArguments(ManagerOptions):
     token: str | None = None
 
     def __post_init__(self) -> None:
-        ManagerOptions.__post_init__(self)
+        super().__post_init__()
         if (self.store_addr is None) != (self.store_port is None):
             raise ValueError(
                 f"store_addr={self.store_addr!r} and store_port={self.store_port!r}: give both"

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from composer_replication.diloco.arguments import REMOVED
 from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
-from composer_replication.diloco.options import DiLoCoOptions, RunSize, WaitLimit
+from composer_replication.diloco.options import DiLoCoOptions, WaitOptions
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
@@ -34,7 +34,7 @@ class DuplicateIdError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions(RunSize, WaitLimit):
+class ManagerOptions(WaitOptions):
     """How a replica group reaches the others.
 
     Args:
@@ -64,8 +64,7 @@ class ManagerOptions(RunSize, WaitLimit):
     backend: Literal["gloo", "nccl"] | None = None
 
     def __post_init__(self) -> None:
-        WaitLimit.__post_init__(self)
-        RunSize.__post_init__(self)
+        super().__post_init__()
         if self.replica_id is not None:
             check_replica_id(self.replica_id)
         check_seconds("timeout", self.timeout)
@@ -118,8 +117,7 @@ class ReplicaOptions(DiLoCoOptions, ManagerOptions):
     run_dir: str | None = None
 
     def __post_init__(self) -> None:
-        DiLoCoOptions.__post_init__(self)
-        ManagerOptions.__post_init__(self)
+        super().__post_init__()
         check_choice("eval_weights", self.eval_weights, ("global", "local"))
 
     @property

@@ -66,8 +66,8 @@ def test_of_two_new_groups_the_second_leaves_on_all_its_ranks_and_the_first_does
         assert str(caught.value) == (
             "this replica group has 2 ranks with the whole model on each, and replica group a of "
             "this run has 1 rank with the whole model on each: start every group with the same "
-            "number of ranks, the same kind of sharding, model and wire_format, and the same "
-            "version of composer-replication"
+            "number of ranks, the same kind of sharding, settings and model, and the same version "
+            "of composer-replication"
         )
 
 
