@@ -118,8 +118,8 @@ def test_construction_touches_no_network_and_starts_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"replica_id": None}, "this replica group has no name: set REPLICA_GROUP_ID=0, 1, "),
-        ({"replica_id": 0}, "no lighthouse is named: set TORCHFT_LIGHTHOUSE=http://host:port"),
+        ({"replica_id": None}, "replica_id=None: this replica group has no name. Start"),
+        ({"replica_id": 0}, "lighthouse_addr=None: no lighthouse is named. Start"),
     ],
 )
 def test_what_the_environment_lacks_is_named_when_training_starts(monkeypatch, arguments, message):
