@@ -15,10 +15,9 @@ from composer.utils import dist
 from composer_replication.callback.composer_job import (
     check_loads,
     check_parallelism,
+    count_in_batch,
     name_the_node,
     own_buffers,
-    samples_in_batch,
-    tokens_in_batch,
 )
 from composer_replication.callback.fit import Fit
 from composer_replication.callback.global_weights import Evaluation, metrics_of
@@ -202,9 +201,9 @@ class DiLoCoCallback(Callback):
             self.diloco.expect_last_step()
         self.diloco.note_batch(state.batch)
         if self.settings.weight_by == "samples":
-            self.diloco.count_samples(samples_in_batch(state))
+            self.diloco.count_samples(count_in_batch(state, "samples"))
         elif self.settings.weight_by == "tokens":
-            self.diloco.count_tokens(tokens_in_batch(state))
+            self.diloco.count_tokens(count_in_batch(state, "tokens"))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.diloco is None or self._fit is None:

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from composer import Event, State
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
-from composer.core import DataSpec
 from composer.utils import dist
 from torch import nn
 from torchft.manager import Manager
@@ -198,32 +197,23 @@ def latest_checkpoint_of(state: State) -> Path | None:
     return None
 
 
-def samples_in_batch(state: State) -> int:
-    """Return the number of samples in the current batch, over all ranks of the group."""
-    own = _data_spec().get_num_samples_in_batch(state.batch)
-    total = state.device.tensor_to_device(torch.tensor([own]))
-    dist.all_reduce(total)
-    return int(total.item())
+def count_in_batch(state: State, what: str) -> int:
+    """Return the number of samples or tokens in the current batch, over all ranks of the group.
 
-
-def _data_spec() -> DataSpec:
-    """The DataSpec that a fit trains on. It is the Trainer's; Composer's state has none."""
-    trainer = trainer_in_fit()
-    assert trainer is not None and trainer._train_data_spec is not None, "a batch is of a fit"
-    return trainer._train_data_spec
-
-
-def tokens_in_batch(state: State) -> int:
-    """Return the number of tokens in the current batch, over all ranks of the group.
+    Args:
+        state: Composer's state, which has no DataSpec: the one of a fit is the Trainer's.
+        what: ``samples`` or ``tokens``.
 
     Raises:
-        ValueError: On all ranks, if the batch of one has none.
+        ValueError: On all ranks, if the batch of one has no tokens.
     """
-    own = _data_spec().get_num_tokens_in_batch(state.batch)
+    trainer = trainer_in_fit()
+    assert trainer is not None and trainer._train_data_spec is not None, "a batch is of a fit"
+    own = getattr(trainer._train_data_spec, f"get_num_{what}_in_batch")(state.batch)
     counts = state.device.tensor_to_device(torch.tensor([own, int(own == 0)]))
     dist.all_reduce(counts)
     total, num_without = counts.tolist()
-    if num_without:
+    if num_without and what == "tokens":
         raise ValueError(
             f"weight_by='tokens', and {num_without} of the group's {dist.get_world_size()} ranks "
             "have a batch of 0 tokens: give the loader's DataSpec a get_num_tokens_in_batch "

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
-from composer_replication.diloco.torchft_api import HEAL_STATE, HealSource
+from composer_replication.diloco.torchft_api import HEAL_STATE
 from composer_replication.replica.addresses import bracketed, listen
 from composer_replication.replica.heal.client import HealClient, HealError, load
 from composer_replication.replica.heal.donor import Donor
@@ -49,6 +49,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     Attributes:
         client: Asks the heal servers of peers.
         port: The port on which peers reach the server.
+        serve: ``Donor.serve``.
         downloads: The states that have been fetched and not loaded yet, by name.
     """
 
@@ -57,6 +58,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     ) -> None:
         self.client = HealClient(tokens, name, timeout)
         self._donor = Donor(self.client.limits)
+        self.serve = self._donor.serve
         self.downloads: dict[str, memoryview] = {}
         self._loaded: Any = None
         listener = listen(hostname)
@@ -66,18 +68,6 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self._server.start()
 
     # ---- the donor ---------------------------------------------------------------------------
-
-    def serve(
-        self, step: Callable[[], int], source: HealSource, is_syncing: Callable[[], bool] = bool
-    ) -> None:
-        """Offer the global state outside of quorums too, from now on.
-
-        Args:
-            step: Gives the manager's step. It may be called at any time, from any thread.
-            source: The global state.
-            is_syncing: Gives whether the group is between a quorum and its vote; called likewise.
-        """
-        self._donor.serve(step, source, is_syncing)
 
     def metadata(self) -> str:
         """The address of the server, which torchft passes on to joiners."""
