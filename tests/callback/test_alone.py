@@ -4,7 +4,6 @@ Run: pytest tests/callback/test_alone.py. Real: everything. Several ranks, and t
 group to two, are in tests/integration/test_alone.py.
 """
 
-import re
 import threading
 
 import psutil
@@ -79,7 +78,7 @@ def test_three_lines_of_yaml_train_and_autoresume_goes_on(config, tmp_path):
 @pytest.mark.parametrize("diloco", [{}, {"num_replicas": 2, "replica_id": 0}])
 def test_without_them_the_error_names_this_way(diloco):
     trainer = trainer_of(DiLoCoCallback(**diloco), max_duration="1ba")
-    with pytest.raises(ValueError, match=re.escape("set callbacks.diloco.num_replicas: 1")):
+    with pytest.raises(ValueError, match="set num_replicas=1"):
         trainer.fit()
     trainer.close()
 
