@@ -20,7 +20,7 @@ Parameters = dict[str, nn.Parameter]
 """A fragment: its trainable parameters by name, in the model's order."""
 
 Buffers = dict[str, Tensor]
-"""Persistent buffers by name."""
+"""The persistent buffers of a fragment by name, which are synchronised with its parameters."""
 
 
 def split_model(

@@ -29,7 +29,7 @@ class Vitals(NamedTuple):
 
     @property
     def pace(self) -> float:
-        """Norm per inner step."""
+        """The norm of what was sent, for each inner step in it."""
         return self.sent_norm / max(1.0, self.inner_steps)
 
     def is_sound(self) -> bool:

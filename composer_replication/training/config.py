@@ -53,7 +53,7 @@ INTEGERS = {"device_eval_batch_size": 1, "global_train_batch_size": 1, "seed": 0
 """Keys of a config that hold integers, and the smallest of each."""
 
 LOADERS_INTEGERS = {"max_seq_len": 1, "num_workers": 0, "seed": 0, "unit_size": 1}
-"""The same for our loaders."""
+"""Keys of our loaders' sections that hold integers, and the smallest of each."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

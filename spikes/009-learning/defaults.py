@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For the tables."""
+        """How the tables name this job."""
         return (
             f"{self.model}, {self.inner}, {self.data}, k = {self.groups}, H = {self.sync_every}, "
             f"{self.steps} steps, {self.rate}"

@@ -133,7 +133,7 @@ def run(task: Work, workers: int) -> None:
 
 
 def learning(done: Lines, stage: str | None = None) -> Iterable[Cell]:
-    """What the study of learning wants."""
+    """The trainings that the study of learning still lacks."""
     return (cell for cell in cells(stage) if cell.key not in done)
 
 
