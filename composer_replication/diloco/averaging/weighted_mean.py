@@ -30,6 +30,26 @@ def chunks_of(flat: Tensor, size: int) -> Sequence[Tensor]:
     return flat.split(size) if flat.numel() > size else (flat,)
 
 
+class Arriving(NamedTuple):
+    """The Work of a message, which squares what has arrived while later messages are on their way.
+
+    Attributes:
+        work: The manager's.
+        message: 1-D, in which the sum arrives.
+        squares: Gets the square of its norm.
+    """
+
+    work: Any
+    message: Tensor
+    squares: list[Tensor]
+
+    def wait(self) -> bool:
+        """Wait for the sum. The manager's timeout bounds the wait."""
+        has_ended = self.work.wait()
+        self.squares.append(torch.dot(self.message, self.message))
+        return has_ended
+
+
 class MeanLayout(NamedTuple):
     """The arguments of ``WeightedMean``, for who builds several."""
 
@@ -72,6 +92,8 @@ class WeightedMean:
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(share.padded, device)
         self._sums: Tensor | None = None
+        self._squares: list[Tensor] = []
+        """Of the norms of the messages that have arrived."""
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
         2 (k - 1) / k of it to the others: with two, that is all of it."""
@@ -143,7 +165,10 @@ class WeightedMean:
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
-        return [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
+        works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
+        self._squares = []
+        pairs = zip(works, self.messages[:-1], strict=False)
+        return [*(Arriving(work, part, self._squares) for work, part in pairs), works[-1]]
 
     # What has arrived, before the vote.
 
@@ -155,8 +180,7 @@ class WeightedMean:
     def _arrived(self) -> tuple[float, float]:
         """Return the sum of the weights, and the norm of what this rank has of the mean."""
         total = float(self.messages[-1])
-        squares = torch.stack([torch.dot(each, each) for each in self.messages[:-1]])
-        return total, float(squares.sum().sqrt()) / total if total else 0.0
+        return total, float(torch.stack(self._squares).sum().sqrt()) / total if total else 0.0
 
     def doubt(self, vitals: Collection[Vitals]) -> str:
         """What is wrong with the mean that has arrived; empty if nothing is.
