@@ -175,16 +175,17 @@ def _steps(
 ) -> list[float]:
     step_time = cell.step_times[rank] if cell.step_times else 1.0
     steps = round(cell.steps / step_time)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        inner, lambda step: _decay(step, steps, cell.final_lr)
-    )
     groups, done = max(1, cell.groups), 0
     if rank >= groups:  # in the place of a group that died
         rank, done = rank - cell.away, _joined_at(cell)
+    for group in inner.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        inner, lambda step: _decay(step, steps, cell.final_lr), last_epoch=done - 1
+    )
     batches = _batches(cell, rank, groups)
     for _ in range(done):
         next(batches)
-        schedule.step()
     every = max(1, steps // 60)
     losses, total = [], 0.0
     for step in range(done + 1, steps + 1):
