@@ -141,7 +141,7 @@ class BackgroundServer(ThreadingMixIn, TCPServer):
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start to serve."""
+        """Start the thread that accepts connections, and return."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -152,7 +152,7 @@ class BackgroundServer(ThreadingMixIn, TCPServer):
             self._thread.join(self.STOP_WITHIN_S)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection."""
+        """Accept a connection, and pause if the process has no file descriptor left for it."""
         try:
             connection, address = super().get_request()
         except OSError as error:

@@ -79,7 +79,7 @@ def broken_handler(monkeypatch):
 
 
 class Console(io.TextIOWrapper):
-    """A terminal that nobody looks at."""
+    """A stdout that claims to be a terminal, so that the progress bar is drawn."""
 
     def isatty(self):
         return True

@@ -56,7 +56,7 @@ def same(sim):
 
 
 def own(sim):
-    """A part of the samples."""
+    """The part of the samples that one replica group trains on."""
     return cycle(SAMPLES[sim.replica_id :: sim.num_replicas], 2)
 
 

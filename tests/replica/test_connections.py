@@ -188,7 +188,7 @@ def test_a_board_that_has_ended_is_not_asked_again():
 
 
 class Connection:
-    """A connection that can be told from others, and knows whether it has been shut down."""
+    """Stands for a socket: it differs from all others, and knows whether it has been shut down."""
 
     def __init__(self):
         self.is_shut_down = False
