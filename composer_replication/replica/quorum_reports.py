@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import NoneType, SimpleNamespace
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_type_hints
+
+from composer_replication.replica.messages import converted, is_proven, proof
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def write_handle(handle: str, report: Report, name: str, token: str) -> str:
         token: The run's secret.
     """
     content = json.loads(handle) | asdict(report)
-    return json.dumps(content | {"proof": _proof(content, name, token)})
+    return json.dumps(content | {"proof": proof(token, "report", name, content)})
 
 
 def read_handle(handle: str, name: str, tokens: Sequence[str]) -> Report | None:
@@ -139,40 +139,12 @@ def read_handle(handle: str, name: str, tokens: Sequence[str]) -> Report | None:
     """
     try:
         content = json.loads(handle)
-        proof = content.pop("proof").encode()
-        if not any(
-            hmac.compare_digest(proof, _proof(content, name, token).encode()) for token in tokens
-        ):
+        if not is_proven(tokens, content.pop("proof"), "report", name, content):
             return None
-        _convert(content["store"], str)  # torchft's own part of the handle
-        return Report(**{name: _convert(content[name], kind) for name, kind in _KINDS.items()})
+        converted(content["store"], str)  # torchft's own part of the handle
+        return Report(**{name: converted(content[name], kind) for name, kind in _KINDS.items()})
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """Convert a value from JSON, which has lists and no tuples, to the type of a report's field.
-
-    Raises:
-        TypeError: It is not of that type.
-        ValueError: It is a list of another length.
-    """
-    kinds = get_args(kind)
-    if NoneType in kinds:  # or None
-        return None if value is None else _convert(value, kinds[0])
-    if get_origin(kind) is tuple:
-        return tuple(_convert(each, kinds[0]) for each in _convert(value, list))
-    if issubclass(kind, tuple):
-        pairs = zip(_convert(value, list), get_type_hints(kind).values(), strict=True)
-        return kind(*(_convert(*pair) for pair in pairs))
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is not of type {kind.__name__}")
-    return value
-
-
-def _proof(content: Mapping[str, Any], name: str, token: str) -> str:
-    text = json.dumps([name, content], sort_keys=True)
-    return hmac.new(token.encode(), b"quorum\0" + text.encode(), hashlib.sha256).hexdigest()
 
 
 def second_holders(reports: Mapping[str, Report]) -> frozenset[str]:

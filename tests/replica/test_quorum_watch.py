@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.replica import quorum_members, quorum_reports
+from composer_replication.replica import quorum_members
 from composer_replication.replica.group_layout import GroupLayout
+from composer_replication.replica.messages import proof
 from composer_replication.replica.notice_board import NoticeBoard
 from composer_replication.replica.options import DuplicateIdError
 from composer_replication.replica.quorum_members import (
@@ -253,7 +254,7 @@ def signed(**changes):
     """A handle of a member that knows the token and writes nonsense."""
     content = {**json.loads(handle_of("b")), **changes}
     del content["proof"]
-    return json.dumps(content | {"proof": quorum_reports._proof(content, "b:1", "secret")})
+    return json.dumps(content | {"proof": proof("secret", "report", "b:1", content)})
 
 
 NONSENSE = [
