@@ -93,7 +93,7 @@ def test_the_client_of_the_coordinator_knows_nothing_of_the_service():
         assert own <= CLIENT, path
 
 
-@pytest.mark.parametrize("package", ["diloco", "replica", "simulation", "coordinator"])
+@pytest.mark.parametrize("package", ["diloco", "replica", "simulation", "coordinator", "data"])
 def test_composer_is_unknown_to(package):
     for path in modules_of(package):
         assert not {n for n in imports_of(path) if n.split(".")[0] in ("composer", "omegaconf")}

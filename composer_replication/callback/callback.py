@@ -16,6 +16,7 @@ from composer_replication.callback.composer_job import (
     check_loads,
     check_parallelism,
     count_in_batch,
+    epochs_of,
     name_the_node,
     own_buffers,
 )
@@ -187,7 +188,10 @@ class DiLoCoCallback(Callback):
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if self._group.data is not None:
-            self._group.data.before_batch(state)
+            now = state.timestamp
+            self._group.data.before_batch(
+                now.epoch.value, now.batch_in_epoch.value, epochs_of(state)
+            )
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if self.diloco is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import cast
 
 import torch
-from composer import Event, State
+from composer import Event, State, TimeUnit
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.utils import dist
 from torch import nn
@@ -195,6 +196,12 @@ def latest_checkpoint_of(state: State) -> Path | None:
         if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
             return Path(saver.latest_filename.format(state)).absolute()
     return None
+
+
+def epochs_of(state: State) -> float:
+    """After how many epochs training ends; infinite if it does not end by epochs."""
+    end = state.max_duration
+    return end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
 
 
 def count_in_batch(state: State, what: str) -> int:

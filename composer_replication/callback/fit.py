@@ -14,6 +14,7 @@ from composer.utils import dist
 from composer_replication.callback.composer_job import (
     build_diloco,
     build_manager,
+    epochs_of,
     start_refusal_of,
     unwrapped,
 )
@@ -94,7 +95,14 @@ class Fit:
             self._settings, self._options, self.manager, state, refusal, also_synced
         )
         sync_idle = functools.partial(self._sync_idle, state, logger)
-        data = group_data_of(state, self._options, diloco, self._membership, sync_idle)
+        data = group_data_of(
+            state.train_dataloader,
+            self._options,
+            diloco,
+            self._membership,
+            sync_idle,
+            epochs_of(state),
+        )
         self._group.begin(state, diloco, data)
         return diloco
 
@@ -137,7 +145,7 @@ class Fit:
             self._membership.check()
         self.sync_log.log_syncs(reports, state, logger)
         self.console.synced(reports, self.manager)
-        done = 0.0 if data is None else data.done(state)
+        done = 0.0 if data is None else data.done(epochs_of(state))
         progress = self.sync_log.report_phase(phase, state, diloco, done)
         epochs = state.max_duration.value if done and state.max_duration else 0
         in_epoch = state.timestamp.batch_in_epoch.value

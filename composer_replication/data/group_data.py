@@ -10,10 +10,6 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from composer import State
-from composer.core import TimeUnit
-from composer.utils import dist
-
 from composer_replication.coordinator.client_http import CoordinatorAwayError
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport
@@ -23,36 +19,37 @@ from composer_replication.data.sample_stream import StreamPosition
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
 from composer_replication.replica.options import ReplicaOptions
-from composer_replication.replica.ranks import ask_on_rank_0
+from composer_replication.replica.ranks import ask_on_rank_0, rank
 
 log = logging.getLogger(__name__)
 
 
 def group_data_of(
-    state: State,
+    loader: Any,
     options: ReplicaOptions,
     diloco: DiLoCo,
     membership: Membership | None,
     sync_idle: Callable[[], None],
+    epochs: float,
 ) -> GroupData | None:
     """The data of a job, if its training loader is a ``ReplicaDataLoader``.
 
     Args:
-        state: Composer's.
+        loader: The job's training loader.
         options: Of this group.
         diloco: Which will train on it.
         membership: In a run with a coordinator, which then leases the samples; else None.
         sync_idle: See ``LeasedData``.
+        epochs: After how many epochs training ends; infinite if it does not end by epochs.
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.
         RejectedByCoordinatorError: The dataset's name belongs to another dataset.
         ValueError: Samples would count as trained whose steps are thrown away.
     """
-    loader: Any = state.train_dataloader
     if not isinstance(loader, ReplicaDataLoader):
         return None
-    if state.max_duration is not None and state.max_duration.unit == TimeUnit.EPOCH:
+    if epochs < math.inf:
         log.info(
             "Schedules count an epoch as %d batches, as if this group read all of it; state them "
             "in batches to fit the part that it reads",
@@ -85,10 +82,8 @@ class GroupData:
         """The position in the stream after the last batch."""
         return self._loader.position
 
-    def done(self, state: State) -> float:
-        """The part of the samples of all epochs that is done, 0 to 1; 0 if epochs do not count."""
-        end = state.max_duration
-        epochs = end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
+    def done(self, epochs: float) -> float:
+        """The part of the samples of all epochs that is done, 0 to 1; 0 if they are infinite."""
         return min(1.0, self._samples_read / (self._loader.spec.length * epochs))
 
     @property
@@ -119,10 +114,16 @@ class GroupData:
         shard = FixedShards.of_group(self._options, self._loader.spec)
         self._loader.read(shard.lease, self._start, lambda: False)
 
-    def before_batch(self, state: State) -> None:
-        """Composer is about to read a batch."""
+    def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:
+        """The trainer is about to read a batch.
+
+        Args:
+            epoch: The epoch, from 0.
+            batches_done: Batches of it so far.
+            epochs: See ``group_data_of``.
+        """
         self._steps_before = self._diloco.inner_steps
-        self._loader.begin(state.timestamp.epoch.value, state.timestamp.batch_in_epoch.value)
+        self._loader.begin(epoch, batches_done)
 
     def after_batch(self) -> None:
         """The last batch has been trained on, also if its inner step was skipped."""
@@ -241,12 +242,10 @@ class LeasedData(GroupData):
         source = functools.partial(self._client.lease, stream)
         self._reader = self._loader.read(source, position, self._has_more)
 
-    def before_batch(self, state: State) -> None:
-        """Composer is about to read a batch."""
-        super().before_batch(state)
-        self._epoch, end = state.timestamp.epoch.value, state.max_duration
-        epochs = end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
-        self._is_last_epoch = self._epoch + 1 >= epochs
+    def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:
+        """The trainer is about to read a batch."""
+        super().before_batch(epoch, batches_done, epochs)
+        self._epoch, self._is_last_epoch = epoch, epoch + 1 >= epochs
 
     def after_sync(self) -> None:
         """Report the sync. A group that has lost steps in it opens another stream."""
@@ -303,7 +302,7 @@ class LeasedData(GroupData):
     def end(self) -> None:
         """Training has ended: report the last sync, and release the stream."""
         stream = self._membership.stream
-        if dist.get_global_rank() or not stream:
+        if rank() or not stream:
             return
         client = self._client.with_limits(retry_s=self.END_RETRY_S)
         try:

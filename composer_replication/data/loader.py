@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.data.sample_stream import LeaseSource, StreamPosition, StreamReader
 from composer_replication.diloco.equal_samples import digest_of
+from composer_replication.replica.ranks import rank, world_size
 
 
 class ReplicaDataLoader(DataLoader):
@@ -168,7 +168,7 @@ class StreamSampler(DistributedSampler[int]):
     """
 
     def __init__(self, dataset: Dataset[Any], batch_size: int) -> None:
-        super().__init__(dataset, dist.get_world_size(), dist.get_global_rank(), shuffle=False)
+        super().__init__(dataset, world_size(), rank(), shuffle=False)
         self.batch_size = batch_size
         self.reader: StreamReader | None = None
         self.positions: deque[StreamPosition] = deque()

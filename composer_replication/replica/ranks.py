@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Answer = TypeVar("Answer")
+
+
+def rank() -> int:
+    """This process's rank: the launcher's, until torch.distributed is initialized."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of ranks in the group; from the same sources."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def broadcast(value: Any) -> Any:
