@@ -9,7 +9,7 @@ from typing import Any
 
 from group_time import PARTS, GroupTime, Window, account
 
-from composer_replication.callback.run_folder import STATUS, log_path
+from composer_replication.group.run_folder import STATUS, log_path
 from composer_replication.launch.run_record import Run
 from composer_replication.replica.json_files import read_json
 

@@ -28,7 +28,7 @@ from results import command_line, write
 from rich.console import Console
 from rich.table import Table
 
-from composer_replication.callback.run_folder import CONFIG
+from composer_replication.group.run_folder import CONFIG
 from composer_replication.launch.run_record import Run, read_run
 from composer_replication.replica.json_files import read_json
 from composer_replication.training.config import read_value

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_replication.callback.run_folder import OUTER_STEP
+from composer_replication.group.run_folder import OUTER_STEP
 
 PARTS = ("training", "syncs", "waiting", "starting", "thrown_away", "dead", "other")
 """Where the time of a group goes.

@@ -191,7 +191,7 @@ class CoordinatorCommand(CoordinatorOptions):
 @app.command()
 def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
     """Train the same replica groups in one process, to try DiLoCo without a network."""
-    from composer_replication.callback.run_folder import CONFIG, make_run_folder
+    from composer_replication.group.run_folder import CONFIG, make_run_folder
     from composer_replication.launch.display import Display, print_settings
     from composer_replication.launch.outcome import finish
 

@@ -29,10 +29,19 @@ MAY_IMPORT = {
     "replica": {"diloco", "simulation"},
     "coordinator": {"diloco", "replica"},
     "data": {"coordinator", "diloco", "replica"},
-    "callback": {"coordinator", "data", "diloco", "replica"},
+    "group": {"coordinator", "data", "diloco", "replica"},
+    "callback": {"coordinator", "data", "diloco", "group", "replica"},
     "simulation": set(),
-    "training": {"callback", "coordinator", "data", "diloco", "replica", "simulation"},
-    "launch": {"callback", "coordinator", "data", "diloco", "plan", "replica", "training"},
+    "training": {
+        "callback",
+        "coordinator",
+        "data",
+        "diloco",
+        "group",
+        "replica",
+        "simulation",
+    },
+    "launch": {"coordinator", "data", "diloco", "group", "plan", "replica", "training"},
 }
 """For each package the others of ours that it may import. The plan is a module below them."""
 
@@ -73,7 +82,7 @@ def test_a_package_imports_those_below_it_alone(package):
         assert found <= allowed, path
 
 
-@pytest.mark.parametrize("package", ["data", "callback", "training"])
+@pytest.mark.parametrize("package", ["data", "group", "callback", "training"])
 def test_groups_know_the_client_of_the_coordinator_and_not_the_service(package):
     for path in modules_of(package):
         service = {
@@ -93,7 +102,9 @@ def test_the_client_of_the_coordinator_knows_nothing_of_the_service():
         assert own <= CLIENT, path
 
 
-@pytest.mark.parametrize("package", ["diloco", "replica", "simulation", "coordinator", "data"])
+@pytest.mark.parametrize(
+    "package", ["diloco", "replica", "simulation", "coordinator", "data", "group"]
+)
 def test_composer_is_unknown_to(package):
     for path in modules_of(package):
         assert not {n for n in imports_of(path) if n.split(".")[0] in ("composer", "omegaconf")}
@@ -120,7 +131,7 @@ def test_hydra_is_known_in_one_place():
 
 @pytest.mark.parametrize(
     "module",
-    "training.config training.components replica.options replica.lighthouse callback.run_folder "
+    "training.config training.components replica.options replica.lighthouse group.run_folder "
     "training.text_files plan cli".split(),
 )
 def test_what_answers_at_once_imports_nothing_heavy(module):

@@ -1,8 +1,7 @@
 """A Composer ``Trainer`` as one replica group of a DiLoCo run.
 
 ``DiLoCoCallback`` is all that a training job needs. Read ``callback.py`` first: it follows
-Composer's events in their order. This package may import ``data``, the coordinator's client,
-``replica`` and ``diloco``.
+Composer's events in their order. This package may import ``group`` and what that may import.
 """
 
 from typing import TYPE_CHECKING

@@ -17,14 +17,13 @@ from composer_replication.callback.composer_job import (
     check_parallelism,
     count_in_batch,
     epochs_of,
+    metrics_of,
     name_the_node,
     own_buffers,
 )
 from composer_replication.callback.fit import Fit
-from composer_replication.callback.global_weights import Evaluation, metrics_of
 from composer_replication.callback.group_state import GroupState, Resume
 from composer_replication.callback.progress import max_batches
-from composer_replication.callback.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.membership import ask_for_run
@@ -32,6 +31,8 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick, takes
 from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.group.global_weights import Evaluation
+from composer_replication.group.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.replica.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
 

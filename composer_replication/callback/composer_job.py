@@ -16,7 +16,6 @@ from composer.utils import dist
 from torch import nn
 from torchft.manager import Manager
 
-from composer_replication.callback.run_folder import last_outer_step
 from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.arguments import pick
@@ -25,6 +24,7 @@ from composer_replication.diloco.global_state import digest_of
 from composer_replication.diloco.options import DiLoCoOptions
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.group.run_folder import last_outer_step
 from composer_replication.replica.factory import backend_for, make_manager
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.options import ManagerOptions, ReplicaOptions
@@ -227,3 +227,19 @@ def count_in_batch(state: State, what: str) -> int:
             "(Composer's own counts input_ids), or use weight_by='samples'"
         )
     return total
+
+
+def metrics_of(state: State) -> dict[str, float]:
+    """Return the metrics of the last evaluation, those that are one number.
+
+    Args:
+        state: Composer's state, right after an evaluation. The metrics then keep what they have
+            computed, so that nothing is communicated between ranks.
+    """
+    values = {}
+    for label, metrics in state.eval_metrics.items():
+        for name, metric in metrics.items():
+            value = metric.compute() if metric.update_called else None
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                values[name if label == "eval" else f"{label}/{name}"] = float(value)
+    return values

@@ -11,9 +11,9 @@ from composer import Logger
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 
-from composer_replication.callback.words import listed_groups, plural
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.fence import fence
+from composer_replication.group.words import listed_groups, plural
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 log = logging.getLogger(__name__)

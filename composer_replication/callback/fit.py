@@ -22,7 +22,6 @@ from composer_replication.callback.console import Console
 from composer_replication.callback.group_state import GroupState
 from composer_replication.callback.heal_state import HealState
 from composer_replication.callback.progress import SyncLog, max_batches
-from composer_replication.callback.run_folder import WARNING, ReplicaFolder
 from composer_replication.callback.trainer_watch import when_fit_is_over
 from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.membership import Membership
@@ -30,6 +29,7 @@ from composer_replication.data.group_data import group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.group.run_folder import WARNING, ReplicaFolder
 from composer_replication.replica.options import ReplicaOptions, replica_id_of
 
 log = logging.getLogger(__name__)

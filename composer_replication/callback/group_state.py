@@ -10,15 +10,7 @@ import torch
 from composer import State
 from torch import Tensor
 
-from composer_replication.callback.checkpoint import pack, template, unpack
-from composer_replication.callback.checkpoint_layout import (
-    BadStateError,
-    CheckpointLayout,
-    checksums,
-    replaced,
-)
 from composer_replication.callback.composer_job import unwrapped
-from composer_replication.callback.global_weights import GlobalWeights
 from composer_replication.callback.weight_averages import WeightAverages, averages_in
 from composer_replication.data.group_data import GroupData
 from composer_replication.diloco.algorithm import DiLoCo
@@ -26,6 +18,14 @@ from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.fragments import listed, synced_tensors
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
+from composer_replication.group.checkpoint import pack, template, unpack
+from composer_replication.group.checkpoint_layout import (
+    BadStateError,
+    CheckpointLayout,
+    checksums,
+    replaced,
+)
+from composer_replication.group.global_weights import GlobalWeights
 
 
 class Resume:

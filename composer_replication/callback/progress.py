@@ -13,12 +13,12 @@ from composer import Logger, State, TimeUnit
 from composer.utils import dist
 
 from composer_replication.callback.composer_job import latest_checkpoint_of
-from composer_replication.callback.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
-from composer_replication.callback.words import on_same_samples
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.group.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
+from composer_replication.group.words import on_same_samples
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from composer.algorithms.ema.ema import EMAParameters
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_replication.callback.global_weights import GlobalWeights
 from composer_replication.diloco.shards import local_tensor
+from composer_replication.group.global_weights import GlobalWeights
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.callback.words import format_duration, plural
 from composer_replication.diloco.fence import fence
 from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.group.words import format_duration, plural
 from composer_replication.launch.group_view import Groups, GroupView
 
 TABLE_EVERY_S = 0.3

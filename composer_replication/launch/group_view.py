@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_replication.callback.run_folder import EVENTS, OUTER_STEP, REJECTED, STATUS, SYNC
-from composer_replication.callback.words import (
+from composer_replication.group.run_folder import EVENTS, OUTER_STEP, REJECTED, STATUS, SYNC
+from composer_replication.group.words import (
     format_duration,
     format_roughly,
     listed_groups,

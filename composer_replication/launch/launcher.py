@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from composer_replication.callback.run_folder import CONFIG, make_run_folder
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.arguments import pick
+from composer_replication.group.run_folder import CONFIG, make_run_folder
 from composer_replication.launch.coordinator_command import (
     TOKEN_FILE,
     settings_of,

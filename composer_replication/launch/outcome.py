@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.callback.run_folder import EVENTS, START, last_event, log_path
-from composer_replication.callback.words import format_duration, listed_groups, plural
 from composer_replication.diloco.fence import fence
+from composer_replication.group.run_folder import EVENTS, START, last_event, log_path
+from composer_replication.group.words import format_duration, listed_groups, plural
 from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.page_record import write_page
 from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary

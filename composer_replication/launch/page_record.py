@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication import __version__
-from composer_replication.callback.run_folder import (
+from composer_replication.coordinator.page import (
+    MAX_POINTS,
+    PAGE_DATA,
+    agreement_of,
+    finite,
+    with_record,
+    write_report_html,
+)
+from composer_replication.group.run_folder import (
     CONFIG,
     EVENTS,
     OUTER_STEP,
@@ -20,15 +28,7 @@ from composer_replication.callback.run_folder import (
     last_event,
     log_path,
 )
-from composer_replication.callback.words import plural
-from composer_replication.coordinator.page import (
-    MAX_POINTS,
-    PAGE_DATA,
-    agreement_of,
-    finite,
-    with_record,
-    write_report_html,
-)
+from composer_replication.group.words import plural
 from composer_replication.launch.run_record import GroupEvents, Run, read_run, thin_out
 from composer_replication.replica.json_files import read_json
 

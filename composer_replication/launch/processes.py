@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from composer_replication.callback.run_folder import log_path
+from composer_replication.group.run_folder import log_path
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from composer_replication.callback.run_folder import log_path
+from composer_replication.group.run_folder import log_path
 from composer_replication.launch.job import (
     MISSING_CALLBACK,
     check_command,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback import run_folder
-from composer_replication.callback.run_folder import EVENTS, OUTER_STEP, SUMMARY, SYNC
-from composer_replication.callback.words import format_bytes, plural
 from composer_replication.coordinator.page import PAGE_DATA
+from composer_replication.group import run_folder
+from composer_replication.group.run_folder import EVENTS, OUTER_STEP, SUMMARY, SYNC
+from composer_replication.group.words import format_bytes, plural
 from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
 
 # Colours, and the rank that torch writes before every line of a traceback.

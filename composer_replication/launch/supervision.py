@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback.run_folder import (
+from composer_replication.diloco.fence import fence
+from composer_replication.group.run_folder import (
     EVENTS,
     REJECTED,
     START,
@@ -20,8 +21,7 @@ from composer_replication.callback.run_folder import (
     last_event,
     log_path,
 )
-from composer_replication.callback.words import plural
-from composer_replication.diloco.fence import fence
+from composer_replication.group.words import plural
 from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.launch.run_record import last_error

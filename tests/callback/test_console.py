@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
 from composer_replication.callback.console import changes, members_of, short_bar_format
-from composer_replication.callback.words import listed_groups
+from composer_replication.group.words import listed_groups
 from composer_replication.simulation.simulation import Fault, simulate
 
 

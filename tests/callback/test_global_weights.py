@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_replication.callback.global_weights import GlobalWeights
+from composer_replication.group.global_weights import GlobalWeights
 
 
 class Model(nn.Module):

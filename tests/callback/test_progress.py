@@ -11,7 +11,7 @@ import pytest
 from composer_replication import DiLoCoSettings
 from composer_replication.callback import progress
 from composer_replication.callback.progress import SyncLog
-from composer_replication.callback.run_folder import ReplicaFolder
+from composer_replication.group.run_folder import ReplicaFolder
 
 
 class Folder(ReplicaFolder):

@@ -14,8 +14,8 @@ import pytest
 from failing_disk import no_file_above
 from run_events import events_of, syncs_of
 
-from composer_replication.callback import run_folder
-from composer_replication.callback.run_folder import (
+from composer_replication.group import run_folder
+from composer_replication.group.run_folder import (
     STATUS_EVERY_S,
     ReplicaFolder,
     last_outer_step,
@@ -92,7 +92,7 @@ def test_without_a_run_dir_nothing_is_written(tmp_path, monkeypatch):
 
 def test_reading_a_run_needs_neither_torch_nor_composer():
     code = (
-        "import sys, composer_replication.callback.run_folder; "
+        "import sys, composer_replication.group.run_folder; "
         "print(sorted({'torch', 'torchft', 'composer'} & set(sys.modules)))"
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -114,7 +114,7 @@ def test_two_runs_that_start_in_the_same_second_have_a_folder_each(tmp_path, mon
 
 HOLD = """
 import sys
-from composer_replication.callback.run_folder import make_run_folder
+from composer_replication.group.run_folder import make_run_folder
 try:
     make_run_folder({"run_dir": sys.argv[1], "autoresume": True}, "tiny.yaml")
     print("started", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from composer_replication.callback.run_folder import make_run_folder
+from composer_replication.group.run_folder import make_run_folder
 from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import read_run

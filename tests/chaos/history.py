@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_replication.callback.run_folder import EVENTS, SYNC, log_path
 from composer_replication.coordinator.server import STATE
+from composer_replication.group.run_folder import EVENTS, SYNC, log_path
 from composer_replication.launch.supervision import Supervisor
 from composer_replication.replica.json_files import JsonLineReader, replace_json
 

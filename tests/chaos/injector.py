@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from composer_replication.callback.run_folder import STOP, log_path
+from composer_replication.group.run_folder import STOP, log_path
 from composer_replication.launch.supervision import Supervisor
 
 from .at_start.fault_injection import IN_GROUP_KINDS, FaultRequest, request_fault

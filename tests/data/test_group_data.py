@@ -10,10 +10,10 @@ from composer_jobs import Each, TinyModel, building
 from torch.utils.data import TensorDataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
-from composer_replication.callback import run_folder
 from composer_replication.callback.composer_job import count_in_batch
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.data.fixed_shards import FixedShards
+from composer_replication.group import run_folder
 from composer_replication.replica.json_files import read_json
 from composer_replication.replica.options import ReplicaOptions
 

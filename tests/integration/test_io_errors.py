@@ -17,8 +17,8 @@ from rich.console import Console
 from run_events import events_of, result_of, syncs_of
 from scripted_groups import supervise, write
 
-from composer_replication.callback import run_folder
-from composer_replication.callback.run_folder import CONFIG, ReplicaFolder, make_run_folder
+from composer_replication.group import run_folder
+from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch import supervision
 from composer_replication.launch.display import Display
 from composer_replication.launch.run_record import describe, read_run, write_summary

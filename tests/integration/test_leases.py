@@ -23,9 +23,9 @@ from integration.leased_group import train, what_is_in
 from integration.test_coordinator import TOKEN, Run
 from run_events import events_of, syncs_of
 
-from composer_replication.callback.run_folder import STATUS
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.coordinator.work_units.leases import unit_order
+from composer_replication.group.run_folder import STATUS
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import typer
 
-from composer_replication.callback.run_folder import STATUS
+from composer_replication.group.run_folder import STATUS
 from composer_replication.launch.command_options import JobOptions
 from composer_replication.launch.job import (
     command_job,

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from run_events import write_events
 
-from composer_replication.callback.words import format_duration
+from composer_replication.group.words import format_duration
 from composer_replication.launch.run_record import (
     describe,
     last_lines,

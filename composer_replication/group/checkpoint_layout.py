@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composer_replication.callback.global_weights import as_dtensor
 from composer_replication.diloco.shards import local_tensor
+from composer_replication.group.global_weights import as_dtensor
 
 CHUNK = 1 << 17
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

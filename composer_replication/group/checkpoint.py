@@ -28,17 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_replication.callback.checkpoint_layout import (
-    BadStateError,
-    CheckpointLayout,
-    checksums,
-    replaced,
-)
 from composer_replication.diloco.copied_buffers import has_mean
 from composer_replication.diloco.fingerprints import FIXED, FIXED_WITH_BUFFERS, check_fixed
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
+from composer_replication.group.checkpoint_layout import (
+    BadStateError,
+    CheckpointLayout,
+    checksums,
+    replaced,
+)
 
 FORMAT = 3
 _PLAIN = (

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer import State
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -176,19 +175,3 @@ def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def metrics_of(state: State) -> dict[str, float]:
-    """Return the metrics of the last evaluation, those that are one number.
-
-    Args:
-        state: Composer's state, right after an evaluation. The metrics then keep what they have
-            computed, so that nothing is communicated between ranks.
-    """
-    values = {}
-    for label, metrics in state.eval_metrics.items():
-        for name, metric in metrics.items():
-            value = metric.compute() if metric.update_called else None
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                values[name if label == "eval" else f"{label}/{name}"] = float(value)
-    return values
