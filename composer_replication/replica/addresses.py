@@ -25,6 +25,18 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``http://host:port``; an IPv6 literal loses its brackets.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if not (port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{address!r:.200} is no address: use host:port")
+    return host.strip("[]"), int(port)
+
+
 def own_address(hostname: str | None) -> str | None:
     """Find the address of a host name that belongs to this machine.
 

@@ -7,28 +7,18 @@ peers. Imports neither torch nor torchft.
 
 from __future__ import annotations
 
-import errno
-import logging
 import resource
 import socket
-import sys
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
-
-log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
-ACCEPT_PAUSE_S = 0.5
 
 MOST_FILES = 1 << 16
 """Most file descriptors for which a process asks. Some programs, which a training may start, close
 every number up to the limit before they begin."""
-
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def raise_file_limit() -> None:
@@ -101,78 +91,3 @@ class RateLimitedCount:
                 return None
             count, self._count, self._logged_at = self._count, 0, time.monotonic()
             return count
-
-
-class BackgroundServer(ThreadingMixIn, TCPServer):
-    """Serves from a daemon thread until ``stop``; each connection has a daemon thread too.
-
-    There are at most ``most`` connections of strangers, see ``Strangers``.
-
-    socketserver's ``serve_forever`` is not used. Its ``shutdown`` waits for the serving thread
-    without a limit. Once the interpreter is finalising, daemon threads never run again, so a
-    training process that is about to end would hang there.
-
-    Args:
-        listener: A listening socket, which the server closes in the end.
-        handler: The class that handles a connection (``socketserver.BaseRequestHandler``).
-        name: The name of the serving thread.
-        most: Most connections that may be strangers'. All are, until they are discarded from
-            ``unproven``.
-
-    Attributes:
-        unproven: The connections that may be strangers'.
-    """
-
-    daemon_threads = True
-    block_on_close = False
-    timeout = 0.1
-    """How long the loop waits for a connection before it checks whether to stop, in seconds."""
-
-    STOP_WITHIN_S = 5.0
-    """How long ``stop`` waits for the loop, which may be in its pause of ``ACCEPT_PAUSE_S``."""
-
-    def __init__(self, listener: socket.socket, handler: Any, name: str, most: int) -> None:
-        self.unproven = Strangers(most)
-        self._shortages = RateLimitedCount()
-        super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
-        self.socket.close()  # the one that socketserver has made, which is not bound
-        self.socket = listener
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread that accepts connections, and return."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop accepting connections. Open connections are answered to their end."""
-        self._stopping.set()
-        # Threads do not run any more while the interpreter is finalising: a join would only wait.
-        if not sys.is_finalizing():
-            self._thread.join(self.STOP_WITHIN_S)
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, and pause if the process has no file descriptor left for it."""
-        try:
-            connection, address = super().get_request()
-        except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                # The connection stays in the kernel's queue. Without this pause the loop would spin
-                # and take the interpreter lock from the training thread.
-                if (count := self._shortages.count()) is not None:
-                    log.warning("Cannot accept a connection (%s), %d times", error, count)
-                time.sleep(ACCEPT_PAUSE_S)
-            raise
-        self.unproven.add(connection, address[0])
-        return connection, address
-
-    def shutdown_request(self, request: Any) -> None:
-        self.unproven.discard(request)
-        super().shutdown_request(request)
-
-    def _serve(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                self.handle_request()
-        finally:
-            self.server_close()

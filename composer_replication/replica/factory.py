@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from composer_replication.replica.addresses import (
     bracketed,
     check_hostname,
     default_hostname,
+    host_and_port,
     is_loopback,
     own_address,
 )
@@ -43,6 +43,7 @@ from composer_replication.replica.options import (
     read_tokens,
     replica_id_of,
 )
+from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store, make_process_group
 from composer_replication.replica.ranks import ask_on_rank_0
 from composer_replication.replica.single_group import SingleGroupManager
@@ -122,7 +123,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             under ``hostname``, or the token is missing.
         SettingsMismatch: The groups in training have another number of ranks.
         ConnectionError: No lighthouse answers, or the state of the groups in training could not be
-            fetched (``HealError``). The other groups have not noticed this one then.
+            fetched (``PeerError``). The other groups have not noticed this one then.
     """
     own = ManagerArguments(**arguments).with_environment()
     tame_torchft_logs()
@@ -150,15 +151,16 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
     # What the lighthouse says changes from one moment to the next: one rank asks for all of them.
     hosted = ask_on_rank_0(begin) if own.world_size > 1 else begin()
     store_addr, store_port = hosted or (own.store_addr, own.store_port)
-    transport = HealTransport(tokens or ("",), hostname, own.timeout, replica_id)
+    server = PeerServer(hostname, tokens)
+    transport = HealTransport(server, own.timeout, replica_id)
     try:
-        check_hostname(hostname or socket.gethostname(), transport.port, lighthouse_addr)
+        check_hostname(*host_and_port(server.address), lighthouse_addr)
         prefetch = Prefetch(
             transport, lighthouse_addr=lighthouse_addr, rank=own.rank, timeout=own.timeout
         )
         prefetch.fetch()
     except BaseException:
-        transport.shutdown()
+        server.close()
         raise
     own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
     is_first = own.rank == 0
@@ -182,7 +184,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             checkpoint_transport=transport,
             init_sync=False,  # the cold start is DiLoCo's, ADR-006
             quorum_retries=QUORUM_RETRIES,
-            tokens=tokens,
+            server=server,
             give_up_after_s=own.give_up_after_s,
             store=store,
             prefetch=prefetch,

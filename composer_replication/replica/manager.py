@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -23,7 +23,8 @@ from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 from composer_replication.replica.lighthouse import read_status
-from composer_replication.replica.notice_board import NoticeBoard, Notices
+from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import check_is_torchft_s
 from composer_replication.replica.quorum_members import (
     MissingMembers,
@@ -67,7 +68,7 @@ class ReplicaManager(InterruptibleManager):
         replica_id: Name of this group.
         lighthouse_addr: ``http://host:port`` of the lighthouse.
         hostname: How peers reach this machine. None: its host name, and every interface.
-        tokens: The run's accepted secrets; the first one signs.
+        server: Where peers find the state and the notices of this rank. Its tokens are the run's.
         give_up_after_s: How long to wait for a quorum before that is an error, in seconds. None:
             for ever.
         store: The group's TCPStore if this process hosts it, so that it lives as long as this.
@@ -91,7 +92,7 @@ class ReplicaManager(InterruptibleManager):
         replica_id: str,
         lighthouse_addr: str,
         hostname: str | None,
-        tokens: Sequence[str],
+        server: PeerServer,
         give_up_after_s: float | None = None,
         store: object = None,
         prefetch: Prefetch | None = None,
@@ -108,7 +109,7 @@ class ReplicaManager(InterruptibleManager):
         self.give_up_after_s = give_up_after_s
         self.replica_name = replica_id
         self._lighthouse_addr = lighthouse_addr
-        self._tokens = tuple(tokens)
+        self._server = server
         self._is_shut_down = False
         self.connection = 0
         self.wants_to_gather: Callable[[], bool] = lambda: False
@@ -116,19 +117,18 @@ class ReplicaManager(InterruptibleManager):
         """Since when this group waits for a quorum."""
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
-        self._board = NoticeBoard(hostname, tokens)
         self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
         self._client = self._watch = QuorumWatch(
             self._client,
             self._store.get(REPLICA_ID_KEY).decode(),
             self._store.get(MANAGER_ADDR_KEY).decode(),
-            self._board.address,
+            server.address,
             self._forget_quorum,
             self._timeout,
             self.layout,
             MissingMembers(lambda: read_status(lighthouse_addr).alive),
             UnreachableMembers(self._find_unreachable, self._min_replica_size),
-            tokens,
+            server.tokens,
         )
 
     @property
@@ -250,7 +250,7 @@ class ReplicaManager(InterruptibleManager):
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         limit_s = self._connect_timeout.total_seconds()
         boards = {
-            name: Notices(address, self._tokens, limit_s)
+            name: Notices(address, self._server.tokens, limit_s)
             for name, address in self._watch.boards.items()
         }
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
@@ -325,7 +325,7 @@ class ReplicaManager(InterruptibleManager):
         """Close what ``shutdown`` has left open: sockets, threads and ports."""
         if self._alarm is not None:
             self._alarm.close()
-        self._board.close()
+        self._server.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these closes its sockets when its last reference goes.
         names = "_pg _store _client _watch _manager _checkpoint_transport _prefetch"

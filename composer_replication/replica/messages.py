@@ -1,4 +1,4 @@
-"""What groups say to each other: the proof of the run's token, and values from JSON.
+"""What groups say to each other: the proof of the run's token, and JSON over a connection.
 
 One proof serves the reports in a quorum (``quorum_reports``) and the requests to a rank's server
 (``peer_server``).
@@ -9,9 +9,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
+import socket
+import struct
+import time
 from collections.abc import Sequence
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
+
+CHUNK = 1 << 20
+"""Most bytes that are received at a time, between two looks at the clock."""
+
+_LENGTH = struct.Struct("<I")
 
 
 def proof(token: str, *content: Any) -> str:
@@ -27,10 +36,10 @@ def proof(token: str, *content: Any) -> str:
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def is_proven(tokens: Sequence[str], received: str, *content: Any) -> bool:
+def is_proven(tokens: Sequence[str], received: Any, *content: Any) -> bool:
     """Whether a received proof shows that its author knows one of the tokens and has said this."""
     # As bytes: compare_digest raises a TypeError for a str that is not ASCII.
-    return any(
+    return isinstance(received, str) and any(
         hmac.compare_digest(received.encode(), proof(token, *content).encode()) for token in tokens
     )
 
@@ -57,3 +66,78 @@ def converted(value: Any, kind: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
+
+
+def send(connection: socket.socket, content: Any, deadline: float) -> None:
+    """Send content that JSON can hold, after its length.
+
+    Args:
+        connection: Where to.
+        content: The content.
+        deadline: When it must have been sent, by ``time.monotonic``.
+    """
+    text = json.dumps(content).encode()
+    connection.settimeout(
+        max(0.001, deadline - time.monotonic())
+    )  # with 0 it would not wait at all
+    connection.sendall(_LENGTH.pack(len(text)) + text)
+
+
+def receive(connection: socket.socket, most: int, deadline: float) -> Any:
+    """Receive what ``send`` has sent.
+
+    Args:
+        connection: Where from.
+        most: Most bytes to read: the other side is not authenticated yet.
+        deadline: When it must have arrived, by ``time.monotonic``.
+
+    Raises:
+        ConnectionResetError: The connection was closed before.
+        OSError: It has not arrived in time.
+        ValueError: It is longer, or something else.
+    """
+    head = bytearray(_LENGTH.size)
+    fill(connection, memoryview(head), deadline)
+    (size,) = _LENGTH.unpack(head)
+    if size > most:
+        raise ValueError(f"a message of {size} bytes is rejected: at most {most} are read")
+    text = bytearray(size)
+    fill(connection, memoryview(text), deadline)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+
+
+def fill(
+    connection: socket.socket, body: memoryview, deadline: float, silence_s: float = math.inf
+) -> None:
+    """Fill ``body`` with what comes next.
+
+    Args:
+        connection: Where from.
+        body: The memory.
+        deadline: When all of it must have arrived, by ``time.monotonic``.
+        silence_s: How long nothing may come before, in seconds.
+
+    Raises:
+        ConnectionResetError: The connection was closed before.
+        OSError: It has not arrived in time.
+    """
+    received = 0
+    while received < len(body):
+        # Anew for each wait: a socket's timeout limits that alone, and a peer that sends a byte now
+        # and then could hold this process for ever.
+        left = deadline - time.monotonic()
+        try:
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(min(left, silence_s))
+            count = connection.recv_into(body[received : received + CHUNK])
+        except TimeoutError:
+            reason = f"it did not arrive in time: {received} of {len(body)} bytes"
+            raise TimeoutError(reason) from None
+        if not count:
+            reason = f"the connection was closed after {received} of {len(body)} bytes"
+            raise ConnectionResetError(reason)
+        received += count

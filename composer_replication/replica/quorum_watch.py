@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_replication.replica.group_layout import GroupLayout
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S
-from composer_replication.replica.notice_board import Notices
+from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.quorum_members import (
     MissingMembers,
     SyncFaults,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from composer_replication.replica.lighthouse import can_connect
-from composer_replication.replica.notice_board import Notices
+from composer_replication.replica.peer_client import Notices
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Run: pytest -m integration tests/integration/test_faults.py. Nothing is faked; a slow line is a
 joiner that reads slowly; a stranger is a Manager without the token, with a step of its own
-invention and a heal server that sends pickles.
+invention and a server that sends pickles.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,15 +28,15 @@ import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
 from integration.groups import free_port
 from integration.replicas import Group, run_groups
+from strange_servers import strange_server
 from torch import nn
 from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
-from composer_replication.replica import quorum_members, rendezvous
+from composer_replication.replica import messages, peer_client, quorum_members, rendezvous
 from composer_replication.replica.factory import make_manager
-from composer_replication.replica.heal import client as heal_client
-from composer_replication.replica.heal.client import HealError
 from composer_replication.replica.lighthouse import can_connect, start_lighthouse
+from composer_replication.replica.peer_client import PeerError
 
 pytestmark = pytest.mark.integration
 
@@ -347,7 +348,7 @@ def commit_while_a_slow_one_joins(group: Group) -> Any:
                 DiLoCo(manager, model, optimizer, **settings),
             ):
                 return "joined"
-        except HealError as error:
+        except PeerError as error:
             return str(error), began, time.monotonic()
     with (
         group.manager(timeout=2.0) as manager,
@@ -370,21 +371,14 @@ def commit_while_a_slow_one_joins(group: Group) -> Any:
 
 def _read_slowly() -> None:
     """A line of 0.2 MB/s: ten times the process group's timeout of 2 s for 4 MB."""
-    read = heal_client.HTTPConnection
 
-    class Slow(read):
-        def getresponse(self) -> Any:
-            answer = super().getresponse()
-            read = answer.readinto
+    class Slow(socket.socket):
+        def recv_into(self, buffer: memoryview) -> int:  # type: ignore[override]
+            time.sleep(0.05)
+            return super().recv_into(buffer)
 
-            def slowly(buffer: memoryview) -> int:
-                time.sleep(0.05)
-                return read(buffer[:10_000])
-
-            answer.readinto = slowly  # type: ignore[method-assign]
-            return answer
-
-    heal_client.HTTPConnection = Slow  # type: ignore[misc]
+    messages.CHUNK = 10_000
+    peer_client.socket = SimpleNamespace(**vars(socket) | {"socket": Slow})  # type: ignore[assignment]
 
 
 @pytest.mark.alone
@@ -444,19 +438,12 @@ class SendsPickles(CheckpointTransport[Any]):
     def __init__(self, marker: str) -> None:
         body = pickle.dumps({"user": Trap(marker), "torchft": Trap(marker), "state": "0" * 64})
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("X-Mac", "0" * 64)
-                self.end_headers()
-                self.wfile.write(body)
-
-        self._server = HTTPServer(("", 0), Handler)
-        Thread(target=self._server.serve_forever, daemon=True).start()
+        self._server = ExitStack()
+        served = strange_server(lambda connection: connection.sendall(body))
+        self._address = self._server.enter_context(served)
 
     def metadata(self) -> str:
-        return f"http://localhost:{self._server.server_address[1]}"
+        return self._address
 
     def send_checkpoint(self, *arguments: Any, **options: Any) -> None:
         pass

@@ -21,10 +21,10 @@ from torch import nn
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.replica.heal import server as heal_server
+from composer_replication.replica import peer_server
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.client import HealClient
 from composer_replication.replica.lighthouse import read_status
+from composer_replication.replica.peer_client import PeerClient
 
 pytestmark = pytest.mark.integration
 
@@ -193,12 +193,12 @@ def prepare_slowly(group: Group) -> Any:
 
         return train_until_joined(group, before_round)
     what: list[str] = []
-    fetch, stage, take_over = HealClient.fetch, GlobalState.stage, GlobalState.take_over
+    fetch, stage, take_over = PeerClient.fetch, GlobalState.stage, GlobalState.take_over
 
-    def noting_fetch(client: Any, address: str, part: Any, *more: Any) -> Any:
-        if part.num_bytes > NUM_BYTES / 2:
+    def noting_fetch(client: Any, *request: Any, into: Any, **more: Any) -> None:
+        if len(into) > NUM_BYTES / 2:
             what.append("fetch")
-        return fetch(client, address, part, *more)
+        fetch(client, *request, into=into, **more)
 
     def slow_stage(state: Any, sent: Any) -> None:
         what.append("stage")
@@ -210,7 +210,7 @@ def prepare_slowly(group: Group) -> Any:
         what.append("take over what was staged" if state._staged[0] is sent else "take over")
         take_over(state, sent, whose)
 
-    HealClient.fetch, GlobalState.stage = noting_fetch, slow_stage  # type: ignore[method-assign]
+    PeerClient.fetch, GlobalState.stage = noting_fetch, slow_stage  # type: ignore[method-assign]
     GlobalState.take_over = noting_take_over  # type: ignore[method-assign]
     assert group.signal.wait(WAIT_S)
     return train_until_joined(group, lambda _: None), what
@@ -245,7 +245,7 @@ def lose_the_donor_in_mid_download(group: Group) -> Any:
                 group.kill()
             send(connection, body[len(body) // 2 :])
 
-        send, heal_server._send = heal_server._send, die_half_way
+        send, peer_server._send_body = peer_server._send_body, die_half_way
 
     def before_round(round_number: int) -> None:
         if round_number == 1:
@@ -260,7 +260,7 @@ def test_a_donor_that_is_killed_in_mid_download_is_followed_by_the_next():
         lose_the_donor_in_mid_download, num_replicas=3, killed=[0]
     )
     [broken] = [line for line in said if line.startswith("No global state from")]
-    assert "broke off after" in broken
+    assert "was closed after" in broken
     fetching = [line for line in said if line.startswith("Fetching the global state")]
     assert len(fetching) >= 2  # the second one came from the other donor
     assert joiner[-1][1] == 2

@@ -6,7 +6,6 @@ Real: the servers, their clients, sockets on loopback. The strangers know the po
 """
 
 import contextlib
-import errno
 import os
 import resource
 import selectors
@@ -24,13 +23,11 @@ from composer_replication.coordinator import http_service
 from composer_replication.coordinator.client_http import CoordinatorHttp
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.replica import connections
-from composer_replication.replica.addresses import listen
+from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.connections import Strangers, raise_file_limit
-from composer_replication.replica.heal.client import HealClient
-from composer_replication.replica.heal.protocol import Offer
-from composer_replication.replica.heal.server import MOST_UNPROVEN, HealServer
 from composer_replication.replica.lighthouse import start_lighthouse
-from composer_replication.replica.notice_board import MOST_CONNECTIONS, NoticeBoard, Notices
+from composer_replication.replica.peer_client import Notices, PeerClient
+from composer_replication.replica.peer_server import MOST_UNPROVEN, PeerServer
 from composer_replication.replica.rendezvous import SyncAlarm
 
 
@@ -67,32 +64,16 @@ def silent_connections(port, count, per_s=100_000.0):
 
 
 @contextlib.contextmanager
-def board():
-    board = NoticeBoard("127.0.0.1", ["secret"])
-    member = Notices(board.address, ["secret"], 5.0)
+def peer_server():
+    server = PeerServer("127.0.0.1", ["secret"])
+    server.answers["latest"] = lambda: [4]
+    member = PeerClient(["secret"], "joiner", 5.0)
 
     def ask():
-        member.post("a", "yes")
-        assert member.read(["a"]) == {"a": "yes"}
+        assert member.ask(server.address, "latest", deadline=time.monotonic() + 5.0) == [4]
 
-    yield int(board.address.rpartition(":")[2]), ask, MOST_CONNECTIONS
-    board.close()
-
-
-@contextlib.contextmanager
-def heal_server():
-    listener = listen("127.0.0.1")
-    port = listener.getsockname()[1]
-    answer = contextlib.nullcontext([memoryview(Offer(4).to_json())])
-    server = HealServer(listener, f"http://127.0.0.1:{port}", ["secret"], lambda path: answer)
-    server.start()
-    joiner = HealClient(["secret"], "joiner", 5.0)
-
-    def ask():
-        assert joiner.ask(server.address, "/latest", time.monotonic() + 5.0) == Offer(4)
-
-    yield port, ask, MOST_UNPROVEN
-    server.stop()
+    yield host_and_port(server.address)[1], ask, MOST_UNPROVEN
+    server.close()
 
 
 async def application(scope, receive, send):
@@ -126,14 +107,14 @@ def coordinator(certificate=None):
     service.close()
 
 
-@pytest.fixture(params=["board", "heal server", "coordinator", "coordinator with HTTPS"])
+@pytest.fixture(params=["peer server", "coordinator", "coordinator with HTTPS"])
 def server(request):
     """A port, a request of somebody who belongs there, and how many connections are kept."""
-    open_it = {"board": board, "heal server": heal_server, "coordinator": coordinator}
-    has_tls = request.param == "coordinator with HTTPS"
-    made = (
-        coordinator(request.getfixturevalue("certificate")) if has_tls else open_it[request.param]()
-    )
+    if request.param == "peer server":
+        made = peer_server()
+    else:
+        has_tls = request.param == "coordinator with HTTPS"
+        made = coordinator(request.getfixturevalue("certificate") if has_tls else None)
     with made as opened:
         yield opened
 
@@ -168,23 +149,14 @@ def test_a_member_is_answered_within_a_second(server, count, per_s):
 
 def test_strangers_at_its_board_are_no_alarm(monkeypatch):
     monkeypatch.setattr(SyncAlarm, "POLL_S", 0.02)
-    board = NoticeBoard("127.0.0.1", ["secret"])
+    board = PeerServer("127.0.0.1", ["secret"])
     alarm = SyncAlarm(Notices(board.address, ["secret"], 5.0), 1)
-    with silent_connections(int(board.address.rpartition(":")[2]), 300):
+    with silent_connections(host_and_port(board.address)[1], 300):
         for _ in range(50):
             assert alarm.age_s() is None
             time.sleep(0.02)
     alarm.close()
     board.close()
-
-
-def test_a_board_that_has_ended_is_not_asked_again():
-    with listen("127.0.0.1") as listener:
-        port = listener.getsockname()[1]
-    began = time.monotonic()
-    with pytest.raises(ConnectionRefusedError):
-        Notices(f"127.0.0.1:{port}", ["secret"], 60.0).read(["a"])
-    assert time.monotonic() - began < 30
 
 
 class Connection:
@@ -242,44 +214,13 @@ def test_a_trainer_outlives_more_connections_than_its_soft_limit_of_files():
         assert trainer.stdout.readline() == "ready\n"
         listening = psutil.Process(trainer.pid).net_connections("tcp")
         ports = {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
-        assert len(ports) == 5  # two stores, manager, board, heal server
+        assert len(ports) == 4  # two stores, manager, peer server
         for port in ports:
             for _ in range(300):
                 strangers.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
         said, _ = trainer.communicate("go on\n", timeout=60)
         assert (trainer.returncode, said) == (0, "b'b'\n")
     lighthouse.shutdown()
-
-
-class FailingAccept:
-    """A listening socket whose ``accept`` has no file descriptor to give."""
-
-    def __init__(self, listener, accept):
-        self._listener, self.accept = listener, accept
-
-    def __getattr__(self, name):
-        return getattr(self._listener, name)
-
-
-def test_without_file_descriptors_a_server_waits_and_does_not_spin(monkeypatch, caplog):
-    accepts = []
-
-    def fail():
-        accepts.append(time.monotonic())
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(connections, "ACCEPT_PAUSE_S", 0.1)
-    board = NoticeBoard("127.0.0.1", ["secret"])
-    server = board._server
-    accept = server.socket.accept
-    monkeypatch.setattr(server, "socket", FailingAccept(server.socket, fail))
-    with socket.create_connection(server.server_address[:2], timeout=10):
-        time.sleep(0.55)
-        assert 1 <= len(accepts) <= 8
-        assert caplog.text.count("Cannot accept a connection") == 1
-        server.socket.accept = accept
-        Notices(board.address, ["secret"], 5.0).post("a", "yes")
-    board.close()
 
 
 def test_rejections_are_counted_until_they_are_logged_again(monkeypatch):

@@ -143,7 +143,7 @@ def test_a_native_group_is_refused_before_anything_is_opened():
             replica_id="0",
             lighthouse_addr="http://localhost:1",
             hostname="localhost",
-            tokens=(),
+            server=None,
             load_state_dict=None,
             state_dict=None,
             min_replica_size=1,

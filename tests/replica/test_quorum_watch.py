@@ -17,8 +17,8 @@ import pytest
 from composer_replication.replica import quorum_members
 from composer_replication.replica.group_layout import GroupLayout
 from composer_replication.replica.messages import proof
-from composer_replication.replica.notice_board import NoticeBoard
 from composer_replication.replica.options import DuplicateIdError
+from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.quorum_members import (
     MissingMembers,
     SyncFaults,
@@ -669,7 +669,7 @@ def test_a_second_holder_of_a_replica_id_is_left_out_by_all_others(caplog, previ
 
 
 def test_a_second_holder_leaves_by_name_if_the_first_one_is_alive():
-    board = NoticeBoard("127.0.0.1", ["secret"])
+    board = PeerServer("127.0.0.1", ["secret"])
     try:
         with pytest.raises(DuplicateIdError) as error:
             ask(watch_of(quorum_with(), "a"), member("a:2", previous=BEFORE, board=board.address))

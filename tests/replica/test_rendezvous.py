@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from composer_replication.replica.notice_board import NoticeBoard, Notices
+from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.rendezvous import Rendezvous
 
 NAMES = ["a:1", "b:1", "c:1"]
@@ -13,7 +14,7 @@ NAMES = ["a:1", "b:1", "c:1"]
 
 @pytest.fixture
 def boards():
-    hosts = {name: NoticeBoard("127.0.0.1", ["secret"]) for name in NAMES}
+    hosts = {name: PeerServer("127.0.0.1", ["secret"]) for name in NAMES}
     yield {name: host.address for name, host in hosts.items()}
     for host in hosts.values():
         host.close()

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from composer_replication.replica.interruptible_manager import InterruptibleWork
-from composer_replication.replica.notice_board import NoticeBoard, Notices
+from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.rendezvous import SyncAlarm
 
 TOKENS = ["secret"]
@@ -16,7 +17,7 @@ TOKENS = ["secret"]
 
 @pytest.fixture
 def board():
-    board = NoticeBoard("127.0.0.1", TOKENS)
+    board = PeerServer("127.0.0.1", TOKENS)
     yield board
     board.close()
 
@@ -58,8 +59,8 @@ def test_a_member_that_comes_to_listen_later_hears_it_too(board):
 @pytest.mark.integration
 def test_the_end_of_the_first_member_is_an_alarm():
     host = (
-        "from composer_replication.replica.notice_board import NoticeBoard; import sys; "
-        "print(NoticeBoard('127.0.0.1', ['secret']).address, flush=True); sys.stdin.read()"
+        "from composer_replication.replica.peer_server import PeerServer; import sys; "
+        "print(PeerServer('127.0.0.1', ['secret']).address, flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

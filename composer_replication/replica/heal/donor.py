@@ -12,8 +12,8 @@ from typing import Any
 
 from composer_replication.diloco.torchft_api import HealSource
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.protocol import Limits, Offer, Part
-from composer_replication.replica.heal.server import Body
+from composer_replication.replica.heal.offers import Offer, Part, answer_limit_s
+from composer_replication.replica.peer_server import Body
 
 KEPT_S = 60.0
 """How long a copy of the state is kept for a joiner that has asked for its name, in seconds."""
@@ -80,16 +80,27 @@ class Donor:
     than the memory of this machine.
 
     Threads: torchft calls ``open`` and ``close`` on the thread of the quorum, and each connection
-    of the server has a thread that calls ``answer``. What they share is guarded by ``_lock``.
+    of the server has a thread that calls ``answers``. What they share is guarded by ``_lock``.
     Copies and names are made under ``_making``, one at a time, so that ten joiners that ask at once
     do not cost ten of them.
 
     Args:
-        limits: How long a joiner is kept waiting for an offer.
+        timeout: How long a joiner is kept waiting for an offer, beside the time for its bytes.
+
+    Attributes:
+        answers: For a ``PeerServer``: ``latest`` gives the manager's step, which is 0 without a
+            state, the size, and whether the group is in a sync; ``copy`` a state of that step;
+            ``offer`` what is offered in the quorum of a step; ``state`` a part of either, by name.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self.answers: Mapping[str, Callable[..., Any]] = {
+            "latest": self._latest,
+            "copy": self._offer_copy,
+            "offer": self._offer_in_quorum,
+            "state": self._part,
+        }
         self._lock = threading.Condition()
         self._making = threading.Lock()
         self._step: Callable[[], int] = int
@@ -141,33 +152,8 @@ class Donor:
         with self._lock:
             self._source = self._copy = self._quorum = None
 
-    @contextmanager
-    def answer(self, path: str) -> Iterator[Body]:
-        """A context that gives the answer to a request, for as long as it is being sent.
-
-        Args:
-            path: ``/latest`` for the manager's step, which is 0 without a state, the size, and
-                whether the group is in a sync;
-                ``/latest/offer`` for a state of that step; ``/offer/STEP`` for the offer in a
-                quorum; ``/state/NAME`` for a part of either.
-
-        Raises:
-            KeyError: There is nothing at this path now.
-        """
-        kind, _, which = path.strip("/").partition("/")
-        source = self._source
-        if kind == "state":
-            with self._part(which) as body:
-                yield body
-        elif path == "/latest":
-            latest = Offer(self._step(), self._num_bytes(), is_syncing=self._is_syncing())
-            yield [memoryview(latest.to_json())]
-        elif path == "/latest/offer" and source is not None:
-            yield [memoryview(self._offer_copy(source).to_json())]
-        elif kind == "offer":
-            yield [memoryview(self._offer_in_quorum(which).to_json())]
-        else:
-            raise KeyError(path)
+    def _latest(self) -> Offer:
+        return Offer(self._step(), self._num_bytes(), self._is_syncing())
 
     # ---- in a quorum -------------------------------------------------------------------------
 
@@ -177,7 +163,7 @@ class Donor:
             # A joiner may ask before this group has made its offer. Without the wait it would get a
             # 404, and the sync would fail for all groups.
             self._lock.wait_for(
-                lambda: self._is_at(step), self._limits.of_answer(self._num_bytes())
+                lambda: self._is_at(step), answer_limit_s(self._timeout, self._num_bytes())
             )
             quorum = self._quorum
         if quorum is None or str(quorum.step) != step:
@@ -187,7 +173,7 @@ class Donor:
             if source is not None and source.version != quorum.version:
                 self._named = None  # the vote is over, and the bytes have changed while hashed
                 raise KeyError(step)
-        return Offer(quorum.step, part.num_bytes, {"state": part, "rest": quorum.rest})
+        return Offer(quorum.step, part.num_bytes, state=part, rest=quorum.rest)
 
     def _num_bytes(self) -> int:
         return 0 if self._source is None else self._source.num_bytes
@@ -209,7 +195,10 @@ class Donor:
 
     # ---- at any time -------------------------------------------------------------------------
 
-    def _offer_copy(self, source: HealSource) -> Offer:
+    def _offer_copy(self) -> Offer:
+        source = self._source
+        if source is None:
+            raise KeyError("copy")
         with self._making:
             version = source.version
             with self._lock:
@@ -221,7 +210,7 @@ class Donor:
             with self._lock:
                 self._copy = copy
                 copy.wanted += 1
-            return Offer(copy.step, copy.part.num_bytes, {"state": copy.part})
+            return Offer(copy.step, copy.part.num_bytes, state=copy.part)
 
     def _make_copy(self, source: HealSource) -> _Copy:
         """Copy the state, if possible without the lock that an outer step would wait for."""

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 from torchft.coordination import ManagerClient
 
-from composer_replication.replica.heal.client import HealClient, HealError
-from composer_replication.replica.heal.protocol import Limits, Offer
+from composer_replication.replica.addresses import host_and_port
+from composer_replication.replica.heal.offers import answer_limit_s, download_limit_s
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect, read_status
+from composer_replication.replica.peer_client import NothingThere, PeerError
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Prefetch:
     def __init__(
         self, transport: HealTransport, *, lighthouse_addr: str, rank: int, timeout: float
     ) -> None:
-        self._transport, self._client = transport, transport.client
+        self._transport = transport
         self._lighthouse_addr, self._rank = lighthouse_addr, rank
         self._timeout = timeout
         self._donor, self._step, self._began = "", 0, 0.0
@@ -62,20 +62,21 @@ class Prefetch:
             follows_commit: Whether they have just committed.
 
         Raises:
-            HealError: There are donors, and none of them could send the state, or none fast enough:
+            PeerError: There are donors, and none of them could send the state, or none fast enough:
                 a download that peers overtake again and again may take a quarter of ``timeout``.
                 This group would only hold up the others.
         """
         reasons: list[str] = []
-        for donor in _donors(self._lighthouse_addr, self._rank, self._client):
+        for donor in _donors(self._lighthouse_addr, self._rank, self._transport):
             try:
                 return self._fetch_from(donor, follows_commit)
-            except HealError as error:
+            except PeerError as error:
                 log.warning("No global state from %s: %s", donor, error)
-                if _answers(donor):
-                    reasons.append(str(error))  # otherwise it has just left or died: it is no donor
+                # Otherwise it has just left or died: it is no donor.
+                if not isinstance(error, NothingThere) and _answers(donor):
+                    reasons.append(str(error))
         if reasons:
-            raise HealError(
+            raise PeerError(
                 f"{len(reasons)} replica groups have the global state, and it could not be fetched "
                 f"from any. The last error: {reasons[-1]}"
             )
@@ -88,7 +89,7 @@ class Prefetch:
         again before a state is prepared that was fetched right after a commit, it gives up.
 
         Raises:
-            HealError: See ``fetch``.
+            PeerError: See ``fetch``.
         """
         if self._donor and not self._is_too_slow and self._is_overtaken():
             log.info("The others have synced since the download of their global state")
@@ -100,26 +101,24 @@ class Prefetch:
     def _is_overtaken(self) -> bool:
         """Whether the peers will have another state in their next quorum."""
         try:
-            latest = self._ask(self._donor, "/latest", self._timeout)
-        except HealError:
+            latest = self._transport.ask(self._donor, "latest", limit_s=self._timeout)
+        except PeerError:
             return True  # the donor is gone: another one may have the same state
         return latest.step != self._step or latest.is_syncing
 
     def _fetch_from(self, donor: str, follows_commit: bool = False) -> None:
-        limits = Limits(self._timeout)
         while True:
             self._began = time.monotonic()
-            num_bytes = self._ask(donor, "/latest", self._timeout).num_bytes
-            offer = self._ask(donor, "/latest/offer", limits.of_answer(num_bytes))
-            state = offer.parts.get("state")
+            num_bytes = self._transport.ask(donor, "latest", limit_s=self._timeout).num_bytes
+            limit_s = answer_limit_s(self._timeout, num_bytes)
+            offer = self._transport.ask(donor, "copy", limit_s=limit_s)
+            state = offer.state
             if state is None:
-                raise HealError(f"{donor} offers {sorted(offer.parts)}, and no state")
+                raise PeerError(f"{donor} offers no state: {offer}")
             size = state.num_bytes
             log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
-            deadline = time.monotonic() + limits.of_download(size)
-            into = self._transport.forget_download()
-            body = self._client.fetch(donor, state, deadline, into)
-            self._transport.adopt_download(state.name, body)
+            deadline = time.monotonic() + download_limit_s(self._timeout, size)
+            self._transport.download(donor, state, deadline)
             self._donor, self._step = donor, offer.step
             seconds = time.monotonic() - self._began
             if not self._is_overtaken():
@@ -130,7 +129,7 @@ class Prefetch:
             self._wait_for_commit(donor, seconds)
         if seconds < self._timeout / 4:
             return
-        raise HealError(
+        raise PeerError(
             f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
             f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one "
             f"sync to the next, and too much of timeout={self._timeout:g} for them to wait: this "
@@ -141,23 +140,20 @@ class Prefetch:
     def _wait_for_commit(self, donor: str, download_s: float) -> bool:
         """Wait for the donor's next commit; whether there was one in time."""
         try:
-            before = self._ask(donor, "/latest", self._timeout).step
+            before = self._transport.ask(donor, "latest", limit_s=self._timeout).step
             deadline = time.monotonic() + WAIT_FOR_COMMIT * download_s
             while time.monotonic() < deadline:
-                latest = self._ask(donor, "/latest", self._timeout)
+                latest = self._transport.ask(donor, "latest", limit_s=self._timeout)
                 if latest.step != before and not latest.is_syncing:
                     return True
                 time.sleep(POLL_S)
-        except HealError as error:
+        except PeerError as error:
             log.info("%s does not answer any more: %s", donor, error)
         return False
 
-    def _ask(self, donor: str, path: str, limit_s: float) -> Offer:
-        return self._client.ask(donor, path, time.monotonic() + limit_s)
 
-
-def _donors(lighthouse_addr: str, rank: int, client: HealClient) -> Iterator[str]:
-    """The heal servers of the living groups of the last quorum, the highest step first.
+def _donors(lighthouse_addr: str, rank: int, transport: HealTransport) -> Iterator[str]:
+    """The servers of the living groups of the last quorum, the highest step first.
 
     Of those the first is the one that a quorum makes the donor of this rank if nobody else joins
     (``restrict_quorum``): it then knows the state's name already.
@@ -173,8 +169,7 @@ def _donors(lighthouse_addr: str, rank: int, client: HealClient) -> Iterator[str
                 continue  # it has died; torchft's client would wait for the limit
             manager = ManagerClient(member.manager_addr, connect_timeout=manager_limit)
             address = manager._checkpoint_metadata(rank, timeout=manager_limit)
-            limit = time.monotonic() + CONNECT_TIMEOUT_S
-            is_donor = client.ask(address, "/latest", limit).step > 0
+            is_donor = transport.ask(address, "latest", limit_s=CONNECT_TIMEOUT_S).step > 0
         except (RuntimeError, OSError, ValueError) as error:
             # It has died, or is no donor. If the quorum makes it one, the heal there says why not.
             reason = (str(error).splitlines() or [repr(error)])[0]
@@ -186,7 +181,6 @@ def _donors(lighthouse_addr: str, rank: int, client: HealClient) -> Iterator[str
 
 def _answers(address: str) -> bool:
     try:
-        server = urlsplit(address)
-        return can_connect(server.hostname or "", server.port or 0)
-    except ValueError:  # not an address: a stranger has written it
+        return can_connect(*host_and_port(address))
+    except ValueError:  # a stranger has written it
         return False

@@ -11,9 +11,7 @@ quorum it then needs nothing but the name, and sees that it has this state alrea
 from __future__ import annotations
 
 import logging
-import socket
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +20,11 @@ from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication.diloco.torchft_api import HEAL_STATE
-from composer_replication.replica.addresses import bracketed, listen
-from composer_replication.replica.heal.client import HealClient, HealError, load
+from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.donor import Donor
-from composer_replication.replica.heal.protocol import Limits
-from composer_replication.replica.heal.server import HealServer
+from composer_replication.replica.heal.offers import Offer, Part, answer_limit_s, download_limit_s
+from composer_replication.replica.peer_client import PeerClient, PeerError
+from composer_replication.replica.peer_server import PeerServer
 
 log = logging.getLogger(__name__)
 
@@ -39,33 +37,24 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     global state can also be asked for at any other time (``serve``).
 
     Args:
-        tokens: The run's accepted tokens; the first one signs. Both sides of a heal prove that they
-            know one of them.
-        hostname: How peers reach this machine; the server listens on that address. None: its host
-            name, and every interface.
+        server: Gives the state to peers. Its tokens are the run's: both sides of a heal prove that
+            they know one of them.
         timeout: How long a peer may be silent, in seconds.
         name: The name of this replica group, for the log of its peers.
 
     Attributes:
-        client: Asks the heal servers of peers.
-        port: The port on which peers reach the server.
         serve: ``Donor.serve``.
         downloads: The states that have been fetched and not loaded yet, by name.
     """
 
-    def __init__(
-        self, tokens: Sequence[str], hostname: str | None, timeout: float, name: str = ""
-    ) -> None:
-        self.client = HealClient(tokens, name, timeout)
-        self._donor = Donor(self.client.limits)
+    def __init__(self, server: PeerServer, timeout: float, name: str = "") -> None:
+        self._client = PeerClient(server.tokens, name, timeout)
+        self._donor = Donor(timeout)
         self.serve = self._donor.serve
         self.downloads: dict[str, memoryview] = {}
         self._loaded: Any = None
-        listener = listen(hostname)
-        self.port = listener.getsockname()[1]
-        address = f"http://{bracketed(hostname or socket.gethostname())}:{self.port}"
-        self._server = HealServer(listener, address, tokens, self._donor.answer)
-        self._server.start()
+        self._server = server
+        server.answers |= self._donor.answers
 
     # ---- the donor ---------------------------------------------------------------------------
 
@@ -88,14 +77,41 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
 
     # ---- the joiner --------------------------------------------------------------------------
 
-    def adopt_download(self, name: str, body: memoryview) -> None:
-        """Take over a state that was fetched before the quorum, in the place of any other.
+    def ask(self, address: str, *request: str, limit_s: float) -> Offer:
+        """Ask a donor for an offer; see ``Donor.answers``.
+
+        Raises:
+            PeerError: It does not answer in time, or is not to be trusted.
+        """
+        answer = self._client.ask(address, *request, deadline=time.monotonic() + limit_s)
+        try:
+            return Offer.read(answer)
+        except ValueError as error:
+            raise PeerError(f"{address}: {error}") from error
+
+    def download(self, address: str, state: Part, deadline: float) -> None:
+        """Download a global state, into the memory of the download before, which it replaces.
 
         Args:
-            name: Its SHA-256 (``state_bytes.digest``).
-            body: Its bytes.
+            address: The address of the donor's server.
+            state: The state that the donor has offered.
+            deadline: When it must have arrived, by ``time.monotonic``.
+
+        Raises:
+            PeerError: The state does not arrive in time, or has another hash.
         """
-        self.downloads, self._loaded = {name: body}, None
+        body = self._fetch(address, state, deadline, self.forget_download())
+        self.downloads = {state.name: body}
+
+    def _fetch(
+        self, address: str, part: Part, deadline: float, into: memoryview | None = None
+    ) -> memoryview:
+        if into is None or len(into) != part.num_bytes:
+            into = state_bytes.memory(part.num_bytes)  # expensive for a large state
+        self._client.fetch(address, "state", part.name, deadline=deadline, into=into)
+        if state_bytes.digest([into]) != part.name:
+            raise PeerError(f"{address} sent a state that is damaged: {len(into)} bytes")
+        return into
 
     def forget_download(self) -> memoryview | None:
         """Give up what has been downloaded, and return its memory for the next download."""
@@ -108,11 +124,11 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         If a quorum's state is the same, ``recv_checkpoint`` gives this very object.
 
         Raises:
-            HealError: A peer has sent something else than a state.
+            PeerError: A peer has sent something else than a state.
         """
         if self._loaded is None:
             for body in self.downloads.values():
-                self._loaded = load(body)
+                self._loaded = _load(body)
         return self._loaded
 
     def recv_checkpoint(
@@ -127,28 +143,27 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             timeout: Limit of each answer, to which the time for the state's bytes is added.
 
         Raises:
-            HealError: The state could not be had in time, or is not to be trusted.
+            PeerError: The state could not be had in time, or is not to be trusted.
         """
         del src_rank
-        limits = Limits(timeout.total_seconds())
+        limit_s = timeout.total_seconds()
         num_bytes = sum(map(len, self.downloads.values()))
         if not num_bytes:
-            deadline = time.monotonic() + limits.timeout
-            num_bytes = self.client.ask(metadata, "/latest", deadline).num_bytes
-        deadline = time.monotonic() + limits.of_answer(num_bytes)
-        parts = self.client.ask(metadata, f"/offer/{step}", deadline).parts
-        if not {"state", "rest"} <= parts.keys():
-            raise HealError(f"{metadata} offers {sorted(parts)}, and not the state and the rest")
-        state = parts["state"]
-        deadline = time.monotonic() + limits.of_download(sum(p.num_bytes for p in parts.values()))
-        rest = load(self.client.fetch(metadata, parts["rest"], deadline))
+            num_bytes = self.ask(metadata, "latest", limit_s=limit_s).num_bytes
+        answer_s = answer_limit_s(limit_s, num_bytes)
+        offer = self.ask(metadata, "offer", str(step), limit_s=answer_s)
+        state = offer.state
+        if state is None or offer.rest is None:
+            raise PeerError(f"{metadata} offers not both the state and the rest: {offer}")
+        num_bytes = state.num_bytes + offer.rest.num_bytes
+        deadline = time.monotonic() + download_limit_s(limit_s, num_bytes)
+        rest = _load(self._fetch(metadata, offer.rest, deadline))
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
         rest = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rest)
         if state.name not in self.downloads:
             # The peers have committed since the download: fetch again, into the same memory.
-            body = self.client.fetch(metadata, state, deadline, self.forget_download())
-            self.adopt_download(state.name, body)
+            self.download(metadata, state, deadline)
         rest["user"][HEAL_STATE] = self.fetched_state()
         self.forget_download()
         log.info(
@@ -161,7 +176,22 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         return rest
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving. Answers that are being sent are sent to their end."""
+        """Offer nothing any more. What is being sent is sent to its end."""
         del wait
-        self._server.stop()
+        for kind in self._donor.answers:
+            self._server.answers.pop(kind, None)
         self._donor.stop()
+
+
+def _load(body: memoryview) -> Any:
+    """Read the bytes that a peer's ``state_bytes.dump`` made.
+
+    Raises:
+        PeerError: They are something else.
+    """
+    try:
+        return state_bytes.load(body)
+    except state_bytes.NotAState as error:
+        raise PeerError(
+            f"a peer's state is rejected, it is more than tensors and plain containers: {error}"
+        ) from error

@@ -1,6 +1,6 @@
 """What a join costs a donor: copies, hashes, memory, and waits. Run: pytest tests/replica/heal
 
-Real: HTTP over loopback. The donor's global state is a script.
+Real: the servers on loopback. The donor's global state is a script.
 """
 
 import threading
@@ -13,12 +13,13 @@ import pytest
 import torch
 from scripted_state import ScriptedState
 
-from composer_replication.replica.heal import protocol, state_bytes
-from composer_replication.replica.heal import server as heal_server
-from composer_replication.replica.heal.client import HealError
+from composer_replication.replica import peer_server
+from composer_replication.replica.heal import offers, state_bytes
 from composer_replication.replica.heal.donor import KEPT_S
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
+from composer_replication.replica.peer_client import PeerError
+from composer_replication.replica.peer_server import PeerServer
 
 LIMIT = timedelta(seconds=10)
 WAIT_S = 20.0
@@ -28,7 +29,8 @@ class Group:
     """A donor or a joiner. As a donor it has a state with a tensor that a test can change."""
 
     def __init__(self, timeout=10.0):
-        self.transport = HealTransport(["secret"], "localhost", timeout)
+        self.server = PeerServer("localhost", ["secret"])
+        self.transport = HealTransport(self.server, timeout)
         self.theta = torch.arange(1000.0)
         self.state = ScriptedState(lambda: {"outer_step": self.step, "theta": self.theta})
         self.step = 4
@@ -45,17 +47,16 @@ class Group:
         sent = {"user": {"diloco": state}, "torchft": {"step": self.step}}
         self.transport.send_checkpoint([1], self.step, sent, LIMIT)
 
-    def ask(self, donor, path):
-        address = donor.transport.metadata()
-        return self.transport.client.ask(address, path, time.monotonic() + WAIT_S)
+    def ask(self, donor, *request):
+        return self.transport.ask(donor.transport.metadata(), *request, limit_s=WAIT_S)
 
     def fetch(self, donor, offer):
-        address, part = donor.transport.metadata(), offer.parts["state"]
-        return self.transport.client.fetch(address, part, time.monotonic() + WAIT_S)
+        address, deadline = donor.transport.metadata(), time.monotonic() + WAIT_S
+        self.transport.download(address, offer.state, deadline)
+        return self.transport.downloads[offer.state.name]
 
     def fetch_ahead(self, donor):
-        offer = self.ask(donor, "/latest/offer")
-        self.transport.adopt_download(offer.parts["state"].name, self.fetch(donor, offer))
+        self.fetch(donor, self.ask(donor, "copy"))
 
     def heal(self, donor, limit=LIMIT):
         address = donor.transport.metadata()
@@ -76,7 +77,7 @@ def group():
 
     yield make
     for each in made:
-        each.transport.shutdown()
+        each.server.close()
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_state_that_was_fetched_ahead_is_neither_copied_nor_hashed_again(group
     work.clear()
     for _ in range(2):  # the second time it is a retry
         donor.enter_quorum()
-        joiner.ask(donor, f"/offer/{donor.step}")
+        joiner.ask(donor, "offer", str(donor.step))
         donor.transport.disallow_checkpoint()
     donor.enter_quorum()
     assert torch.equal(joiner.heal(donor)["theta"], donor.theta)
@@ -137,7 +138,7 @@ def test_the_donor_itself_goes_on_while_the_name_is_computed(group, monkeypatch)
         return digest(parts)
 
     monkeypatch.setattr(state_bytes, "digest", wait_for_the_donor)
-    asking = threading.Thread(target=joiner.ask, args=(donor, f"/offer/{donor.step}"))
+    asking = threading.Thread(target=joiner.ask, args=(donor, "offer", str(donor.step)))
     asking.start()
     donor.enter_quorum()  # on the thread of the quorum: it waits for no hash
     goes_on.set()
@@ -148,16 +149,16 @@ def test_the_donor_itself_goes_on_while_the_name_is_computed(group, monkeypatch)
 def test_what_is_fetched_after_the_vote_is_never_a_mixture(group, monkeypatch):
     donor, late = group(), group()
     donor.enter_quorum()
-    offer = late.ask(donor, f"/offer/{donor.step}")
-    send = heal_server._send
+    offer = late.ask(donor, "offer", str(donor.step))
+    send = peer_server._send_body
 
     def after_the_vote(connection, body):
         donor.transport.disallow_checkpoint()
         donor.commit()
         send(connection, body)
 
-    monkeypatch.setattr(heal_server, "_send", after_the_vote)
-    with pytest.raises(HealError, match="damaged"):
+    monkeypatch.setattr(peer_server, "_send_body", after_the_vote)
+    with pytest.raises(PeerError, match="damaged"):
         late.fetch(donor, offer)
 
 
@@ -173,8 +174,8 @@ def test_a_name_that_was_overtaken_by_the_vote_is_not_given(group, monkeypatch):
 
     donor.enter_quorum()
     monkeypatch.setattr(state_bytes, "digest", vote_meanwhile)
-    with pytest.raises(HealError, match="404"):
-        late.ask(donor, "/offer/4")
+    with pytest.raises(PeerError, match="has no 'offer 4'"):
+        late.ask(donor, "offer", "4")
     monkeypatch.setattr(state_bytes, "digest", digest)
     donor.enter_quorum()
     assert torch.equal(late.heal(donor)["theta"], donor.theta)
@@ -185,7 +186,7 @@ def test_a_name_that_was_overtaken_by_the_vote_is_not_given(group, monkeypatch):
 
 def test_a_copy_is_released_as_soon_as_all_who_asked_have_it(group):
     donor, one, other = group(), group(), group()
-    offers = [each.ask(donor, "/latest/offer") for each in (one, other)]
+    offers = [each.ask(donor, "copy") for each in (one, other)]
     assert offers[0] == offers[1]
     copy = weakref.ref(donor.kept)
     one.fetch(donor, offers[0])
@@ -199,32 +200,32 @@ def test_a_copy_is_released_as_soon_as_all_who_asked_have_it(group):
 
 def test_a_newer_copy_is_made_when_the_older_one_is_gone(group):
     donor, joiner = group(), group()
-    joiner.ask(donor, "/latest/offer")  # and it never fetches it
+    joiner.ask(donor, "copy")  # and it never fetches it
     older = weakref.ref(donor.kept)
     donor.commit()
     alive = []
     donor.state._state = lambda: alive.append(older()) or {"theta": donor.theta}
-    assert joiner.ask(donor, "/latest/offer").step == 5
+    assert joiner.ask(donor, "copy").step == 5
     assert alive == [None]
 
 
 def test_while_a_copy_is_being_sent_there_is_no_other(group, monkeypatch):
     donor, slow, other = group(), group(), group()
-    send, is_sending, may_end = heal_server._send, threading.Event(), threading.Event()
+    send, is_sending, may_end = peer_server._send_body, threading.Event(), threading.Event()
 
     def wait(connection, body):
         is_sending.set()
         assert may_end.wait(WAIT_S)
         send(connection, body)
 
-    offer = slow.ask(donor, "/latest/offer")
-    monkeypatch.setattr(heal_server, "_send", wait)
+    offer = slow.ask(donor, "copy")
+    monkeypatch.setattr(peer_server, "_send_body", wait)
     fetching = threading.Thread(target=slow.fetch, args=(donor, offer))
     fetching.start()
     assert is_sending.wait(WAIT_S)
-    monkeypatch.setattr(heal_server, "_send", send)
+    monkeypatch.setattr(peer_server, "_send_body", send)
     donor.commit()
-    assert other.ask(donor, "/latest/offer") == offer  # older, and its step says so
+    assert other.ask(donor, "copy") == offer  # older, and its step says so
     donor.enter_quorum()  # and in a quorum there is no copy at all
     assert torch.equal(other.heal(donor)["theta"], donor.theta)
     assert donor.state.num_taken == 1
@@ -234,7 +235,7 @@ def test_while_a_copy_is_being_sent_there_is_no_other(group, monkeypatch):
 
 def test_a_copy_that_nobody_fetches_is_dropped_at_a_vote(group, monkeypatch):
     donor, joiner = group(), group()
-    joiner.ask(donor, "/latest/offer")
+    joiner.ask(donor, "copy")
     donor.transport.disallow_checkpoint()
     assert donor.kept is not None  # its joiner may be about to fetch it
     donor.kept.made_at -= KEPT_S
@@ -244,7 +245,7 @@ def test_a_copy_that_nobody_fetches_is_dropped_at_a_vote(group, monkeypatch):
 
 def test_a_donor_that_has_left_keeps_nothing(group):
     donor, joiner = group(), group()
-    joiner.ask(donor, "/latest/offer")
+    joiner.ask(donor, "copy")
     donor.enter_quorum()
     donor.transport.shutdown()
     assert donor.kept is None and donor.transport._donor._quorum is None
@@ -271,7 +272,7 @@ def test_an_outer_step_waits_for_no_copy_and_the_copy_is_made_again(group):
             donor.commit()
 
     donor.state._state = overtaken
-    offer = joiner.ask(donor, "/latest/offer")
+    offer = joiner.ask(donor, "copy")
     assert taken == [False] and offer.step == 5
     assert torch.equal(state_bytes.load(joiner.fetch(donor, offer))["theta"], donor.theta)
 
@@ -292,7 +293,7 @@ def test_where_rounds_are_shorter_than_a_copy_an_outer_step_waits_in_the_end(gro
             donor.commit()
 
     donor.state._state = overtaken
-    offer = joiner.ask(donor, "/latest/offer")
+    offer = joiner.ask(donor, "copy")
     assert len(steps) == 3 and offer.step == 6
     steps[-1].join()
     assert donor.step == 7
@@ -320,7 +321,7 @@ def slow(monkeypatch, seconds):
 @pytest.mark.parametrize("bytes_per_s", [100.0, 1e9])
 def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, bytes_per_s):
     # The state is said to have 1000 bytes: 10 s at 100 bytes a second, else nothing to speak of.
-    monkeypatch.setattr(protocol, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
+    monkeypatch.setattr(offers, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
     donor, joiner = group(0.5), group(0.5)
     limit = timedelta(seconds=0.5)
 
@@ -344,21 +345,21 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, b
             if bytes_per_s == 100.0:
                 attempt()
             else:
-                with pytest.raises(HealError, match="did not answer in time|404"):
+                with pytest.raises(PeerError, match="did not arrive in time|has no"):
                     attempt()
 
 
 @pytest.mark.slow
 def test_the_wait_for_the_rest_scales_with_its_bytes(group, monkeypatch):
-    monkeypatch.setattr(protocol, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
+    monkeypatch.setattr(offers, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
     donor, joiner = group(0.5), group(5.0)
-    send = heal_server._send
+    send = peer_server._send_body
 
     def slowly(connection, body):
         if sum(map(len, body)) > 800:  # no offer
             time.sleep(0.7)
         send(connection, body)
 
-    monkeypatch.setattr(heal_server, "_send", slowly)
+    monkeypatch.setattr(peer_server, "_send_body", slowly)
     donor.enter_quorum()
     assert joiner.heal(donor, timedelta(seconds=0.5))["outer_step"] == 4

@@ -7,21 +7,25 @@ lighthouse's address and not the token.
 """
 
 import json
+import socket
 import threading
+import time
 from contextlib import ExitStack
 from datetime import timedelta
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
+from http.client import HTTPException
 
 import pytest
 import torch
 from scripted_state import ScriptedState
+from strange_servers import strange_server
 from torchft._torchft import ManagerClient, ManagerServer
 
+from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import read_status, start_lighthouse
+from composer_replication.replica.messages import receive, send
+from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store
 
 LIMIT = timedelta(seconds=15)
@@ -84,9 +88,9 @@ def all_join(*calls):
 
 
 def transport(stack, token="secret"):
-    made = HealTransport([token], "127.0.0.1", 5.0)
-    stack.callback(made.shutdown)
-    return made
+    server = PeerServer("127.0.0.1", [token])
+    stack.callback(server.close)
+    return HealTransport(server, 5.0)
 
 
 def donor(stack):
@@ -101,59 +105,32 @@ def fetch_ahead(stack, lighthouse):
     return joiner
 
 
-class Relay(BaseHTTPRequestHandler):
-    """Passes what a joiner asks on to an honest donor, over one connection, and keeps it all."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        if not hasattr(self, "donor"):
-            parts = urlsplit(self.server.donor)
-            self.donor = HTTPConnection(parts.hostname, parts.port, timeout=5)
-        headers = {k: v for k, v in self.headers.items() if k.startswith("X-")}
-        self.donor.request("GET", self.path, headers=headers)
-        answer = self.donor.getresponse()
-        body = answer.read()
-        self.server.answers.append((answer.status, self.path, body))
-        self.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.startswith("X-"):
-                self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def relay(stack):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Relay)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    stack.callback(server.server_close)
-    stack.callback(server.shutdown)
-    server.answers = []
-    return server
-
-
-def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(stack, lighthouse, relay):
+def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(stack, lighthouse):
     honest = donor(stack)
-    relay.donor = honest.metadata()
+    answers = []
+
+    def relay(joiner):
+        """Pass what a joiner asks on to an honest donor, over one connection, and keep it all."""
+        until = time.monotonic() + 5
+        with socket.create_connection(host_and_port(honest.metadata()), 5) as asked:
+            send(joiner, receive(asked, 1000, until), until)
+            send(asked, receive(joiner, 1000, until), until)
+            answers.append(receive(asked, 1000, until))
+            send(joiner, answers[-1], until)
+
+    address = stack.enter_context(strange_server(relay))
     all_join(
         (Group("honest", lighthouse, stack), 4, honest.metadata()),
         # Of the highest step, so that joiners ask it first.
-        (Group("stranger", lighthouse, stack), 10**6, f"http://127.0.0.1:{relay.server_port}"),
+        (Group("stranger", lighthouse, stack), 10**6, address),
     )
     assert [member.step for member in read_status(lighthouse).members] == [4, 10**6]
     joiner = fetch_ahead(stack, lighthouse)
-    assert [status for status, *_ in relay.answers] == [401, 403]
+    assert answers == [{"error": "rejected"}]
     assert len(joiner.downloads) == 1  # from the honest donor
 
 
-@pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:99999999", "http://[bad", "", "http://127.0.0.1\r\nX: y:80"]
-)
+@pytest.mark.parametrize("address", ["127.0.0.1:99999999", "[bad:1", "", "127.0.0.1\r\nX: y:80"])
 def test_a_stranger_s_odd_address_does_not_end_a_joiner(stack, lighthouse, address):
     honest = donor(stack)
     all_join(
@@ -171,7 +148,7 @@ def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(stack, lighthou
 
     dying.serve(
         lambda: 5, ScriptedState(die)
-    )  # it answers /latest, and is gone when it makes the copy
+    )  # it says what it has, and is gone when it makes the copy
     all_join(
         (Group("dying", lighthouse, stack), 5, dying.metadata()),
         (Group("honest", lighthouse, stack), 4, honest.metadata()),
@@ -189,6 +166,6 @@ def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(stack, light
     leaving.serve(lambda: 4, ScriptedState(leave))
     all_join(
         (Group("a", lighthouse, stack), 4, leaving.metadata()),
-        (Group("b", lighthouse, stack), 0, "http://127.0.0.1:1"),
+        (Group("b", lighthouse, stack), 0, "127.0.0.1:1"),
     )
     assert fetch_ahead(stack, lighthouse).downloads == {}

@@ -1,6 +1,7 @@
 """How a state goes from a donor to a joiner. Run: pytest tests/replica/heal/test_transport.py
 
-Real: HTTP over loopback, torch's unpickler. The donor's manager is what torchft would hand over.
+Real: the servers, on loopback, torch's unpickler. The donor's manager is what torchft would hand
+over.
 """
 
 import itertools
@@ -11,18 +12,20 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from scripted_state import ScriptedState
+from strange_servers import strange_server
 
 from composer_replication.replica.heal import prefetch
-from composer_replication.replica.heal import server as heal_server
-from composer_replication.replica.heal.client import HealClient, HealError
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
+from composer_replication.replica.messages import receive as receive_message
+from composer_replication.replica.messages import send
+from composer_replication.replica.peer_client import PeerClient, PeerError
+from composer_replication.replica.peer_server import PeerServer
 
 STATE = {"outer_step": 3, "fragments": [{"theta": {"w": torch.arange(4.0)}}]}
 SENT = {"user": {"diloco": STATE, "clock": {"batch": 7}}, "torchft": {"step": 4}}
@@ -31,38 +34,34 @@ LIMIT = timedelta(seconds=10)
 
 @pytest.fixture
 def transports():
-    made = []
+    servers = []
 
-    def make(token="secret", timeout=10.0):
-        made.append(HealTransport([token], "localhost", timeout))
-        return made[-1]
+    def make(*tokens, timeout=10.0, name=""):
+        servers.append(PeerServer("localhost", tokens or ["secret"]))
+        return HealTransport(servers[-1], timeout, name)
 
     yield make
-    for transport in made:
-        transport.shutdown()
+    for server in servers:
+        server.close()
 
 
 def receive(joiner, donor, step=4):
     return joiner.recv_checkpoint(0, donor.metadata(), step, LIMIT)
 
 
-def ask(joiner, donor, path):
-    return joiner.client.ask(donor.metadata(), path, time.monotonic() + 10)
-
-
 def test_a_joiner_gets_what_the_donor_offers_for_that_step_and_only_while_it_does(transports):
     donor, joiner = transports(timeout=0.2), transports()
     donor.serve(lambda: 4, ScriptedState(STATE))
-    with pytest.raises(HealError, match="answers 404 Not Found to /offer/4"):
+    with pytest.raises(PeerError, match="has no 'offer 4'"):
         receive(joiner, donor)
     donor.send_checkpoint([1], 4, SENT, LIMIT)
     got = receive(joiner, donor)
     assert torch.equal(got["user"]["diloco"]["fragments"][0]["theta"]["w"], torch.arange(4.0))
     assert (got["user"]["clock"], got["torchft"]) == ({"batch": 7}, {"step": 4})
-    with pytest.raises(HealError, match="404"):
+    with pytest.raises(PeerError, match="has no 'offer"):
         receive(joiner, donor, step=5)
     donor.disallow_checkpoint()
-    with pytest.raises(HealError, match="404"):
+    with pytest.raises(PeerError, match="has no 'offer"):
         receive(joiner, donor)
 
 
@@ -86,7 +85,7 @@ def test_a_joiner_that_asks_before_the_donor_offers_is_kept_waiting(transports):
 def test_without_the_token_nothing_is_given_and_the_donor_says_who_asked(transports, caplog):
     donor, stranger = transports(), transports("guessed")
     donor.send_checkpoint([1], 4, SENT, LIMIT)
-    with pytest.raises(HealError, match="answers 403"):
+    with pytest.raises(PeerError, match="does not accept this group's token"):
         receive(stranger, donor)
     assert any("Rejected a request for the global state from " in r.message for r in caplog.records)
 
@@ -106,36 +105,20 @@ def rogue(tmp_path):
     """A server that answers every request with a pickle that runs code."""
     marker = tmp_path / "executed"
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(connection):
+        soon = time.monotonic() + 5
+        send(connection, "challenge", soon)
+        receive_message(connection, 10_000, soon)
+        body = pickle.dumps({"user": Marker(marker), "torchft": Marker(marker)})
+        connection.sendall(len(body).to_bytes(4, "little") + body)
 
-        def do_GET(self):
-            if "X-Mac" not in self.headers:
-                self.send_response(401)
-                self.send_header("X-Challenge", "0")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            body = pickle.dumps({"user": Marker(marker), "torchft": Marker(marker)})
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("X-Mac", "0" * 64)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("localhost", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://localhost:{server.server_address[1]}", marker
-    server.shutdown()
-    server.server_close()
+    with strange_server(answer) as address:
+        yield address, marker
 
 
 def test_a_stranger_s_pickle_is_refused_before_it_is_looked_at(transports, rogue):
     address, marker = rogue
-    with pytest.raises(HealError, match="does not know this run's token"):
+    with pytest.raises(PeerError, match="UnicodeDecodeError"):
         transports().recv_checkpoint(0, address, 4, LIMIT)
     assert not marker.exists()
 
@@ -145,7 +128,7 @@ def test_even_a_peer_s_pickle_is_not_run(transports, tmp_path):
     marker = tmp_path / "executed"
     sent = {"user": {"diloco": STATE, "more": Marker(marker)}, "torchft": {}}
     donor.send_checkpoint([1], 4, sent, LIMIT)
-    with pytest.raises(HealError, match="a peer's state is rejected, it is more than tensors"):
+    with pytest.raises(PeerError, match="a peer's state is rejected, it is more than tensors"):
         receive(joiner, donor)
     assert not marker.exists()
 
@@ -156,7 +139,7 @@ def test_a_state_that_is_not_what_its_name_says_is_refused(transports):
     joiner = transports()
     joiner.recv_checkpoint(0, donor.metadata(), 4, LIMIT)
     donor._donor._quorum.body[-1][-1] ^= 1
-    with pytest.raises(HealError, match="damaged"):
+    with pytest.raises(PeerError, match="damaged"):
         receive(joiner, donor)
 
 
@@ -166,8 +149,8 @@ def test_what_travels_is_the_state_and_not_five_models(transports):
     donor = transports()
     state = {"outer_step": 1, "fragments": [{"theta": theta, "optimizer": momentum}]}
     donor.send_checkpoint([1], 1, {"user": {"diloco": state}, "torchft": {}}, LIMIT)
-    offer = ask(transports(), donor, "/offer/1")
-    assert 800_000 < offer.parts["state"].num_bytes < 810_000  # 8 bytes a parameter
+    offer = transports().ask(donor.metadata(), "offer", "1", limit_s=10)
+    assert 800_000 < offer.state.num_bytes < 810_000  # 8 bytes a parameter
 
 
 def test_a_state_of_more_tensors_than_the_kernel_takes_at_a_time(transports):
@@ -179,70 +162,25 @@ def test_a_state_of_more_tensors_than_the_kernel_takes_at_a_time(transports):
     assert all(torch.equal(got[name], value) for name, value in theta.items())
 
 
-class Line:
-    """Takes 1000 bytes at a time, then as many as are left of a part, then a part and a byte."""
-
-    def __init__(self):
-        self.taken = []
-        self.options = {}
-
-    def settimeout(self, seconds):
-        self.options["timeout"] = seconds
-
-    def setsockopt(self, level, name, value):
-        self.options[name] = value
-
-    def sendmsg(self, parts):
-        parts = list(parts)
-        assert 0 < len(parts) <= heal_server.PARTS_A_CALL and all(map(len, parts))
-        first = len(parts[0])
-        room = [1000, first, first + 1][len(self.taken) % 3]
-        self.taken.append(b"".join(parts)[:room])
-        return len(self.taken[-1])
-
-
-def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once():
-    # Loopback takes whole parts; here each of the three ways to end within them is met.
-    sizes = [1, 0, 4000, 999, 1000, 1001, *range(2000), 0]
-    parts = [memoryview(bytes((size + i) % 251 for i in range(size))) for size in sizes]
-    line = Line()
-    heal_server._send(line, parts)
-    assert b"".join(line.taken) == b"".join(parts)
-    assert line.options["timeout"] is None and socket.SO_SNDTIMEO in line.options
-
-
-@pytest.mark.slow
-def test_a_joiner_that_takes_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(heal_server, "SILENT_S", 1)
-    ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(BlockingIOError):
-        heal_server._send(ours, [memoryview(bytes(10_000_000))])
-
-
-def test_a_token_can_be_replaced_while_groups_heal_from_each_other():
+def test_a_token_can_be_replaced_while_groups_heal_from_each_other(transports):
     # "old", then "old,new" in every process, then "new,old", then "new": neighbours understand
     # each other, in both directions; the first and the last do not.
     stages = [["old"], ["old", "new"], ["new", "old"], ["new"]]
-    made = [HealTransport(tokens, "localhost", 10.0) for tokens in stages]
-    try:
-        for transport in made:
-            transport.send_checkpoint([1], 4, SENT, LIMIT)
-        for one, other in itertools.pairwise(made):
-            assert receive(one, other)["torchft"] == receive(other, one)["torchft"]
-        with pytest.raises(HealError, match="answers 403"):
-            receive(made[0], made[-1])
-    finally:
-        for transport in made:
-            transport.shutdown()
+    made = [transports(*tokens) for tokens in stages]
+    for transport in made:
+        transport.send_checkpoint([1], 4, SENT, LIMIT)
+    for one, other in itertools.pairwise(made):
+        assert receive(one, other)["torchft"] == receive(other, one)["torchft"]
+    with pytest.raises(PeerError, match="does not accept this group's token"):
+        receive(made[0], made[-1])
 
 
 def test_a_heal_is_in_the_log_of_both_sides(transports, caplog):
-    caplog.set_level(logging.INFO, "composer_replication.replica.heal")
+    caplog.set_level(logging.INFO, "composer_replication.replica")
     donor = transports()
-    joiner = HealTransport(["secret"], "localhost", 10.0, "berlin")
+    joiner = transports(name="berlin")
     donor.send_checkpoint([1], 4, SENT, LIMIT)
     receive(joiner, donor)
-    joiner.shutdown()
     deadline = time.monotonic() + 5  # the donor writes when it has sent the last byte
     while len(caplog.records) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -265,15 +203,15 @@ def in_training(transports, monkeypatch):
     status = LighthouseStatus((Member("0:uuid", 4, "http://manager"),), "")
     monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
     monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([donor.metadata()]))
-    fetch = HealClient.fetch
+    fetch = PeerClient.fetch
 
-    def slow(*arguments):
+    def slow(*arguments, **more):
         time.sleep(now["delay_s"])
         now["step"] += now["commits"]
         now["state"].version += now["commits"]
-        return fetch(*arguments)
+        return fetch(*arguments, **more)
 
-    monkeypatch.setattr(HealClient, "fetch", slow)
+    monkeypatch.setattr(PeerClient, "fetch", slow)
     monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 0.0)
     return donor, now
 
@@ -298,13 +236,13 @@ def test_a_state_that_was_fetched_ahead_is_not_fetched_again_in_the_quorum(
     sent = SENT | {"user": {"diloco": STATE | {"outer_step": now["step"]}}}
     donor.send_checkpoint([1], 4, sent, LIMIT)
     [state], fetched = joiner.downloads, []
-    fetch = HealClient.fetch
+    fetch = PeerClient.fetch
 
-    def noting(client, address, part, *more):
-        fetched.append(part.name)
-        return fetch(client, address, part, *more)
+    def noting(client, address, kind, name, **more):
+        fetched.append(name)
+        return fetch(client, address, kind, name, **more)
 
-    monkeypatch.setattr(HealClient, "fetch", noting)
+    monkeypatch.setattr(PeerClient, "fetch", noting)
     assert receive(joiner, donor)["user"]["diloco"]["outer_step"] == 4
     assert len(fetched) == 1 and state not in fetched
 
@@ -407,7 +345,7 @@ def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transpor
     _, now = in_training
     now |= {"delay_s": 0.6, "commits": True}
     with pytest.raises(
-        HealError, match=r"takes \d\.\d s .* this group leaves. Use a\s+faster link"
+        PeerError, match=r"takes \d\.\d s .* this group leaves. Use a\s+faster link"
     ):
         fetch_ahead(transports(), timeout=2.0)
 
@@ -419,8 +357,8 @@ def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_anothe
     donor, _ = in_training
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        donors = [dead, rogue[0], "http://[bad", "http://127.0.0.1:99999999", donor.metadata()]
+        dead = f"127.0.0.1:{closed.getsockname()[1]}"
+        donors = [dead, rogue[0], "[bad:1", "127.0.0.1:99999999", donor.metadata()]
         monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors))
         joiner = transports()
         fetch_ahead(joiner)
@@ -430,7 +368,7 @@ def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_anothe
         monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors[:-1]))
         # Those that are not there are no donors; the other one answers, and lies.
         with pytest.raises(
-            HealError, match="1 replica groups .* could not be fetched from any. The last error: "
+            PeerError, match="1 replica groups .* could not be fetched from any. The last error: "
         ):
             fetch_ahead(transports())
 

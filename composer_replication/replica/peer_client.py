@@ -1,0 +1,213 @@
+"""Asks the servers of peers, and checks all that they answer; see ``peer_server``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from composer_replication.replica.addresses import host_and_port
+from composer_replication.replica.messages import fill, is_proven, proof, receive, send
+
+ASK_AGAIN_AFTER_S = 0.02
+LARGEST_ANSWER = 1 << 16
+"""Most bytes that are read of an answer that has not been authenticated yet."""
+
+
+class PeerError(ConnectionError):
+    """A peer could not answer, or what it sent is not to be trusted.
+
+    A stranger may have written the address in the message, which is one line of the log.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class NothingThere(PeerError):
+    """A peer has nothing to give to a request, for example because it has left."""
+
+
+class PeerClient:
+    """Asks the servers of peers, and proves in each request that it knows the run's token.
+
+    Args:
+        tokens: The run's accepted tokens; the first one signs.
+        name: The name of this replica group, for the log of the peers.
+        timeout: How long a peer may be silent, in seconds.
+    """
+
+    def __init__(self, tokens: Sequence[str], name: str, timeout: float) -> None:
+        self._tokens, self._name, self.timeout = tuple(tokens) or ("",), name, timeout
+        # By address, where it was reached: to look up a name takes seconds where no name server
+        # answers.
+        self._places: dict[str, Any] = {}
+
+    def ask(self, address: str, *request: str, deadline: float) -> Any:
+        """Ask a peer, and check that the answer is one of this run's.
+
+        Args:
+            address: The address of its server, ``host:port``.
+            *request: The kind of request, and its arguments.
+            deadline: When the answer must have arrived, by ``time.monotonic``.
+
+        Raises:
+            PeerError: The peer does not answer, rejects the request, or is not to be trusted.
+        """
+        # A donor is silent while it copies and hashes its state.
+        with self._asked(address, request, deadline, math.inf) as (_, question, answer):
+            content = answer.get("answer")
+            if not is_proven(self._tokens, answer.get("proof"), "answer", *question, content):
+                raise PeerError(
+                    f"what {address} sent is rejected: it does not know this run's token. Either "
+                    "COMPOSER_REPLICATION_TOKEN differs between the groups, or a stranger has "
+                    "joined"
+                )
+            return content
+
+    def fetch(self, address: str, *request: str, deadline: float, into: memoryview) -> None:
+        """Receive the body of an answer, which the caller has to check: it has no proof.
+
+        Args:
+            address: As for ``ask``, with ``request`` and ``deadline``.
+            *request: As for ``ask``.
+            deadline: When all of it must have arrived.
+            into: Where it goes. It has the size of the body.
+
+        Raises:
+            PeerError: The body does not arrive in time, or has another size.
+        """
+        with self._asked(address, request, deadline, self.timeout) as (connection, _, answer):
+            if (size := answer.get("size")) != len(into):
+                raise PeerError(f"{address} sends {size} bytes, and offered {len(into)}")
+            fill(connection, into, deadline, self.timeout)
+
+    @contextlib.contextmanager
+    def _asked(
+        self, address: str, request: Sequence[str], deadline: float, silence_s: float
+    ) -> Iterator[tuple[socket.socket, Sequence[Any], dict[str, Any]]]:
+        """Send a request, and give the connection, the question and the answer to a block.
+
+        Raises:
+            PeerError: Something went wrong here, or in the block.
+        """
+        try:
+            connection, question, answer = self._ask_again(address, request, deadline, silence_s)
+            with connection:
+                yield connection, question, answer
+        except PeerError:
+            raise
+        except (OSError, ValueError) as error:
+            what = f"{address}, asked for {' '.join(request)!r:.200}"
+            raise PeerError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _ask_again(
+        self, address: str, request: Sequence[str], deadline: float, silence_s: float
+    ) -> tuple[socket.socket, Sequence[Any], dict[str, Any]]:
+        """Send a request until it is answered.
+
+        A server that strangers keep full closes connections, those of peers too.
+        """
+        while True:
+            try:
+                with contextlib.ExitStack() as opened:
+                    connection = opened.enter_context(self._connect(address, deadline))
+                    exchanged = self._exchange(connection, address, request, deadline, silence_s)
+                    opened.pop_all()
+                    return connection, *exchanged
+            except (ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
+                if time.monotonic() > deadline - ASK_AGAIN_AFTER_S:
+                    raise
+            time.sleep(ASK_AGAIN_AFTER_S)
+
+    def _exchange(
+        self,
+        connection: socket.socket,
+        address: str,
+        request: Sequence[str],
+        deadline: float,
+        silence_s: float,
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Get the server's challenge, and ask with a proof for it."""
+        deadline = min(deadline, time.monotonic() + silence_s)
+        challenge = receive(connection, LARGEST_ANSWER, deadline)
+        question = (address, challenge, secrets.token_hex(16), self._name, list(request))
+        names = ("nonce", "name", "request", "proof")
+        signed = proof(self._tokens[0], "question", *question)
+        send(connection, dict(zip(names, (*question[2:], signed), strict=True)), deadline)
+        answer = receive(connection, LARGEST_ANSWER, deadline)
+        if not isinstance(answer, dict):
+            raise ValueError(f"it answers {answer!r:.40}")
+        if (error := answer.get("error")) == "rejected":
+            raise PeerError(
+                f"{address} does not accept this group's token: set COMPOSER_REPLICATION_TOKEN to "
+                "the same secret in all groups"
+            )
+        if error is not None:
+            raise NothingThere(f"{address} has no {' '.join(request)!r:.200}")
+        return question, answer
+
+    def _connect(self, address: str, deadline: float) -> socket.socket:
+        """Connect to the first of a name's addresses that answers.
+
+        ``socket.create_connection`` does the same, but its limit is for each address, not for all.
+        """
+        host, port = host_and_port(address)
+        found = self._places.pop(address, None)
+        places = [found] if found else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        reason = OSError(f"{host} has no address")
+        for place in places:
+            family, kind, protocol, _, end = place
+            connection = socket.socket(family, kind, protocol)
+            try:
+                connection.settimeout(max(0.001, min(self.timeout, deadline - time.monotonic())))
+                connection.connect(end)
+                self._places[address] = place
+                return connection
+            except OSError as error:
+                connection.close()
+                reason = error
+        raise reason
+
+
+class Notices:
+    """The notices on one member's server, which all members of the run may post and read.
+
+    torch's TCPStore could hold them. But its client looks up the host name of every address that it
+    connects to, which takes seconds where no name server answers. Its calls have no time limit, so
+    a stopped member would stop every member that asks it. And it writes stack traces to stderr when
+    a peer has gone.
+
+    Args:
+        address: ``host:port`` of the server.
+        tokens: The run's secrets; the first one signs.
+        timeout_s: How long a request may take, in seconds.
+    """
+
+    def __init__(self, address: str, tokens: Sequence[str], timeout_s: float) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._client = PeerClient(tokens, "", timeout_s)
+
+    def post(self, key: str, notice: str) -> None:
+        """Post a notice; it replaces an earlier one with the same key.
+
+        Raises:
+            PeerError: The server cannot be reached.
+        """
+        self._ask("post", key, notice)
+
+    def read(self, keys: Iterable[str]) -> dict[str, str]:
+        """Read the notices with these keys; a key without a notice is left out.
+
+        Raises:
+            PeerError: The server cannot be reached.
+        """
+        return self._ask("read", *keys)
+
+    def _ask(self, *request: str) -> Any:
+        deadline = time.monotonic() + self._timeout_s
+        return self._client.ask(self._address, *request, deadline=deadline)

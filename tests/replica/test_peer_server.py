@@ -1,0 +1,265 @@
+"""What a rank's server gives to peers, and what strangers can do to it.
+
+Run: pytest tests/replica/test_peer_server.py.
+
+Real: the server, its sockets and threads. The strangers know its address and have no token.
+"""
+
+import contextlib
+import errno
+import socket
+import time
+
+import pytest
+
+from composer_replication.replica import peer_server
+from composer_replication.replica.addresses import host_and_port
+from composer_replication.replica.messages import proof, receive, send
+from composer_replication.replica.peer_client import Notices, PeerClient, PeerError
+from composer_replication.replica.peer_server import PeerServer
+
+
+@pytest.fixture
+def server():
+    server = PeerServer("127.0.0.1", ["secret", "old"])
+    server.answers["latest"] = lambda: [4]
+    yield server
+    server.close()
+
+
+def soon():
+    return time.monotonic() + 5.0
+
+
+def ask(server, *tokens, request=("latest",)):
+    client = PeerClient(tokens or ["secret"], "joiner", 5.0)
+    return client.ask(server.address, *request, deadline=soon())
+
+
+def notices(server, *tokens):
+    return Notices(server.address, tokens or ["secret"], 5.0)
+
+
+def connect(server, host="127.0.0.1"):
+    source = host, 0
+    return socket.create_connection(host_and_port(server.address), 10, source_address=source)
+
+
+class Conversation:
+    """A joiner's request, which a test can change, record and send again."""
+
+    def __init__(self, server):
+        self.connection, self.address = connect(server), server.address
+        self.challenge = receive(self.connection, 100, soon())
+
+    def question(self, **changes):
+        names = ("address", "challenge", "nonce", "name", "request")
+        values = (self.address, self.challenge, "a nonce", "joiner", ["latest"])
+        return dict(zip(names, values, strict=True)) | changes
+
+    def send(self, question, signed):
+        sent = {name: question[name] for name in ("nonce", "name", "request")}
+        send(self.connection, sent | {"proof": signed}, soon())
+        return receive(self.connection, 1000, soon()).get("error")
+
+
+@pytest.fixture
+def talk(server):
+    talk = Conversation(server)
+    with talk.connection:
+        yield talk
+
+
+def signed(question, kind="question"):
+    return proof("secret", kind, *question.values())
+
+
+def test_who_knows_a_token_is_answered(server):
+    assert ask(server, "secret") == ask(server, "old", "secret") == [4]
+    with pytest.raises(PeerError, match="has no 'state of affairs'"):
+        ask(server, request=["state", "of", "affairs"])
+
+
+@pytest.mark.parametrize(
+    "changed", [{"address": "10.0.0.1:80"}, {"request": ["read"]}, {"name": "b"}, {"nonce": "b"}]
+)
+def test_a_question_that_was_made_for_another_server_or_changed_on_the_way_is_refused(
+    talk, changed
+):
+    # A stranger that joiners ask first cannot pass their questions on to an honest donor.
+    assert talk.send(talk.question(), signed(talk.question(**changed))) == "rejected"
+
+
+def test_a_recorded_question_is_worth_nothing(server, talk):
+    recorded = signed(talk.question())
+    assert talk.send(talk.question(), recorded) is None
+    later = Conversation(server)
+    with later.connection:
+        assert later.challenge != talk.challenge
+        assert later.send(talk.question(), recorded) == "rejected"
+
+
+@pytest.mark.parametrize("odd", ["", "0" * 64, "\xff" * 64, None, 3, []])
+def test_a_proof_that_is_none_is_refused(server, talk, odd):
+    assert talk.send(talk.question(), odd) == "rejected"
+    assert ask(server) == [4]
+
+
+def test_the_proof_of_an_answer_is_none_of_a_question(talk):
+    assert talk.send(talk.question(), signed(talk.question(), "answer")) == "rejected"
+
+
+def test_the_host_with_most_idle_connections_loses_them_first(server):
+    with connect(server, "127.0.0.2") as honest, contextlib.ExitStack() as idle:
+        for _ in range(200):
+            idle.enter_context(connect(server))
+        time.sleep(0.3)
+        assert receive(honest, 100, soon())
+        send(honest, {}, soon())
+
+
+@pytest.mark.alone
+def test_who_proves_nothing_in_time_is_hung_up_on(monkeypatch):
+    monkeypatch.setattr(peer_server, "PROOF_WITHIN_S", 0.5)
+    server = PeerServer("127.0.0.1", ["secret"])
+    began = time.monotonic()
+    with connect(server) as dripping, contextlib.suppress(OSError):
+        dripping.sendall(b"\x00\x01\x00\x00")
+        while time.monotonic() - began < 5:
+            dripping.sendall(b"[")
+            time.sleep(0.05)
+    assert 0.3 < time.monotonic() - began < 3
+    server.close()
+
+
+ODD = [{}, [1], 3, None, {"request": "latest"}, {"nonce": [], "name": {}, "request": 3, "proof": 4}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+def test_an_odd_request_ends_its_connection_alone(server, talk, odd):
+    send(talk.connection, odd, soon())
+    with contextlib.suppress(ConnectionResetError):
+        assert receive(talk.connection, 1000, soon()) == {"error": "rejected"}
+    assert ask(server) == [4]
+
+
+@pytest.mark.parametrize(
+    "odd", [b"\xff" * 4 + b"a" * 2_000_000, b"\x04\x00\x00\x00\xff\xff\xff\xff", b"GET / HTTP/1.1"]
+)
+def test_what_is_no_request_is_not_kept(server, odd):
+    with connect(server) as bomb, contextlib.suppress(OSError):
+        bomb.sendall(odd)
+        bomb.shutdown(socket.SHUT_WR)
+        receive(bomb, 100, soon())
+        assert bomb.recv(1) == b""
+    assert ask(server) == [4]
+
+
+def test_rejections_are_one_line_a_minute(server, caplog):
+    for _ in range(20):
+        with pytest.raises(PeerError, match="does not accept this group's token: set COMPOSER_REP"):
+            ask(server, "guessed")
+    lines = [record.getMessage() for record in caplog.records]
+    rejected = "request for the global state from 127.0.0.1, who says to be 'joiner'"
+    assert len([line for line in lines if rejected in line]) == 1
+    assert "guessed" not in caplog.text
+
+
+# ---- notices -----------------------------------------------------------------------------------
+
+
+def test_what_one_member_leaves_the_others_read(server):
+    one, other = notices(server), notices(server, "old", "secret")
+    one.post("a/1", "yes")
+    one.post("a/2", "no")
+    one.post("a/1", "maybe")
+    assert other.read(["a/1", "a/2", "a/3"]) == {"a/1": "maybe", "a/2": "no"}
+
+
+@pytest.mark.parametrize("token", ["another", "", "ü"])
+def test_without_the_token_nobody_leaves_a_notice_or_reads_one(server, token):
+    for act in (lambda: notices(server, token).post("a", "b"), lambda: notices(server).read("a")):
+        with contextlib.suppress(PeerError):
+            assert act() == {}
+    with pytest.raises(PeerError):
+        notices(server, token).read(["a"])
+
+
+def test_old_notices_make_room_for_new_ones(server, monkeypatch):
+    monkeypatch.setattr(peer_server, "MOST_NOTICES", 3)
+    member = notices(server)
+    for number in range(5):
+        member.post(str(number), "yes")
+    assert sorted(member.read(map(str, range(5)))) == ["2", "3", "4"]
+
+
+# ---- the line ----------------------------------------------------------------------------------
+
+
+class FailingAccept:
+    """A listening socket whose ``accept`` has no file descriptor to give."""
+
+    def __init__(self, listener, accept):
+        self._listener, self.accept = listener, accept
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+
+def test_without_file_descriptors_a_server_waits_and_does_not_spin(server, monkeypatch, caplog):
+    accepts = []
+
+    def fail():
+        accepts.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(peer_server, "ACCEPT_PAUSE_S", 0.1)
+    accept = server._listener.accept
+    failing = FailingAccept(server._listener, fail)
+    monkeypatch.setattr(server, "_listener", failing)
+    with connect(server):
+        time.sleep(0.55)
+        assert 1 <= len(accepts) <= 8
+        assert caplog.text.count("Cannot accept a connection") == 1
+        failing.accept = accept
+        notices(server).post("a", "yes")
+
+
+class Line:
+    """Takes 1000 bytes at a time, then as many as are left of a part, then a part and a byte."""
+
+    def __init__(self):
+        self.taken = []
+        self.options = {}
+
+    def settimeout(self, seconds):
+        self.options["timeout"] = seconds
+
+    def setsockopt(self, level, name, value):
+        self.options[name] = value
+
+    def sendmsg(self, parts):
+        parts = list(parts)
+        assert 0 < len(parts) <= peer_server.PARTS_A_CALL and all(map(len, parts))
+        first = len(parts[0])
+        room = [1000, first, first + 1][len(self.taken) % 3]
+        self.taken.append(b"".join(parts)[:room])
+        return len(self.taken[-1])
+
+
+def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once():
+    # Loopback takes whole parts; here each of the three ways to end within them is met.
+    sizes = [1, 0, 4000, 999, 1000, 1001, *range(2000), 0]
+    parts = [memoryview(bytes((size + i) % 251 for i in range(size))) for size in sizes]
+    line = Line()
+    peer_server._send_body(line, parts)
+    assert b"".join(line.taken) == b"".join(parts)
+    assert line.options["timeout"] is None and socket.SO_SNDTIMEO in line.options
+
+
+@pytest.mark.slow
+def test_a_joiner_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(peer_server, "SILENT_S", 1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(BlockingIOError):
+        peer_server._send_body(ours, [memoryview(bytes(10_000_000))])
