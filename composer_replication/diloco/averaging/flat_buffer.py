@@ -31,25 +31,25 @@ class FlatMemory:
     because pinned pages cannot be reclaimed.
 
     Args:
-        num_elements: Size of the buffer in elements.
         device: Where it lies.
     """
 
-    def __init__(self, num_elements: int, device: torch.device) -> None:
-        self.num_elements = num_elements
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        is_on_cpu = device.type == "cpu"
-        self._can_be_lent = is_on_cpu and hasattr(mmap, "MADV_FREE") and num_elements > 0
+        self._can_be_lent = device.type == "cpu" and hasattr(mmap, "MADV_FREE")
         self._pages: mmap.mmap | None = None
         self._spare: Tensor | None = None
 
-    def take(self) -> Tensor:
-        """Return the buffer, 1-D and uninitialised, or a new one if it has not been given back."""
-        if not self._can_be_lent:
-            return torch.empty(self.num_elements, device=self._device)
+    def take(self, num_elements: int) -> Tensor:
+        """Return the buffer, 1-D and uninitialised, or a new one.
+
+        It is a new one if the last one had another size, or has not been given back.
+        """
+        if not self._can_be_lent or not num_elements:
+            return torch.empty(num_elements, device=self._device)
         taken, self._spare = self._spare, None
-        if taken is None:
-            self._pages = fresh_pages(4 * self.num_elements)
+        if taken is None or taken.numel() != num_elements:
+            self._pages = fresh_pages(4 * num_elements)
             taken = torch.frombuffer(self._pages, dtype=torch.float32)
         return taken
 

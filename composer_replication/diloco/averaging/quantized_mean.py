@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,7 @@ from torch import Tensor
 from torchft.utils import get_stream_context
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
-from composer_replication.diloco.averaging.quantized_buckets import (
-    AllGatherBucket,
-    QuantizedBucket,
-    ReduceScatterBucket,
-)
+from composer_replication.diloco.averaging.quantized_buckets import QuantizedBucket
 from composer_replication.diloco.averaging.weighted_mean import MeanLayout, WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
@@ -49,7 +46,7 @@ class QuantizedMean(WeightedMean):
 
     Each bucket has as many parts as there are groups. A group decodes its part of all others, takes
     the mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in as
-    many bytes whatever the number of groups. Two groups use an all-gather (``AllGatherBucket``).
+    many bytes whatever the number of groups. Two groups use an all-gather (``QuantizedBucket``).
 
     With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
     has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
@@ -66,7 +63,7 @@ class QuantizedMean(WeightedMean):
         super().__init__(*layout)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
-        self._messages: FlatMemory | None = None
+        self._message_memory = FlatMemory(self.device)
         self._taken: Tensor | None = None
         size = self.share.stop - self.share.start
         self.residual = torch.zeros(size, device=self.device)
@@ -83,22 +80,17 @@ class QuantizedMean(WeightedMean):
     def send(self, manager: DiLoCoManager) -> list[Any]:
         groups, rank = manager.num_participants(), manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        bucket_of = AllGatherBucket if groups <= 2 else ReduceScatterBucket
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
         size = min(self.share.bucket, several)
         buckets = [
-            bucket_of(values, groups, rank, self._format) for values in self._own.split(size)
+            QuantizedBucket(values, groups, rank, self._format) for values in self._own.split(size)
         ]
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        memory = self._message_memory(sum(bucket.memory_bytes for bucket in buckets))
+        num_bytes = sum(bucket.memory_bytes for bucket in buckets)
+        self._taken = self._message_memory.take(-(-num_bytes // 4))
+        memory = self._taken.view(torch.uint8)[:num_bytes]
         self._exchange = Exchange(manager, buckets, self.contribution, memory)
         return [self._exchange]
-
-    def _message_memory(self, num_bytes: int) -> Tensor:
-        if self._messages is None or self._messages.num_elements != -(-num_bytes // 4):
-            self._messages = FlatMemory(-(-num_bytes // 4), self.device)
-        self._taken = self._messages.take()
-        return self._taken.view(torch.uint8)[:num_bytes]
 
     def _arrived(self) -> tuple[float, float]:
         assert self._exchange is not None, "it has been sent"
@@ -113,7 +105,7 @@ class QuantizedMean(WeightedMean):
             return super().finish()
         assert self._exchange is not None, "it has been sent"
         exchange, start = self._exchange, 0
-        self.total, self.divisor = exchange.total, 1.0
+        self.total, self.divisor = exchange.buckets[0].total, 1.0
         residual = self.residual if self.contribution else None
         for bucket in exchange.buckets if self.total else ():
             stop = start + bucket.values.numel()
@@ -124,14 +116,13 @@ class QuantizedMean(WeightedMean):
 
     def clear(self) -> None:
         super().clear()
-        self._exchange = None
-        if self._messages is not None and self._taken is not None:
-            self._messages.give_back(self._taken)
-            self._taken = None
+        if self._taken is not None:
+            self._message_memory.give_back(self._taken)
+        self._exchange = self._taken = None
 
     def abandon(self) -> None:
         super().abandon()
-        self._exchange = self._messages = self._taken = None
+        self._exchange = self._taken = None
 
     def gather_residual(self) -> Tensor:
         if self.share.num_ranks == 1:
@@ -153,10 +144,6 @@ class QuantizedMean(WeightedMean):
         parts = self.residual[: sum(self.share.sizes)].split(self.share.sizes)
         for index in tensors:
             parts[index].zero_()
-
-
-class _PeerFailed(Exception):
-    """A message has not arrived. The manager already has the reason."""
 
 
 class Exchange:
@@ -185,61 +172,48 @@ class Exchange:
         self._keeps_error = contribution > 0
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
+        self.square = math.nan
+        """Of the norm of the mean that has arrived from several groups."""
         with torch.no_grad():
             parts = memory.split([bucket.memory_bytes for bucket in buckets])
-            self._works = [
+            works = [
                 bucket.start_first(manager, contribution, part)
                 for bucket, part in zip(buckets, parts, strict=True)
             ]
-        self._following: list[Any] = []
-        self.square = math.nan
-        """Of the norm of the mean that has arrived from several groups."""
         # Without a thread the second messages would start only when training next waits, and the
         # sync would not overlap with it.
-        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(works,), name="exchange", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
-        self._start_all_second()
-        self._wait_for_second()
+    def _run(self, works: list[Any]) -> None:
+        second: list[Any] = []
+        with self._reporting():
+            for bucket in self.buckets:
+                works.pop(0).wait()
+                if self._manager.errored():
+                    break
+                second.append(bucket.start_second(self._manager, self._keeps_error))
+        # A gloo connection stays open while one of its Works exists. If this group has given up,
+        # its peers would wait for its messages until their timeout.
+        works.clear()
+        with self._reporting():
+            for work in filter(None, second):
+                work.wait()
+            if self._manager.num_participants() > 1 and not self._manager.errored():
+                squares = [bucket.mean_square() for bucket in self.buckets]
+                self.square = float(torch.stack(squares).sum())
+        second.clear()
 
-    def _start_all_second(self) -> None:
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A context on this sync's stream, whose errors are reported to the manager."""
         try:
             with torch.no_grad(), get_stream_context(self._stream):
-                for bucket, work in zip(self.buckets, self._works, strict=True):
-                    self._following.append(self._start_second(bucket, work))
-        except _PeerFailed:
-            pass
+                yield
         except Exception as error:
             self._manager.report_error(error)
-        finally:
-            # A gloo connection stays open while one of its Works exists. If this group has given
-            # up, its peers would wait for its messages until their timeout.
-            self._works.clear()
-
-    def _wait_for_second(self) -> None:
-        try:
-            with torch.no_grad(), get_stream_context(self._stream):
-                for work in filter(None, self._following):
-                    work.wait()
-                if self._manager.num_participants() > 1 and not self._manager.errored():
-                    squares = [bucket.mean_square() for bucket in self.buckets]
-                    self.square = float(torch.stack(squares).sum())
-        except Exception as error:
-            self._manager.report_error(error)
-        finally:
-            self._following.clear()
-
-    def _start_second(self, bucket: QuantizedBucket, work: Any) -> Any:
-        work.wait()
-        if self._manager.errored():
-            raise _PeerFailed
-        return bucket.start_second(self._manager, self._keeps_error)
-
-    @property
-    def total(self) -> float:
-        """The sum of all contributions. If it is 0, there is no mean."""
-        return self.buckets[0].total
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the last message. Errors are reported to the manager, not raised."""

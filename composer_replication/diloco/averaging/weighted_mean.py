@@ -90,7 +90,7 @@ class WeightedMean:
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
         self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
         self.messages: list[Tensor] = []
-        self._memory = FlatMemory(share.padded, device)
+        self._memory = FlatMemory(device)
         self._sums: Tensor | None = None
         self._squares: list[Tensor] = []
         """Of the norms of the messages that have arrived."""
@@ -127,7 +127,8 @@ class WeightedMean:
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
         """
-        flat, share = self._memory.take(), self.share
+        share = self.share
+        flat = self._memory.take(share.padded)
         to_send = flat[share.start : share.stop]
         own = to_send[: sum(share.sizes)]
         squares = [torch.zeros((), device=self.device)]
@@ -300,7 +301,7 @@ class WeightedMean:
 
     def touch_memory(self) -> None:
         """Write to the memory of the messages, so that the first ``pack`` has no page faults."""
-        self._memory.give_back(self._memory.take().zero_())
+        self._memory.give_back(self._memory.take(self.share.padded).zero_())
 
     def clear(self) -> None:
         """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""

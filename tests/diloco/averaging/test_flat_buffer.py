@@ -26,21 +26,21 @@ def lazily_free():
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="no MADV_FREE on this system")
 def test_what_is_given_back_is_the_systems_to_take_until_it_is_written_to():
     gc.collect()  # other tests' memory
-    memory, before = FlatMemory(NUM_ELEMENTS, torch.device("cpu")), lazily_free()
-    taken = memory.take().fill_(1.0)
+    memory, before = FlatMemory(torch.device("cpu")), lazily_free()
+    taken = memory.take(NUM_ELEMENTS).fill_(1.0)
     assert lazily_free() - before < 1024
     memory.give_back(taken)
     assert lazily_free() - before == pytest.approx(4 * NUM_ELEMENTS // 1024, abs=4096)
-    again = memory.take()
+    again = memory.take(NUM_ELEMENTS)
     assert again.data_ptr() == taken.data_ptr()
     again.fill_(2.0)
     assert lazily_free() - before < 4096
 
 
 def test_what_has_not_been_given_back_is_left_alone():
-    memory = FlatMemory(1000, torch.device("cpu"))
-    first = memory.take().fill_(1.0)
-    memory.take().fill_(2.0)
+    memory = FlatMemory(torch.device("cpu"))
+    first = memory.take(1000).fill_(1.0)
+    memory.take(1000).fill_(2.0)
     assert (first == 1.0).all()
 
 
