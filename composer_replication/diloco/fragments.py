@@ -9,12 +9,15 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from composer_replication.diloco.block_cuts import cut_at_blocks
 from composer_replication.diloco.settings import DiLoCoSettings
+
+T = TypeVar("T", bound=Tensor)
 
 Parameters = dict[str, nn.Parameter]
 """A fragment: its trainable parameters by name, in the model's order."""
@@ -47,32 +50,34 @@ def split_model(
         ValueError: A parameter is in no fragment or in two, or a fragment is empty. The message
             names it.
     """
-    if not isinstance(model_fragments, nn.Module):
-        return _from_modules(list(model_fragments), num_fragments, fragment_patterns, also_synced)
-    parameters = dict(_trainable(model_fragments, also_synced))
+    modules = [] if isinstance(model_fragments, nn.Module) else list(model_fragments)
+    is_split = not isinstance(model_fragments, nn.Module)
+    if is_split and not modules:
+        raise ValueError("model_fragments=[]: pass the model, or one module per fragment")
+    if is_split and (fragment_patterns is not None or num_fragments not in (1, len(modules))):
+        raise ValueError(
+            f"model_fragments has {len(modules)} modules and is a split already: "
+            "leave num_fragments and fragment_patterns out"
+        )
+    model = whole_model(model_fragments)
+    parameters = dict(_trainable(model, also_synced))
     if not parameters:
         raise ValueError(
             "the model has no trainable parameter: set requires_grad=True on those to train"
         )
+    if is_split:
+        return _by_modules(parameters, modules)
     if fragment_patterns is not None:
         return _by_patterns(parameters, fragment_patterns)
     if num_fragments == 1:
         return [parameters]
-    return cut_at_blocks(model_fragments, parameters, num_fragments)
+    return cut_at_blocks(model, parameters, num_fragments)
 
 
-def split_buffers(model_fragments: nn.Module | Sequence[nn.Module], count: int) -> list[Buffers]:
-    """Return the buffers that are synchronised with each of ``count`` fragments.
-
-    All buffers of a single module are synchronised with the first fragment: they are small, and
-    need not be synchronised together with their blocks.
-    """
-    if isinstance(model_fragments, nn.Module):
-        return [persistent_buffers(model_fragments), *({} for _ in range(count - 1))]
-    return [
-        {f"{index}.{name}": buffer for name, buffer in persistent_buffers(module).items()}
-        for index, module in enumerate(model_fragments)
-    ]
+def whole_model(model_fragments: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model as one module, in which those of a sequence have their index as their name."""
+    is_one = isinstance(model_fragments, nn.Module)
+    return model_fragments if is_one else nn.ModuleList(model_fragments)
 
 
 def split_all(
@@ -82,13 +87,19 @@ def split_all(
 ) -> list[tuple[Parameters, Buffers]]:
     """Return the parameters of each fragment, and the buffers that are synchronised with it.
 
+    All buffers of a single module are synchronised with the first fragment: they are small, and
+    need not be synchronised together with their blocks.
+
     Raises:
         ValueError: See ``split_model``.
     """
     fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
-    if settings.sync_buffers == "none":
-        return [(fragment, {}) for fragment in fragments]
-    return list(zip(fragments, split_buffers(model, len(fragments)), strict=True))
+    synced = persistent_buffers(whole_model(model)) if settings.sync_buffers != "none" else {}
+    if isinstance(model, nn.Module):
+        buffers = [synced, *({} for _ in fragments[1:])]
+    else:
+        buffers = _by_index(synced, len(fragments))
+    return list(zip(fragments, buffers, strict=True))
 
 
 def synced_tensors(
@@ -129,51 +140,34 @@ def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[
         yield name, parameter
 
 
-def _from_modules(
-    modules: list[nn.Module], num_fragments: int, patterns: object, also: Collection[str]
-) -> list[Parameters]:
-    if not modules:
-        raise ValueError("model_fragments=[]: pass the model, or one module per fragment")
-    if patterns is not None or num_fragments not in (1, len(modules)):
-        raise ValueError(
-            f"model_fragments has {len(modules)} modules and is a split already: "
-            "leave num_fragments and fragment_patterns out"
-        )
-    fragments: list[Parameters] = []
-    owner_of: dict[int, tuple[int, set[int]]] = {}
+def _by_index(tensors: Mapping[str, T], count: int) -> list[dict[str, T]]:
+    """Divide the tensors of a ``whole_model`` of several modules by the module."""
+    parts: list[dict[str, T]] = [{} for _ in range(count)]
+    for name, tensor in tensors.items():
+        parts[int(name.partition(".")[0])][name] = tensor
+    return parts
+
+
+def _by_modules(parameters: Parameters, modules: Sequence[nn.Module]) -> list[Parameters]:
+    # The same submodule twice is an overlap. A weight under two submodules is tied, and belongs to
+    # the first fragment that contains it.
+    homes: dict[nn.Module, int] = {}
     for index, module in enumerate(modules):
-        owners = _owners(module)
-        fragment: Parameters = {}
-        own = f"{index}."
-        own_also = {name.removeprefix(own) for name in also if name.startswith(own)}
-        for name, parameter in _trainable(module, own_also):
-            identity = id(parameter)
-            if identity not in owner_of:
-                owner_of[identity] = (index, owners[identity])
-                fragment[f"{index}.{name}"] = parameter
-            elif owner_of[identity][1] & owners[identity]:
-                # The same submodule twice is an overlap. A weight under two submodules is tied, and
-                # belongs to the first fragment that contains it.
+        for path, submodule in module.named_modules():
+            own = [n for n, p in submodule.named_parameters(path, recurse=False) if p.requires_grad]
+            if own and homes.setdefault(submodule, index) != index:
                 raise ValueError(
-                    f"parameter {name} is in model_fragments[{owner_of[identity][0]}] and "
+                    f"parameter {own[0]} is in model_fragments[{homes[submodule]}] and "
                     f"[{index}]: every parameter belongs to one fragment"
                 )
+    fragments = _by_index(parameters, len(modules))
+    for index, (fragment, module) in enumerate(zip(fragments, modules, strict=True)):
         if not fragment:
             raise ValueError(
                 f"model_fragments[{index}] ({type(module).__name__}) has no trainable parameter "
                 "of its own: leave it out"
             )
-        fragments.append(fragment)
     return fragments
-
-
-def _owners(module: nn.Module) -> dict[int, set[int]]:
-    """Return the modules that hold each parameter directly."""
-    owners: dict[int, set[int]] = {}
-    for submodule in module.modules():
-        for parameter in submodule.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(submodule))
-    return owners
 
 
 def _by_patterns(
@@ -269,8 +263,7 @@ class WatchedModel:
         model_fragments: nn.Module | Sequence[nn.Module],
         fragments: Sequence[Mapping[str, Tensor]],
     ) -> None:
-        is_one = isinstance(model_fragments, nn.Module)
-        whole = model_fragments if is_one else nn.ModuleList(model_fragments)
+        whole = whole_model(model_fragments)
         synced = {id(tensor) for fragment in fragments for tensor in fragment.values()}
         self._left_out = [(name, p) for name, p in whole.named_parameters() if id(p) not in synced]
         buffers = ((m, key, b) for m in whole.modules() for key, b in m._buffers.items())

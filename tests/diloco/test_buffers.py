@@ -8,8 +8,9 @@ from common import Constant, batch, plain_sgd, take_step
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.fragments import split_buffers
+from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_state import digest_of
+from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 
@@ -148,7 +149,8 @@ def test_groups_of_which_one_averages_buffers_and_one_does_not_do_not_start():
 
 
 def test_buffers_of_modules_given_one_by_one_go_with_theirs():
-    names = [list(buffers) for buffers in split_buffers([WithBuffers(), nn.BatchNorm1d(2)], 2)]
+    split = split_all([WithBuffers(), nn.BatchNorm1d(2)], DiLoCoSettings(num_fragments=2))
+    names = [list(buffers) for _, buffers in split]
     assert names[0] == [
         f"0.{name}" for name in ("mean", "low", "constant", "causal", "count", "mask")
     ]
