@@ -261,7 +261,7 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     A rank that has just seen a peer die is already at the vote, while the other ranks come here. In
     a collective they would wait for that rank.
     """
-    mean = WeightedMean(*fragment.layout)
+    mean = WeightedMean(fragment.mean.share, fragment.device, fragment.mean.gathers)
     averaged, _ = fragment.globals.divide(fragment.local())
     local = (mean.share.own(averaged),)
     mean.pack(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)

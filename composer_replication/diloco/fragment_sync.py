@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import make_mean
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, MeanLayout
+from composer_replication.diloco.averaging.weighted_mean import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import SyncClock
@@ -94,13 +94,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._local = [*global_parameters.local_tensors.values()]
         model_device = local_tensor(self._local[0]).device
         self.device = message_device or model_device
-        self.layout = MeanLayout(
+        self.mean = make_mean(
             global_parameters.share,
             self.device,
-            global_parameters.shards,
-            gathers=not global_parameters.is_shared,  # else theta, once it has moved
+            not global_parameters.is_shared,  # else theta is gathered, once it has moved
+            settings.wire_format,
         )
-        self.mean = make_mean(self.layout, settings.wire_format)
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
             self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator

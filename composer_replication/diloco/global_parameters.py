@@ -6,17 +6,17 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
 from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
 from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
-from composer_replication.diloco.outer_step import ChunkedDescent, is_plain_sgd
+from composer_replication.diloco.outer_step import SGDStep, is_plain_sgd
 from composer_replication.diloco.shards import Shards, local_tensor
 
 
@@ -35,8 +35,12 @@ class GlobalParameters:
         backup_device: Where they and the optimizer's state live.
         buffers: Buffers that are synchronised with them: those that have a mean become the mean,
             the others are ``copied``.
-        shards: Of the model, if the ranks of the group hold such.
-        share: Gives this rank's share of the tensors, from their sizes. None: it holds all.
+        shards_of: Gives what this rank has of the tensors.
+
+    Attributes:
+        share: What this rank averages with other groups.
+        shards: What it holds of the global parameters.
+        flat: All that it holds, one after the other, fp32. ``theta`` has the views.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
@@ -49,31 +53,25 @@ class GlobalParameters:
         outer_optimizer: OuterOptimizer,
         backup_device: torch.device,
         buffers: Buffers | None = None,
-        shards: Shards | None = None,
-        share: Callable[[list[int]], RankShare] = RankShare,
+        shards_of: Callable[[Iterable[Tensor]], Shards] = Shards,
     ) -> None:
         averaged = {name: t for name, t in (buffers or {}).items() if has_mean(t)}
         self.local: dict[str, Tensor] = {**parameters, **averaged}
         others = {name: t for name, t in (buffers or {}).items() if name not in averaged}
         self.copied = CopiedBuffers(others)
-        self.shards = shards or Shards()
-        # Pinned, copies to an accelerator run beside its kernels.
-        pin = backup_device.type == "cpu" and torch.accelerator.is_available()
         held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
-        self.share = share([tensor.numel() for tensor in held.values()])
-        self.is_shared = self.share.num_ranks > 1 and _is_elementwise(outer_optimizer, parameters)
-        """Whether ``theta`` has this rank's part of each tensor, 1-D, and not all of it."""
-        self.flat = torch.empty(
-            sum(self._sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
-        )
-        """All of them, one after the other. ``theta`` has the views."""
+        self.share = self.shards = shards_of(self.local.values())
+        if self.share.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
+            self.shards = Shards(held.values())
+        # Pinned, copies to an accelerator run beside its kernels.
+        pin = backup_device.type == "cpu" and torch.accelerator.is_available()
+        size, memory = sum(self.shards.sizes), {"device": backup_device, "pin_memory": pin}
+        self.flat = torch.empty(size, dtype=torch.float32, **memory)
         with torch.no_grad():
-            own = self.share.own(held.values()) if self.is_shared else held.values()
-            self.theta = {
-                name: nn.Parameter(view.copy_(part))
-                for name, part, view in zip(held, own, self.views(self.flat), strict=True)
-            }
+            pairs = zip(self.views(self.flat), self.shards.own(held.values()), strict=True)
+            views = [nn.Parameter(view.copy_(part.view(view.shape))) for view, part in pairs]
+        self.theta = dict(zip(held, views, strict=True))
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
         """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
@@ -93,6 +91,8 @@ class GlobalParameters:
                 "was given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
             )
 
+    # ---- the outer step --------------------------------------------------------------------------
+
     @torch.no_grad()
     def take_outer_step(
         self, mean: WeightedMean, alpha: float = 0.0, *, replaces: bool = False
@@ -109,21 +109,20 @@ class GlobalParameters:
             alpha: See ``write_back``.
             replaces: Whether all tensors take theirs at once, since an average is to be global.
         """
-        theta = list(self.theta.values())
         taken = self.theta if replaces else self._buffers
         plain = {index for index, name in enumerate(self.theta) if name in taken}
-        held = self._unmoved(mean) - plain
-        for index in plain | held:
-            if self.optimizer.state.pop(theta[index], None):
+        unmoved = self._unmoved(mean) - plain
+        for index, theta in enumerate(self.theta.values()):
+            if index in plain | unmoved and self.optimizer.state.pop(theta, None):
                 self._momentum_norm = None
         is_plain = is_plain_sgd(self.optimizer)
         decay = float(self.optimizer.param_groups[0]["momentum"]) if is_plain else 0.0
-        before = (self._momentum_norm or self._compute_momentum_norm()) if decay else 0.0
+        before = self._own_momentum_norm() if decay else 0.0
         if mean.device.type == self.flat.device.type == "cpu" and is_plain:
-            norms = self._descend(mean, plain, held, alpha)
+            norms = self._descend(mean, plain, unmoved, alpha)
             is_written_back = not self.is_shared  # each chunk at once
         else:
-            norms = self._step(mean, plain, held)
+            norms = self._step(mean, plain, unmoved)
             is_written_back = False
         self._step_norms = norms._replace(momentum_before=before, decay=decay)
         if not is_written_back:
@@ -136,129 +135,69 @@ class GlobalParameters:
             parts = torch.tensor(moved, dtype=torch.float64)
         else:  # asked once for all tensors, since an accelerator is waited for
             parts = torch.stack([each.any() for each in mean.sums()]).double()
-        if self.is_shared:
-            parts = self.share.sum(parts)
-        parts = self.shards.sum(parts)
-        return {index for index, part in enumerate(parts.tolist()) if not part}
+        parts = self.shards.sum(parts).tolist()
+        return {index for index, part in enumerate(parts) if not part}
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
         parameters = enumerate(self.local.items())
         return [i for i, (name, t) in parameters if not (t.requires_grad or name in self._buffers)]
 
-    def _step(self, mean: WeightedMean, plain: Collection[int], held: Collection[int]) -> StepNorms:
+    def _descend(
+        self, mean: WeightedMean, plain: Collection[int], unmoved: Collection[int], alpha: float
+    ) -> StepNorms:
+        """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
+        step, frozen = SGDStep(self.optimizer, mean.divisor), set(self.frozen())
+        momenta, stepped, still = ([torch.zeros(())] for _ in range(3))  # squares of norms
+        for index, (theta, parameter, sums) in enumerate(
+            zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
+        ):
+            is_stepped = index not in plain and index not in unmoved
+            chunk, into, local = CHUNK, (), local_tensor(parameter)
+            if not self.is_shared and local.is_contiguous():
+                into = chunks_of(local.view(-1), chunk)
+            elif not self.is_shared:  # scattered, and written back at once
+                chunk, into = max(1, theta.numel()), (local,)
+            flats = [theta.detach().view(-1), sums]
+            if is_stepped and step.momentum:
+                flats.append(self._momentum_of(index, theta).view(-1))
+            parts = zip(*(chunks_of(each, chunk) for each in flats), strict=True)
+            for own, (part, total, *momentum) in itertools.zip_longest(into, parts):
+                square = self.shards.own_part(torch.dot(total, total), index)
+                (stepped if is_stepped else still).append(square)
+                if is_stepped:
+                    step.move(part, total, *momentum)
+                elif index in plain:
+                    part.sub_(total.div_(mean.divisor))
+                momenta += (self.shards.own_part(torch.dot(m, m), index) for m in momentum)
+                if own is not None:
+                    _mix(own, part.view(own.shape), 0.0 if index in frozen else alpha)
+        self._momentum_norm = _root(momenta) if step.momentum else None
+        return StepNorms.of_parts(_root(stepped) / mean.divisor, _root(still) / mean.divisor)
+
+    def _step(
+        self, mean: WeightedMean, plain: Collection[int], unmoved: Collection[int]
+    ) -> StepNorms:
         """Give the mean to the outer optimizer as gradients, and let it step.
 
         For outer optimizers and devices that ``_descend`` does not handle.
         """
-        stepped, still = [torch.zeros((), device=mean.device)], []
-        for index, (parameter, delta) in enumerate(
+        stepped, still = ([torch.zeros((), device=mean.device)] for _ in range(2))
+        for index, (theta, delta) in enumerate(
             zip(self.theta.values(), mean.unpack(), strict=True)
         ):
             square = self.shards.own_part(torch.dot(delta, delta), index)
-            (still if index in plain or index in held else stepped).append(square)
+            (still if index in plain or index in unmoved else stepped).append(square)
             if index in plain:
-                parameter.sub_(delta.view(parameter.shape).to(parameter.device))
-            elif index not in held:
-                parameter.grad = torch.empty_like(parameter).copy_(delta.view(parameter.shape))
+                theta.sub_(delta.view(theta.shape).to(theta.device))
+            elif index not in unmoved:
+                theta.grad = torch.empty_like(theta).copy_(delta.view(theta.shape))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
         return StepNorms.of_parts(_root(stepped), _root(still))
 
-    def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
-        """All of each tensor, in the memory of a mean that is used up."""
-        mean.flat[self.share.start :][: self.flat.numel()] = self.flat
-        self.share.gather(mean.flat)
-        sizes = self.share.whole_sizes
-        parts = mean.flat[: sum(sizes)].split(sizes)
-        return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
-
-    def _descend(
-        self, mean: WeightedMean, plain: Collection[int], held: Collection[int], alpha: float
-    ) -> StepNorms:
-        """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
-        descent, divisor = ChunkedDescent(self.optimizer, self._momentum), mean.divisor
-        nothing, frozen = torch.zeros(()), set(self.frozen())
-        squares, stepped, still = [nothing], [nothing], [nothing]
-        for index, (theta, parameter, sums) in enumerate(
-            zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
-        ):
-            local = None if self.is_shared else local_tensor(parameter)
-            # A tensor whose elements do not lie one after the other is written back at once.
-            is_cut = local is None or local.is_contiguous()
-            chunk = CHUNK if is_cut else max(1, theta.numel())
-            kept = 0.0 if index in frozen else alpha
-            if index in plain or index in held:
-                square = torch.dot(sums, sums) / divisor**2
-                still.append(self.shards.own_part(square, index))
-                if index in plain:
-                    theta.view(-1).sub_(sums.div_(divisor))
-                chunks = chunks_of(theta.detach().view(-1), chunk)
-                moved = ((each, each[:0], nothing) for each in chunks)
-            else:
-                moved = descent.steps(theta, index, sums, divisor, chunk)
-            if local is None:
-                parts = ()
-            else:
-                parts = chunks_of(local.view(-1), chunk) if is_cut else (local,)
-            for part, (global_part, momentum, square) in itertools.zip_longest(parts, moved):
-                squares.append(self.shards.own_part(torch.dot(momentum, momentum), index))
-                stepped.append(self.shards.own_part(square / divisor**2, index))
-                if part is not None:
-                    _mix(part, global_part.view(part.shape), kept)
-        self._momentum_norm = _root(squares)
-        return StepNorms.of_parts(_root(stepped), _root(still))
-
-    @property
-    def _sizes(self) -> list[int]:
-        return self.share.sizes if self.is_shared else self.share.whole_sizes
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
-        parts = flat.split(self._sizes)
-        if self.is_shared:
-            return list(parts)
-        return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
-
-    def own_parts(self) -> Iterator[Tensor]:
-        """This rank's part of each global parameter, 1-D."""
-        theta = [parameter.detach() for parameter in self.theta.values()]
-        return iter(theta) if self.is_shared else self.share.own(theta)
-
-    def whole(self, name: str, part: Tensor | None = None) -> Tensor:
-        """All of a global tensor: itself, or gathered by a collective if it is shared.
-
-        Args:
-            name: Of the parameter or buffer.
-            part: What this rank has of another tensor like it, to be gathered instead.
-        """
-        if name in self.copied.values:
-            return self.copied.values[name]
-        own = self.theta[name].detach() if part is None else part
-        if not self.is_shared:
-            return own
-        return self.share.whole(list(self.theta).index(name), own).view(self.shapes[name])
-
-    def level_buffers(self) -> None:
-        """Give all ranks of the group the same buffers."""
-        names = self._buffers | self.copied.live.keys()
-        ranks = self.share if self.share.num_ranks > 1 else self.shards
-        ranks.level([t for name, t in self.local_tensors.items() if name in names])
-
-    def divide(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Divide a list in the order of ``tensors`` into what is averaged, and what is copied."""
-        return tensors[: len(self.theta)], tensors[len(self.theta) :]
-
-    @property
-    def local_tensors(self) -> dict[str, Tensor]:
-        """The model's tensors that are synchronised, in the order of ``tensors``."""
-        return {**self.local, **self.copied.live}
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that is global, by name: this rank's part of ``theta``, and the copied buffers."""
-        return {**self.theta, **self.copied.values}
+    # ---- the way back into the model -------------------------------------------------------------
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
@@ -275,34 +214,116 @@ class GlobalParameters:
         for index, (parameter, theta) in enumerate(pairs):
             _mix(local_tensor(parameter), theta, 0.0 if index in frozen else alpha)
 
-    def keep_own_state(self) -> None:
-        """Copy what the optimizer has loaded, which may be a part of all that a peer sent."""
+    def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
+        """All of each tensor, in the memory of a mean that is used up."""
+        mean.flat[self.share.start :][: self.flat.numel()] = self.flat
+        self.share.gather(mean.flat)
+        sizes = self.share.whole_sizes
+        parts = mean.flat[: sum(sizes)].split(sizes)
+        return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
+
+    # ---- by name, and by rank --------------------------------------------------------------------
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ``theta`` has this rank's part of each tensor, 1-D, and not all of it."""
+        return self.shards.num_shares > 1
+
+    @property
+    def local_tensors(self) -> dict[str, Tensor]:
+        """The model's tensors that are synchronised, in the order of ``tensors``."""
+        return {**self.local, **self.copied.live}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is global, by name: this rank's part of ``theta``, and the copied buffers."""
+        return {**self.theta, **self.copied.values}
+
+    def divide(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Divide a list in the order of ``tensors`` into what is averaged, and what is copied."""
+        return tensors[: len(self.theta)], tensors[len(self.theta) :]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
+        parts = flat.split(self.shards.sizes)
+        if self.is_shared:
+            return list(parts)
+        return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
+
+    def own_parts(self) -> Iterator[Tensor]:
+        """This rank's share of each global parameter, 1-D."""
+        theta = (parameter.detach() for parameter in self.theta.values())
+        return theta if self.is_shared else self.share.own(theta)
+
+    def whole(self, name: str, part: Tensor | None = None) -> Tensor:
+        """All of a global tensor: itself, or gathered by a collective if it is shared.
+
+        Args:
+            name: Of the parameter or buffer.
+            part: What this rank has of another tensor like it, to be gathered instead.
+        """
+        if name in self.copied.values:
+            return self.copied.values[name]
+        own = self.theta[name].detach() if part is None else part
+        if not self.is_shared:
+            return own
+        return self.shards.whole(list(self.theta).index(name), own).view(self.shapes[name])
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether the group has several ranks, which share or shard the model or hold copies."""
+        return self.share.has_ranks
+
+    def level_buffers(self) -> None:
+        """Give all ranks of the group the same buffers."""
+        names = self._buffers | self.copied.live.keys()
+        self.share.level([t for name, t in self.local_tensors.items() if name in names])
+
+    def mean_over_ranks(self, *values: float) -> list[float]:
+        """The means of numbers over the ranks of the group: a collective, if there are several."""
+        sums = self.share.sum(torch.tensor([*values, 1.0], dtype=torch.float64))
+        *totals, count = sums.tolist()
+        return [total / count for total in totals]
+
+    # ---- the outer optimizer's state -------------------------------------------------------------
+
+    @functools.cached_property
+    def momenta(self) -> list[Tensor]:
+        """Where the momentum of each tensor is kept: in one buffer, as the tensors are."""
+        return self.views(torch.empty_like(self.flat, pin_memory=False))
+
+    def _momentum_of(self, index: int, theta: nn.Parameter) -> Tensor:
+        state = self.optimizer.state[theta]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = self.momenta[index].zero_()
+        return state["momentum_buffer"]
+
+    def move_to(self, flat: Tensor, momentum: Tensor) -> None:
+        """Continue in other memory, with the numbers that are in it.
+
+        Args:
+            flat: Becomes ``flat``.
+            momentum: The same for the outer momentum.
+        """
+        self.flat, self.momenta = flat, self.views(momentum)
+        for parameter, view in zip(self.theta.values(), self.views(flat), strict=True):
+            parameter.data = view
+
+    def load_optimizer(self, state_dict: dict[str, Any]) -> None:
+        """Load what the optimizer of another group has returned, of which nothing is kept.
+
+        The momentum is in ``momenta`` already: what a peer has sent may be in memory that is
+        written again.
+        """
+        self.optimizer.load_state_dict(state_dict)
         self._momentum_norm = None
         for index, theta in enumerate(self.theta.values()):
             state = self.optimizer.state.get(theta, {})
             for key, value in state.items():
                 if key == "momentum_buffer" and value is not None:
-                    state[key] = copy_into(self._momentum[index], value)
+                    state[key] = self.momenta[index]
                 elif isinstance(value, Tensor):
                     state[key] = value.clone()
-
-    @functools.cached_property
-    def _momentum(self) -> list[Tensor]:
-        """Where the momentum of each tensor is kept: in one buffer, as the tensors are."""
-        return self.views(torch.empty_like(self.flat, pin_memory=False))
-
-    def move_to(self, flat: Tensor, momentum: Tensor | None) -> None:
-        """Continue in other memory, with the numbers that are in it.
-
-        Args:
-            flat: Becomes ``flat``.
-            momentum: The same for the outer momentum; None leaves that where it is.
-        """
-        self.flat = flat
-        for parameter, view in zip(self.theta.values(), self.views(flat), strict=True):
-            parameter.data = view
-        if momentum is not None:
-            self._momentum = self.views(momentum)
 
     def follow(self, lr: float, momentum: float, nesterov: bool) -> None:
         """Take the next outer steps with these numbers, as a row of the schedule says.
@@ -320,39 +341,22 @@ class GlobalParameters:
 
         Over all shards or shares of the group, if it has such; then a collective of its ranks.
         """
+        *own, decay = self._step_norms._replace(momentum=self._own_momentum_norm())
+        return StepNorms._make([*self.shards.norms(own), decay])
+
+    def _own_momentum_norm(self) -> float:
         if self._momentum_norm is None:
-            self._momentum_norm = self._compute_momentum_norm()
-        *own, decay = self._step_norms._replace(momentum=self._momentum_norm)
-        norms = self.share.norms(own) if self.is_shared else self.shards.norms(own)
-        return StepNorms._make([*norms, decay])
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether the group has several ranks, which share or shard the model or hold copies."""
-        return self.share.num_ranks > 1 or self.shards.are_held
-
-    def mean_over_ranks(self, *values: float) -> list[float]:
-        """The means of numbers over the ranks of the group: a collective, if there are several."""
-        parts = self.share if self.share.num_ranks > 1 else self.shards
-        *totals, count = parts.sum(torch.tensor([*values, 1.0], dtype=torch.float64)).tolist()
-        return [total / count for total in totals]
-
-    def _compute_momentum_norm(self) -> float:
-        squares = []
-        for index, theta in enumerate(self.theta.values()):
-            buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-            if buffer is not None:
-                squares.append(self.shards.own_part(buffer.norm().square(), index))
-        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-
-
-def copy_into(own: Tensor, value: Tensor) -> Tensor:
-    """``own``, with the numbers of a tensor that may be in its memory already."""
-    return own if value.data_ptr() == own.data_ptr() else own.copy_(value)
+            squares = [torch.zeros((), device=self.flat.device)]
+            for index, theta in enumerate(self.theta.values()):
+                buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+                if buffer is not None:
+                    squares.append(self.shards.own_part(buffer.norm().square(), index))
+            self._momentum_norm = _root(squares)
+        return self._momentum_norm
 
 
 def _root(squares: list[Tensor]) -> float:
-    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+    return math.sqrt(float(torch.stack(squares).sum()))
 
 
 def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:

@@ -20,6 +20,7 @@ from composer_replication.diloco.outer_state import (
     gather,
     load_outer_state,
     outer_state,
+    stage,
 )
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.settings import DiLoCoSettings
@@ -190,12 +191,12 @@ class GlobalState:
         why if that group has other ranks, and ``take_over`` if it has another model.
         """
         self.forget_staged()  # before there is another one
+        saved = state_dict["fragments"]
         try:
-            pairs = zip(self._fragments, state_dict["fragments"], strict=True)
-            staged = [Staged.of(fragment, saved) for fragment, saved in pairs]
+            staged = [stage(*pair) for pair in zip(self._fragments, saved, strict=True)]
         except ValueError:
             return
-        self._staged = state_dict, staged, [digest_of(each.state["theta"]) for each in staged]
+        self._staged = state_dict, staged, [digest_of(each["theta"]) for each in saved]
 
     def forget_staged(self) -> None:
         """Give up what ``stage`` has prepared, and its memory."""
@@ -241,12 +242,11 @@ class GlobalState:
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
         staged_from, staged, _ = self._staged
-        if staged_from is state_dict:
-            for fragment, own in zip(self._fragments, staged, strict=True):
-                own.become_own(fragment)
-        else:
-            for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
-                load_outer_state(fragment, saved, keeps_hyperparameters=keeps_hyperparameters)
+        memory = staged if staged_from is state_dict else [None] * len(self._fragments)
+        for fragment, saved, own in zip(
+            self._fragments, state_dict["fragments"], memory, strict=True
+        ):
+            load_outer_state(fragment, saved, own, keeps_hyperparameters=keeps_hyperparameters)
         self.outer_step = state_dict["outer_step"]
         self.ledger.load_rows(state_dict["ledger"])
 

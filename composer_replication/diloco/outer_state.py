@@ -6,15 +6,14 @@ number of ranks may change until a resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from composer_replication.diloco.global_parameters import GlobalParameters, copy_into
+from composer_replication.diloco.global_parameters import GlobalParameters
 
 
 def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str, Any]:
@@ -30,78 +29,76 @@ def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str,
         return tree_map_only(Tensor, take, state)
 
 
-@dataclass(frozen=True)
-class Staged:
-    """What another group sent of a fragment, in memory that can become the fragment's own.
+class Staged(NamedTuple):
+    """Memory with what another group sent of a fragment, that can become the fragment's own.
 
     A joiner copies it there before the quorum in which all groups wait for its heal.
 
     Attributes:
-        state: What ``outer_state`` gave there, with the tensors of this memory.
         flat: That of the global parameters; see ``GlobalParameters.flat``.
-        momentum: That of the outer momentum, like ``flat``; None if there is none.
+        momentum: That of the outer momentum, like ``flat``.
     """
 
-    state: Mapping[str, Any]
     flat: Tensor
-    momentum: Tensor | None
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
-        """Copy a state.
-
-        Raises:
-            ValueError: A tensor is missing or has another shape or dtype.
-        """
-        _check(state, globals_.tensors)
-        flat = torch.empty_like(globals_.flat, pin_memory=globals_.flat.is_pinned())
-        views = zip(globals_.theta, globals_.views(flat), strict=True)
-        theta = {name: view.copy_(state["theta"][name]) for name, view in views}
-        theta |= {name: state["theta"][name] for name in globals_.copied.values}
-        optimizer, momentum = state["optimizer"], None
-        if any("momentum_buffer" in own for own in optimizer["state"].values()):
-            momentum = torch.empty_like(flat, pin_memory=False)
-            buffers = globals_.views(momentum)
-            own_state = {
-                index: {
-                    key: buffers[index].copy_(value) if key == "momentum_buffer" else value
-                    for key, value in own.items()
-                }
-                for index, own in optimizer["state"].items()
-            }
-            optimizer = {**optimizer, "state": own_state}
-        return cls({**state, "theta": theta, "optimizer": optimizer}, flat, momentum)
-
-    def become_own(self, globals_: GlobalParameters) -> None:
-        """Have the fragment continue in this memory, from this state."""
-        globals_.move_to(self.flat, self.momentum)
-        load_outer_state(globals_, self.state)
+    momentum: Tensor
 
 
-@torch.no_grad()
+def stage(globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
+    """Copy what ``outer_state`` gave in another group.
+
+    Raises:
+        ValueError: A tensor is missing or has another shape or dtype.
+    """
+    _check(state, globals_.tensors)
+    flat = torch.empty_like(globals_.flat, pin_memory=globals_.flat.is_pinned())
+    momentum = torch.empty_like(flat, pin_memory=False)
+    _copy(state, globals_, globals_.views(flat), globals_.views(momentum))
+    return Staged(flat, momentum)
+
+
 def load_outer_state(
-    globals_: GlobalParameters, state: Mapping[str, Any], *, keeps_hyperparameters: bool = False
+    globals_: GlobalParameters,
+    state: Mapping[str, Any],
+    staged: Staged | None = None,
+    *,
+    keeps_hyperparameters: bool = False,
 ) -> None:
     """Take over what ``outer_state`` gave, here or in another group.
 
     Args:
         globals_: Of the same fragment.
         state: What it gave.
+        staged: What ``stage`` has made of it, in whose memory the fragment continues.
         keeps_hyperparameters: Keep this optimizer's own learning rate, momentum, ...
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
     """
     _check(state, globals_.tensors)
-    for name, tensor in globals_.tensors.items():
-        copy_into(tensor, state["theta"][name])
-    optimizer = globals_.optimizer
-    theirs = optimizer.state_dict() if keeps_hyperparameters else state["optimizer"]
-    optimizer.load_state_dict(
+    if staged is None:
+        _copy(state, globals_, globals_.theta.values(), globals_.momenta)
+    else:
+        globals_.move_to(*staged)
+    for name, value in globals_.copied.values.items():
+        value.copy_(state["theta"][name])
+    theirs = globals_.optimizer.state_dict() if keeps_hyperparameters else state["optimizer"]
+    globals_.load_optimizer(
         {"state": state["optimizer"]["state"], "param_groups": theirs["param_groups"]}
     )
-    globals_.keep_own_state()
+
+
+@torch.no_grad()
+def _copy(
+    state: Mapping[str, Any],
+    globals_: GlobalParameters,
+    theta: Iterable[Tensor],
+    momenta: Sequence[Tensor],
+) -> None:
+    for name, own in zip(globals_.theta, theta, strict=True):
+        own.copy_(state["theta"][name])
+    for index, values in state["optimizer"]["state"].items():
+        if values.get("momentum_buffer") is not None:
+            momenta[index].copy_(values["momentum_buffer"])
 
 
 def gather(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +116,7 @@ def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
     if globals_.is_shared:
         whole = {name: torch.empty(s, device="meta") for name, s in globals_.shapes.items()}
         _check(state, whole | globals_.copied.values)
-    return _each_tensor(globals_, state, lambda n, t: globals_.share.part_of(index[n], t))
+    return _each_tensor(globals_, state, lambda n, t: globals_.shards.part_of(index[n], t))
 
 
 def _each_tensor(

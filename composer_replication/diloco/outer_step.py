@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
-from torch import Tensor, nn
-
-from composer_replication.diloco.averaging.weighted_mean import chunks_of
+from torch import Tensor
 
 LANES = 16
 """The widest vector of fp32 that torch computes in: torch's fused step rounds what is left over
@@ -22,7 +18,7 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     return not any(group[name] for name in ("weight_decay", "dampening", "maximize"))
 
 
-class ChunkedDescent:
+class SGDStep:
     """An outer step of ``torch.optim.SGD``.
 
     It does to each element what torch does, in the same order, and so gets the same bits; a test
@@ -32,66 +28,32 @@ class ChunkedDescent:
     cache.
 
     Args:
-        optimizer: See ``is_plain_sgd``. Its state is used and kept, so that it may be saved.
-        momentum: Where the momentum of each tensor goes that has none yet, fp32, in its shape.
+        optimizer: See ``is_plain_sgd``.
+        divisor: What the sums are divided by to be the mean pseudo-gradient.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, momentum: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, divisor: float) -> None:
         (group,) = optimizer.param_groups
-        self._lr, self._momentum = float(group["lr"]), float(group["momentum"])
-        self._nesterov = group["nesterov"]
-        self._state = optimizer.state
-        self._memory = momentum
-        self._divisor = torch.tensor(1.0)
+        self._lr, self.momentum = float(group["lr"]), float(group["momentum"])
+        self._nesterov, self._divisor = group["nesterov"], torch.tensor(divisor)
 
-    def steps(
-        self, theta: nn.Parameter, index: int, sums: Tensor, divisor: float, chunk: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Move one tensor, chunk by chunk; each is given when it has moved, with its momentum.
-
-        The third is the square of the chunk's sums, which are then in cache for the step.
+    def move(self, theta: Tensor, sums: Tensor, momentum: Tensor | None = None) -> None:
+        """Move a chunk of the global parameters.
 
         Args:
-            theta: Global parameters, fp32 and contiguous.
-            index: Which of the fragment's.
-            sums: Of pseudo-gradients, 1-D; used up.
-            divisor: What they are divided by to be the mean.
-            chunk: How many elements at a time.
+            theta: fp32, 1-D.
+            sums: Of pseudo-gradients; used up.
+            momentum: 0 before the first step; None if the optimizer has none.
         """
-        self._divisor = torch.tensor(divisor)
-        flat = theta.detach().view(-1)
-        if not self._momentum:
-            for part, total in zip(chunks_of(flat, chunk), chunks_of(sums, chunk), strict=True):
-                square = torch.dot(total, total)
-                yield part.add_(total.div_(self._divisor), alpha=-self._lr), part[:0], square
-            return
-        state = self._state[theta]
-        is_first = state.get("momentum_buffer") is None
-        if is_first:
-            state["momentum_buffer"] = self._memory[index]
-        momenta = state["momentum_buffer"].view(-1)
-        parts = (chunks_of(each, chunk) for each in (flat, sums, momenta))
-        for part, total, momentum in zip(*parts, strict=True):
-            square = torch.dot(total, total)
-            self._move(part, total, momentum, is_first)
-            yield part, momentum, square
-
-    def _move(self, theta: Tensor, sums: Tensor, momentum: Tensor, is_first: bool) -> None:
-        fused = 0 if is_first else sums.numel() // LANES * LANES
-        rest = sums.numel() - fused
-        if rest:
-            self._by_parts(
-                theta[fused:], sums[fused:].div_(self._divisor), momentum[fused:], is_first
-            )
-            theta, sums, momentum = theta[:fused], sums[:fused], momentum[:fused]
-        if fused:
+        fused = 0
+        if momentum is not None and (fused := sums.numel() // LANES * LANES):
             # What torch.optim.SGD(fused=True) calls, whose own way there takes six times as long.
             torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
-                [theta],
-                [sums],
-                [momentum],
+                [theta[:fused]],
+                [sums[:fused]],
+                [momentum[:fused]],
                 weight_decay=0.0,
-                momentum=self._momentum,
+                momentum=self.momentum,
                 lr=self._lr,
                 dampening=0.0,
                 nesterov=self._nesterov,
@@ -99,11 +61,10 @@ class ChunkedDescent:
                 is_first_step=False,
                 grad_scale=self._divisor,  # it divides by that
             )
-
-    def _by_parts(self, theta: Tensor, delta: Tensor, momentum: Tensor, is_first: bool) -> None:
-        if is_first:
-            momentum.copy_(delta)
-        else:
-            momentum.mul_(self._momentum).add_(delta)
-        move = delta.add_(momentum, alpha=self._momentum) if self._nesterov else momentum
-        theta.add_(move, alpha=-self._lr)
+        if fused == sums.numel():
+            return
+        move = sums[fused:].div_(self._divisor)
+        if momentum is not None:
+            momentum = momentum[fused:].mul_(self.momentum).add_(move)
+            move = move.add_(momentum, alpha=self.momentum) if self._nesterov else momentum
+        theta[fused:].add_(move, alpha=-self._lr)

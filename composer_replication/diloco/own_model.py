@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
-from composer_replication.diloco.averaging.rank_shares import HostRanks, RankShare
-from composer_replication.diloco.copied_buffers import has_mean
 from composer_replication.diloco.fragments import check_trained_by, split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
 from composer_replication.diloco.peer_row import ROW
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.shards import Shards, count_shards, local_tensor
+from composer_replication.diloco.shards import HostRanks, Shards, count_shards
 
 log = logging.getLogger(__name__)
 
@@ -74,25 +72,19 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     fragments = [parameters for parameters, _ in split]
     check_trained_by(fragments, arguments.inner_optimizer)
     log_sizes([parameters | buffers for parameters, buffers in split])
-    ranks, sharded_over = arguments.ranks, None
-    num_shards = max(count_shards(p) for fragment in fragments for p in fragment.values())
-    if num_shards > 1:  # each rank holds a part already
-        sharded_over, ranks = ranks or torch.distributed.group.WORLD, None
-    share = partial(
-        RankShare,
+    ranks = arguments.ranks
+    are_held = any(count_shards(p) > 1 for fragment in fragments for p in fragment.values())
+    if are_held:  # each rank holds a part already
+        ranks = ranks or torch.distributed.group.WORLD
+    shards_of = partial(
+        Shards,
         ranks=ranks,
-        device=local_tensor(next(iter(fragments[0].values()))).device,
-        host_ranks=HostRanks(ranks) if ranks is not None else None,
+        are_held=are_held,
+        host_ranks=None if ranks is None or are_held else HostRanks(ranks),
     )
+    backup_device = torch.device(arguments.backup_device or "cpu")
     return [
-        GlobalParameters(
-            parameters,
-            outer_optimizer,
-            torch.device(arguments.backup_device or "cpu"),
-            buffers,
-            Shards([*parameters.values(), *filter(has_mean, buffers.values())], sharded_over),
-            share,
-        )
+        GlobalParameters(parameters, outer_optimizer, backup_device, buffers, shards_of)
         for parameters, buffers in split
     ]
 

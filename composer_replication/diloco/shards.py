@@ -1,17 +1,28 @@
-"""A model that is sharded over the ranks of a replica group (FSDP2): its norms and digests."""
+"""What this rank has of a fragment, if its replica group has several ranks.
+
+Under FSDP2 a rank holds a shard of each tensor. Under DDP all ranks hold the same, and share the
+work of a sync: each has a part of the flat buffer over all tensors, its *share*.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from composer_replication.diloco.averaging.rank_shares import take_first
+BUCKET = 2**23
+"""Largest number of elements in a message: 32 MiB of fp32. It never changes a result."""
+
+TIMEOUT = timedelta(seconds=300)
+"""How long a rank waits for the shares of the others when a whole tensor is asked for."""
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -27,94 +38,195 @@ def count_shards(tensor: Tensor) -> int:
     return math.prod(mesh.size(dim) for dim, p in enumerate(placements) if not p.is_replicate())
 
 
-class Shards:
-    """Computes norms and digests over the shards of all ranks of a group, equal on all ranks.
+class HostRanks:
+    """The ranks of a group once more, in a process group of their own that talks from host memory.
 
-    Without sharding every rank holds the whole model, and nothing is sent. With sharding, ``norm``
-    and ``digest`` are collectives: all ranks of the group call them, in the same order.
+    A rank that asks for whole tensors alone must not disturb the process group in which they train.
+
+    Args:
+        ranks: The process group in which they train.
+    """
+
+    def __init__(self, ranks: ProcessGroup) -> None:
+        self._ranks = torch.distributed.get_process_group_ranks(ranks)
+        self._group: ProcessGroup | None = None
+
+    def connected(self) -> ProcessGroup:
+        """The process group, which the first call connects; a collective of the ranks.
+
+        ``DiLoCo`` does not connect it when it is built. A rank can fail before that, for example
+        because the run rejects it, and the others would wait for it.
+        """
+        if self._group is None:
+            self._group = torch.distributed.new_group(
+                self._ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
+            )
+        assert self._group is not None, "this rank is one of them"
+        return self._group
+
+
+class Shards:
+    """What this rank has of tensors that lie one after the other, and what its group has of them.
+
+    Without other ranks that is all of them, and nothing is sent. With other ranks ``sum``,
+    ``norms``, ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the
+    group call them, in the same order, and have the same answer.
+
+    Each rank averages what it has with the same rank of the other groups. So the traffic between
+    groups does not grow with their ranks: those with shares gather what comes of it on the line
+    between them, which is fast.
 
     Args:
         tensors: The model's tensors on this rank.
-        ranks: All ranks of the group, if they hold shards; None without sharding. Several ranks may
-            hold the same shard, as in a mesh that shards in one dimension and replicates in the
-            other (HSDP).
+        ranks: All ranks of the group; None for a rank by itself.
+        are_held: Whether the ranks hold shards, and not all the same. Several ranks may hold the
+            same shard, as in a mesh that shards in one dimension and replicates in the other
+            (HSDP).
+        host_ranks: The same ranks, for whole tensors.
+
+    Attributes:
+        whole_sizes: Elements of each tensor, of a shard if the ranks hold such.
+        sizes: How many of these are in this rank's share.
+        num_shares: Into how many shares all elements are divided.
+        padded: Elements of memory for the whole: all shares are equally large.
+        start: Where this rank's share begins in it.
+        stop: Where it ends.
+        bucket: Largest number of elements in a message.
 
     Raises:
         ValueError: A tensor is divided among other ranks than ``ranks``.
     """
 
-    def __init__(self, tensors: Collection[Tensor] = (), ranks: ProcessGroup | None = None) -> None:
-        self._ranks = ranks
-        self._copies: Sequence[int] = ()
-        if ranks is None:
-            return
+    ALIGNMENT = 16
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        ranks: ProcessGroup | None = None,
+        *,
+        are_held: bool = False,
+        host_ranks: HostRanks | None = None,
+    ) -> None:
+        tensors = list(tensors)
+        self.whole_sizes, self.bucket = [local_tensor(t).numel() for t in tensors], BUCKET
+        self.are_held, self._ranks, self._host_ranks = are_held, ranks, host_ranks
+        self._rank, size = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
+        self.has_ranks, self.num_shares = size > 1, 1 if are_held else size
         counts = [count_shards(tensor) for tensor in tensors]
-        odd = next((count for count in counts if ranks.size() % count), None)
+        odd = next((count for count in counts if are_held and size % count), None)
         if odd is not None:
             raise ValueError(
-                f"a parameter is divided into {odd} shards, and ranks has {ranks.size()} ranks: "
+                f"a parameter is divided into {odd} shards, and ranks has {size} ranks: "
                 "pass the process group of all ranks of this replica group as ranks"
             )
-        self._copies = [ranks.size() // count for count in counts]
+        self._copies = [size // count if are_held else 1 for count in counts]
         # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not be able
         # to reduce tensors there.
         sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
-        self._device = torch.device(next(sharded, None) or next(iter(tensors)).device)
+        self._device = torch.device(next(sharded, None) or next((t.device for t in tensors), "cpu"))
+        share = -(-sum(self.whole_sizes) // self.num_shares)
+        if self.num_shares > 1:
+            share = -(-share // self.ALIGNMENT) * self.ALIGNMENT
+        self._share, self.padded = share, share * self.num_shares
+        place = 0 if are_held else self._rank
+        self.start, self.stop = place * share, (place + 1) * share
+        self._firsts = [*itertools.accumulate(self.whole_sizes, initial=0)]
+        self._parts = [self._part(index, place) for index in range(len(tensors))]
+        self.sizes = [part.stop - part.start for part in self._parts]
+
+    def _part(self, index: int, rank: int) -> slice:
+        """The elements of a tensor that are in the share of a rank."""
+        first, size = self._firsts[index], self.whole_sizes[index]
+        bounds = (rank * self._share - first, (rank + 1) * self._share - first)
+        return slice(*(max(0, min(size, bound)) for bound in bounds))
+
+    def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
+        return (self.part_of(index, tensor) for index, tensor in enumerate(tensors))
+
+    def part_of(self, index: int, tensor: Tensor) -> Tensor:
+        """This rank's part of one tensor, as ``own`` gives it."""
+        flat = tensor.reshape(-1)
+        return flat if self.num_shares == 1 else flat[self._parts[index]]
 
     def own_part(self, square: Tensor, index: int) -> Tensor:
         """This rank's part of a sum of squares, divided by the ranks that hold the same shard.
 
         Args:
-            square: The sum of squares over this rank's shard.
+            square: The sum of squares over what this rank has of a tensor.
             index: The index of the tensor.
         """
-        copies = self._copies[index] if self._copies else 1
+        copies = self._copies[index]
         return square if copies == 1 else square / copies
 
-    @property
-    def are_held(self) -> bool:
-        """Whether the ranks hold shards: then ``sum``, ``norm`` and ``digest`` are collectives."""
-        return self._ranks is not None
-
-    def sum(self, squares: Tensor) -> Tensor:
-        """The sum over all ranks. With sharding, a collective.
-
-        Args:
-            squares: Of ``own_part`` of this rank's tensors.
-        """
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the ranks of the group."""
         if self._ranks is None:
-            return squares
-        total = squares.to(self._device, copy=True)
+            return value
+        total = value.to(self._device, copy=True)
         torch.distributed.all_reduce(total, group=self._ranks)
         return total
 
-    def norm(self, own: float) -> float:
-        """The L2 norm over all shards. With sharding, a collective.
-
-        Args:
-            own: The square root of the sum of ``own_part`` over this rank's tensors.
-        """
-        return self.norms([own])[0]
-
-    def norms(self, own: Sequence[float]) -> Sequence[float]:
-        """Several of what ``norm`` gives, in one collective."""
-        if self._ranks is None:
-            return own
+    def norms(self, own: Sequence[float]) -> list[float]:
+        """L2 norms over what all ranks have, given those of ``own_part`` of this rank's."""
         return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
 
+    @torch.no_grad()
     def level(self, tensors: Iterable[Tensor]) -> None:
-        """See ``take_first``. With sharding, a collective."""
-        if self._ranks is not None:
-            take_first(tensors, self._ranks, self._device)
+        """Give all ranks the first one's values of tensors that each holds whole, such as buffers.
+
+        DDP does that before the next forward pass only, and FSDP2 never.
+        """
+        for tensor in tensors if self._ranks is not None else ():
+            values = tensor.detach().reshape(-1).view(torch.uint8).to(self._device)
+            torch.distributed.broadcast(values, group=self._ranks, group_src=0)
+            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+
+    def gather(self, flat: Tensor) -> None:
+        """Fill in the shares of the others."""
+        if self.num_shares == 1:
+            return
+        shares = flat.view(self.num_shares, -1)
+        for bucket in shares.split(self.bucket, dim=1):
+            own = bucket[self._rank].to(self._device, copy=True)
+            gathered = own.new_empty(bucket.numel())
+            torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)
+            bucket.copy_(gathered.view(bucket.shape))
+
+    def whole(self, index: int, own: Tensor) -> Tensor:
+        """All shares of one tensor, 1-D, given this rank's; itself if there is only one.
+
+        Raises:
+            RuntimeError: The other ranks did not call it, within ``TIMEOUT``.
+        """
+        if self._host_ranks is None or self.num_shares == 1:
+            return own
+        whole = own.new_empty(self.whole_sizes[index], device="cpu")
+        whole[self._parts[index]] = own
+        try:
+            group = self._host_ranks.connected()
+            for rank in range(self.num_shares):
+                part = whole[self._part(index, rank)]
+                if part.numel():
+                    torch.distributed.broadcast(part, group=group, group_src=rank)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._rank} of this group asked for global parameters, of which each of "
+                f"its {self.num_shares} ranks holds a share, and the others have not given theirs "
+                f"({error}). Call state_dict() of the model while it trains, and what else reads "
+                "global parameters, on all ranks and not on one alone"
+            ) from error
+        return whole.to(own.device)
 
     def digest(self, own: str) -> str:
-        """The SHA-256 over the digests of all ranks' shards. With sharding, a collective.
+        """The SHA-256 over the digests of all ranks, if they hold shards; else the rank's own.
 
         Args:
-            own: The SHA-256 of this rank's shards, in hex.
+            own: The SHA-256 of what this rank holds, in hex.
         """
-        if self._ranks is None:
+        if not self.are_held:
             return own
+        assert self._ranks is not None, "shards have ranks"
         digest = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8).to(self._device)
         gathered = digest.new_empty(self._ranks.size() * digest.numel())
         torch.distributed.all_gather_into_tensor(gathered, digest, group=self._ranks)

@@ -11,8 +11,8 @@ import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
+from composer_replication.diloco import shards
 from composer_replication.diloco.algorithm import SyncError
-from composer_replication.diloco.averaging import rank_shares
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
@@ -212,7 +212,7 @@ def test_the_size_of_a_bucket_never_changes_a_bit(bucket, monkeypatch):
         return train(sim, model, inner, 10, sync_every=5)
 
     whole = simulate(replica, num_replicas=3)
-    monkeypatch.setattr(rank_shares, "BUCKET", bucket)
+    monkeypatch.setattr(shards, "BUCKET", bucket)
     assert simulate(replica, num_replicas=3) == whole
 
 

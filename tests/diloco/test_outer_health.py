@@ -14,10 +14,10 @@ from torch import nn
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.callback.progress import numbers_of
-from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.shards import Shards
 
 COSINES = ("momentum_cosine", "group_cosine", "mean_norm_ratio")
 
@@ -188,7 +188,7 @@ def test_the_momentum_is_compared_with_what_the_outer_optimizer_moves(is_chunked
     for still in (set(), {"c"}, set()):  # in the second step c has been frozen
         sums = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
         sums |= {name: torch.zeros(sizes[name]) for name in still}
-        mean = WeightedMean(RankShare(list(sizes.values())), torch.device("cpu"))
+        mean = WeightedMean(Shards(map(torch.empty, sizes.values())), torch.device("cpu"))
         mean.pack(lambda value, into: into.copy_(value), (list(sums.values()),), 2.0)
         mean.finish()
         globals_.take_outer_step(mean)
@@ -211,7 +211,7 @@ def test_momentum_that_was_off_for_a_while_is_compared_again():
     deltas = [torch.tensor(d) for d in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 0.0))]
     for delta, decay in zip(deltas, (0.9, 0.0, 0.9), strict=True):
         built.optimizer.param_groups[0].update(momentum=decay, nesterov=decay > 0)
-        mean = WeightedMean(RankShare([3]), torch.device("cpu"))
+        mean = WeightedMean(Shards([torch.empty(3)]), torch.device("cpu"))
         mean.pack(lambda value, into: into.copy_(value), ([delta],), 1.0)
         mean.finish()
         built.take_outer_step(mean)

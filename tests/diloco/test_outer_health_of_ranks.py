@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from composer_replication import DiLoCo
-from composer_replication.diloco.averaging import rank_shares
+from composer_replication.diloco import shards
 from composer_replication.simulation.simulation import simulate
 
 pytestmark = pytest.mark.integration
@@ -76,7 +76,7 @@ def one_rank(rank, folder):
     groups = [dist.new_group(range(RANKS)) for _ in range(GROUPS)]
     # Torch cannot connect two of these at a time in one process, of which real groups have one.
     host = {f"replica_{i}": dist.new_group(range(RANKS)) for i in range(GROUPS)}
-    rank_shares.HostRanks.connected = lambda self: host[threading.current_thread().name]
+    shards.HostRanks.connected = lambda self: host[threading.current_thread().name]
     meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
     for name, settings in CASES.items():
         alone, tolerance = train(settings), 1e-2 if name == "int8" else 1e-5

@@ -7,6 +7,7 @@ rank that holds all.
 
 import math
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
@@ -45,11 +45,12 @@ def one_rank(rank, folder):
     compare(rank, init_device_mesh("cpu", (RANKS,)), [Shard(0)], RANKS)
     with pytest.raises(ValueError, match="divided into 4 shards, and ranks has 1 ranks: pass"):
         pair = [dist.new_group([each]) for each in range(RANKS)][rank]
-        Shards([sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])["first"]], pair)
+        tensors = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)]).values()
+        Shards(tensors, pair, are_held=True)
     parameters = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
-        mean = WeightedMean(RankShare([40]), CPU, shards=Shards([local], dist.group.WORLD))
+        mean = WeightedMean(Shards([local], dist.group.WORLD, are_held=True), CPU)
         mean.pack(lambda value, into: into.copy_(value), ([local.view(-1)],), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
     backend = dist.group.WORLD._get_backend(CPU)
@@ -96,9 +97,10 @@ def compare(rank, mesh, placements, num_shards):
 def step(parameters, ranks):
     """A mean of their values, and the global parameters after an outer step along it."""
     outer = nesterov_sgd(1.0, 0.9)
-    owned = GlobalParameters(parameters, outer, CPU, None, Shards(parameters.values(), ranks))
+    shards_of = partial(Shards, ranks=ranks, are_held=ranks is not None)
+    owned = GlobalParameters(parameters, outer, CPU, None, shards_of)
     local = [local_tensor(t).reshape(-1) for t in parameters.values()]
-    mean = WeightedMean(owned.share, CPU, shards=owned.shards)
+    mean = WeightedMean(owned.share, CPU)
     mean.pack(lambda value, into: into.copy_(value), (local,), 1.0)
     mean.finish()
     if mean.is_finite:

@@ -15,8 +15,7 @@ from forked import context
 from torch import nn
 
 from composer_replication import DiLoCo
-from composer_replication.diloco import hang_watch
-from composer_replication.diloco.averaging import rank_shares
+from composer_replication.diloco import hang_watch, shards
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.simulation.simulation import simulate
 
@@ -203,7 +202,7 @@ def heal_together(rank, world):
 
 def ask_alone(rank, world):
     """A rank that asks for global parameters alone is told so, and the others go on."""
-    rank_shares.TIMEOUT = timedelta(seconds=1)
+    shards.TIMEOUT = timedelta(seconds=1)
 
     def replica(sim):
         model = Model()

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
+from composer_replication.diloco import shards
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.averaging import rank_shares
 from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.replica import factory as replica
@@ -170,7 +170,7 @@ ROUNDS, SYNC_EVERY = 3, 2
 
 
 def train_on_draws(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
-    rank_shares.BUCKET = options.get("bucket", rank_shares.BUCKET)
+    shards.BUCKET = options.get("bucket", shards.BUCKET)
     model = Assorted()
     frozen = copy.deepcopy(model.frozen.state_dict())
     draws = Draws(model, group.replica_id)
@@ -524,7 +524,7 @@ def test_when_a_group_is_killed_in_a_sync_the_others_lose_nothing():
 def die_between_two_messages(group: Group, at_message: int) -> list[tuple[int, int, float]]:
     model = Constant(0.0, w=(64 * 200,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rank_shares.BUCKET = 64
+    shards.BUCKET = 64
     with (
         group.manager(timeout=20.0) as manager,
         DiLoCo(

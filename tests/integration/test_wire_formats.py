@@ -16,8 +16,8 @@ from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
 from integration.replicas import Group, run_groups
 
 from composer_replication import simulate
+from composer_replication.diloco import shards
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.averaging import rank_shares
 
 pytestmark = pytest.mark.integration
 
@@ -60,14 +60,14 @@ BUCKET = 2**13
 
 
 def train_for_real(group: Group, settings: dict) -> list[str | None]:
-    rank_shares.BUCKET = BUCKET
+    shards.BUCKET = BUCKET
     return train(group.manager(), group.replica_id, group.num_replicas, settings)
 
 
 @pytest.mark.parametrize("wire_format", ["bfloat16", "int8", "fp4"])
 @pytest.mark.parametrize("schedule", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
 def test_real_groups_come_to_the_bits_of_the_simulation(wire_format, schedule, monkeypatch):
-    monkeypatch.setattr(rank_shares, "BUCKET", BUCKET)
+    monkeypatch.setattr(shards, "BUCKET", BUCKET)
     settings = {**schedule, "wire_format": wire_format}
     seen = run_groups(train_for_real, num_replicas=3, settings=settings)
     simulated = simulate(
@@ -81,7 +81,7 @@ def fail_in_an_exchange(
     group: Group, wire_format: str, fails_in: str, dies: bool
 ) -> list[tuple[int, int, float]]:
     """In the second sync group 1 dies, or gives up, after ten messages."""
-    rank_shares.BUCKET = 512 * 3
+    shards.BUCKET = 512 * 3
     model = Constant(0.0, w=(512 * 60,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with (

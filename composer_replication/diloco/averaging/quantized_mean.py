@@ -15,9 +15,10 @@ from torchft.utils import get_stream_context
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.averaging.quantized_buckets import QuantizedBucket
-from composer_replication.diloco.averaging.weighted_mean import MeanLayout, WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
+from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 LEAST_MESSAGES = 4
@@ -55,12 +56,16 @@ class QuantizedMean(WeightedMean):
     alone: a sync that is tried again sends the same.
 
     Args:
-        layout: The arguments of ``WeightedMean``.
+        share: See ``WeightedMean``; ``device`` and ``gathers`` too.
+        device: Where the messages live.
+        gathers: Whether every rank of the group gets the whole mean.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
-    def __init__(self, layout: MeanLayout, wire_format: str) -> None:
-        super().__init__(*layout)
+    def __init__(
+        self, share: Shards, device: torch.device, gathers: bool = True, *, wire_format: str
+    ) -> None:
+        super().__init__(share, device, gathers)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._message_memory = FlatMemory(self.device)
@@ -125,7 +130,7 @@ class QuantizedMean(WeightedMean):
         self._exchange = self._taken = None
 
     def gather_residual(self) -> Tensor:
-        if self.share.num_ranks == 1:
+        if self.share.num_shares == 1:
             return self.residual[: sum(self.share.whole_sizes)]
         whole = self.residual.new_zeros(self.share.padded)
         whole[self.share.start : self.share.stop] = self.residual
@@ -222,8 +227,8 @@ class Exchange:
         return True
 
 
-def make_mean(layout: MeanLayout, wire_format: str) -> WeightedMean:
+def make_mean(share: Shards, device: torch.device, gathers: bool, wire_format: str) -> WeightedMean:
     """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(*layout)
-    return QuantizedMean(layout, wire_format)
+        return WeightedMean(share, device, gathers)
+    return QuantizedMean(share, device, gathers, wire_format=wire_format)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
-from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -50,15 +49,6 @@ class Arriving(NamedTuple):
         return has_ended
 
 
-class MeanLayout(NamedTuple):
-    """The arguments of ``WeightedMean``, for who builds several."""
-
-    share: RankShare
-    device: torch.device
-    shards: Shards | None = None
-    gathers: bool = True
-
-
 class WeightedMean:
     """Computes ``sum(c_i * v_i) / sum(c_i)`` over the groups i of a quorum.
 
@@ -73,20 +63,11 @@ class WeightedMean:
     Args:
         share: Of the tensors, in the order that all groups share: what this rank sends.
         device: Where the messages live.
-        shards: Of the tensors, where each rank of this group holds one: a rank sends all that it
-            holds, and whether all values are finite is one answer for the whole group.
         gathers: Whether every rank of the group gets the whole mean, or only that of its share.
     """
 
-    def __init__(
-        self,
-        share: RankShare,
-        device: torch.device,
-        shards: Shards | None = None,
-        gathers: bool = True,
-    ) -> None:
-        self.share, self.device, self._gathers = share, device, gathers
-        self._shards = shards or Shards()
+    def __init__(self, share: Shards, device: torch.device, gathers: bool = True) -> None:
+        self.share, self.device, self.gathers = share, device, gathers
         # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
         self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
         self.messages: list[Tensor] = []
@@ -139,14 +120,14 @@ class WeightedMean:
             for values, *received in zip(*chunks, strict=True):
                 write(*received, values)
                 square = torch.dot(values, values)  # in half the time of a norm
-                squares.append(self._shards.own_part(square, index))
+                squares.append(share.own_part(square, index))
                 self._prepare(start, values, contribution)
                 if sent is not squares:
-                    sent.append(self._shards.own_part(torch.dot(values, values), index))
+                    sent.append(share.own_part(torch.dot(values, values), index))
                 start += values.numel()
         both = torch.stack([torch.stack(each).sum() for each in (squares, sent)])
-        norms = (share.sum(both) if asks_ranks else both).sqrt().tolist()
-        self.norm, self.sent_norm = self._shards.norms(norms) if asks_ranks else norms
+        norms = (share.sum(both) if asks_ranks else both).sqrt()
+        self.norm, self.sent_norm = norms.tolist()
         self.is_left_out = self.is_gathered = False
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
@@ -265,7 +246,7 @@ class WeightedMean:
         return self.total
 
     def _gather(self) -> None:
-        if self.total and self._gathers:
+        if self.total and self.gathers:
             self.share.gather(self.flat)
 
     @property
@@ -276,7 +257,7 @@ class WeightedMean:
 
     def sums(self) -> Sequence[Tensor]:
         """``divisor`` times the mean of each tensor, 1-D fp32: of all of it, or of the share."""
-        if self._gathers:
+        if self.gathers:
             sizes = self.share.whole_sizes
             return self.flat[: sum(sizes)].split(sizes)
         return self._own[: sum(self.share.sizes)].split(self.share.sizes)

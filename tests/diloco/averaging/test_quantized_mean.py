@@ -17,11 +17,10 @@ from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
-from composer_replication.diloco.averaging.rank_shares import RankShare
-from composer_replication.diloco.averaging.weighted_mean import MeanLayout
 from composer_replication.diloco.averaging.wire_formats import Int8
 from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS, encoded_bytes
 from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.diloco.shards import Shards
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 ENCODED = WIRE_FORMATS[1:]
@@ -66,9 +65,9 @@ def average(sim, mean, step):
 
 
 def make_mean(wire_format, bucket=512):
-    share = RankShare(SIZES)
+    share = Shards(map(torch.empty, SIZES))
     share.bucket = bucket
-    return QuantizedMean(MeanLayout(share, torch.device("cpu")), wire_format=wire_format)
+    return QuantizedMean(share, torch.device("cpu"), wire_format=wire_format)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from forked import context
 
-from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.shards import Shards
 
 pytestmark = pytest.mark.integration
 
@@ -59,8 +59,7 @@ def mean_of(ours, theirs, weights, ranks):
     """The mean with another group, whose same rank has sent its same share."""
     means = []
     for values, weight in zip((ours, theirs), weights, strict=True):
-        sizes = [v.numel() for v in values]
-        share = RankShare(sizes, ranks, CPU)
+        share = Shards(values, ranks)
         share.bucket = 1000
         mean = WeightedMean(share, CPU)
         mean.pack(lambda value, into: into.copy_(value), (mean.share.own(values),), weight)
@@ -98,7 +97,7 @@ def test_every_element_is_in_the_share_of_one_rank_in_order(sizes, ranks):
     tensors = whole.split(sizes)
     seen = []
     for rank in range(ranks):
-        share = RankShare(sizes, OneOf(rank, ranks), CPU)
+        share = Shards(tensors, OneOf(rank, ranks))
         own = list(share.own(tensors))
         assert [part.numel() for part in own] == share.sizes
         assert torch.equal(torch.cat(own), whole[share.start : share.stop])

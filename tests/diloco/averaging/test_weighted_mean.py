@@ -6,15 +6,15 @@ import math
 import pytest
 import torch
 
-from composer_replication.diloco.averaging.rank_shares import RankShare
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
+from composer_replication.diloco.shards import Shards
 
 CPU = torch.device("cpu")
 
 
 def average(groups, weights, bucket=2**18):
     """The mean that each group computes, with the sum that a network would give."""
-    shares = [RankShare([t.numel() for t in group]) for group in groups]
+    shares = [Shards(group) for group in groups]
     for share in shares:
         share.bucket = bucket
     means = [WeightedMean(share, CPU) for share in shares]
@@ -98,10 +98,10 @@ def test_no_bucket_size_changes_a_bit():
 
 
 def test_norm_and_bytes_are_those_of_what_is_sent():
-    share = RankShare([2, 1])
+    values = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    share = Shards(values)
     share.bucket = 2
     mean = WeightedMean(share, CPU)
-    values = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
     mean.pack(lambda value, into: into.copy_(value), (values,), 2.0)
     assert mean.norm == 5.0
     assert [message.tolist() for message in mean.messages] == [[6.0, 0.0], [8.0], [2.0]]
