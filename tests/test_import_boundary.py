@@ -45,7 +45,7 @@ MAY_IMPORT = {
 }
 """For each package the others of ours that it may import. The plan is a module below them."""
 
-CLIENT = {"client", "client_http", "membership", "wire_types"}
+CLIENT = {"client", "membership", "wire_types"}
 """The modules of the coordinator that a replica group uses; the others are the service."""
 
 

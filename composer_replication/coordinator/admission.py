@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from composer_replication.coordinator.events import Events
+from composer_replication.replica.connections import RateLimitedCount
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -46,6 +47,8 @@ class Admission:
     ) -> None:
         self._app = app
         self._events = events
+        # Without a limit, clients without a token could replace all other events.
+        self._wrong_tokens = RateLimitedCount()
         self._tokens = [token.encode() for token in tokens]
         self._hosts = hosts
 
@@ -58,8 +61,9 @@ class Admission:
             await rejection(scope, receive, send)
             # A browser that opens the page has no token yet.
             is_guess = rejection.status_code == 401 and "authorization" in Headers(scope=scope)
-            if is_guess and self._events.count_wrong_token():
-                await run_in_threadpool(self._events.add_wrong_tokens, address_of(scope))
+            if is_guess and (count := self._wrong_tokens.count()) is not None:
+                told = f"requests with a wrong token: {count}, the last one from"
+                await run_in_threadpool(self._events.try_to_add, f"{told} {address_of(scope)}")
             return
         size = 0
 

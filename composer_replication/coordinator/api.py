@@ -17,39 +17,31 @@ from fastapi.security import HTTPBearer
 from composer_replication import __version__
 from composer_replication.coordinator.admission import Admission, address_of
 from composer_replication.coordinator.api_types import (
+    CommitReport,
+    Count,
+    DatasetRequest,
     ErrorBody,
     GroupName,
     Heartbeat,
+    LeaseRequest,
     Name,
     Registration,
+    ReopenRequest,
+    RewindRequest,
+    StreamRequest,
+    WithLedger,
 )
-from composer_replication.coordinator.data_api import data_router
 from composer_replication.coordinator.database import RejectedError, StorageError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.page import page_html, with_record
-from composer_replication.coordinator.registry import DuplicateError, OutdatedError, Registry
+from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.wire_types import digests_of
-from composer_replication.coordinator.work_units.tables import (
-    DatasetMismatch,
-    StreamClosed,
-    UnknownStream,
-)
+from composer_replication.coordinator.wire_types import Lease, digests_of
+from composer_replication.coordinator.work_units.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
 
 log = logging.getLogger(__name__)
-
-STATUS_OF = {
-    RejectedError: 422,
-    DuplicateError: 409,
-    OutdatedError: 410,
-    DatasetMismatch: 409,
-    UnknownStream: 404,
-    StreamClosed: 410,
-    StorageError: 507,
-}
-"""The HTTP status of each of our errors. The answer has the error's text."""
 
 Record = Callable[[], Mapping[str, Any]]
 """Returns what a run's folder adds to the page's data, or has more of; see ``RunData.page``."""
@@ -122,7 +114,7 @@ class RunData:
     def status(self) -> dict[str, Any]:
         """What this service knows about the run. Groups ask for it too."""
         replicas = self.registry.replicas()
-        run, gap = self.info(), self.streams.units.gap
+        run = self.info()
         del run["model_section"]  # the page may be sent to others
         return run | {
             "time": time.time(),
@@ -131,7 +123,7 @@ class RunData:
             "losses": self.registry.history.losses(),
             "agreement": self.registry.history.agreement(),
             "datasets": [asdict(dataset) for dataset in self.streams.units.datasets()],
-            "samples_gap": gap and gap._asdict(),
+            "samples_gap": self.streams.units.gap,
             "events": self.events.newest(),
         }
 
@@ -151,9 +143,8 @@ def create_app(
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
     """
-    registry, streams = run.registry, run.streams
     errors: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorBody} for code in (401, 409, 410, 413, 422, 507)
+        code: {"model": ErrorBody} for code in (401, 404, 409, 410, 413, 422, 507)
     }
     # No /docs: its script comes from a CDN and would run on a page where people type the token.
     app = FastAPI(
@@ -161,16 +152,45 @@ def create_app(
     )
     app.add_middleware(Admission, tokens=tokens, hosts=hosts, events=run.events)
     app.add_exception_handler(RequestValidationError, _explain_invalid)
-    for kind, code in STATUS_OF.items():
-        app.add_exception_handler(kind, _answer_with(code))
+    app.add_exception_handler(RejectedError, _explain)
+    app.add_exception_handler(StorageError, _explain)
     # For /openapi.json alone: Admission checks the token, before the body is read.
     described = [Depends(HTTPBearer(auto_error=False))]
     v1 = APIRouter(prefix="/v1", dependencies=described, responses=errors)
+    _add_run(v1, run)
+    _add_groups(v1, run)
+    _add_samples(v1, run)
+    app.include_router(v1)
 
+    @app.get("/", include_in_schema=False)
+    def page() -> HTMLResponse:
+        return HTMLResponse(page_html())  # without data: it asks for the token and then for those
+
+    return app
+
+
+def _add_run(v1: APIRouter, run: RunData) -> None:
     @v1.get("/info")
     def info(request: Request) -> dict[str, Any]:
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
         return run.info(request.url.hostname)
+
+    @v1.get("/status")
+    def status() -> dict[str, Any]:
+        """Return the replica groups, the settings, and what has happened."""
+        return run.status()
+
+    @v1.get("/page")
+    def page_data() -> dict[str, Any]:
+        """Return everything that the page shows: the status, and what the run's folder has.
+
+        It may take a second. What decides about a run asks for the status.
+        """
+        return run.page()
+
+
+def _add_groups(v1: APIRouter, run: RunData) -> None:
+    registry, streams = run.registry, run.streams
 
     @v1.post("/replicas", status_code=201)
     def register(request: Request, registration: Registration) -> dict[str, str]:
@@ -209,34 +229,62 @@ def create_app(
         registry.leave(replica_id, session)
         return {"replica_id": replica_id}
 
-    @v1.get("/status")
-    def status() -> dict[str, Any]:
-        """Return the replica groups, the settings, and what has happened."""
-        return run.status()
 
-    @v1.get("/page")
-    def page_data() -> dict[str, Any]:
-        """Return everything that the page shows: the status, and what the run's folder has.
+def _add_samples(v1: APIRouter, run: RunData) -> None:
+    streams, units = run.streams, run.streams.units
 
-        It may take a second. What decides about a run asks for the status.
-        """
-        return run.page()
+    @v1.post("/datasets", status_code=201)
+    def create(dataset: DatasetRequest) -> dict[str, str]:
+        """Add a dataset. A repeated request with the same numbers is answered again."""
+        units.create_dataset(**dataset.model_dump())
+        return {"dataset_id": dataset.dataset_id}
 
-    @app.get("/", include_in_schema=False)
-    def page() -> HTMLResponse:
-        return HTMLResponse(page_html())  # without data: it asks for the token and then for those
+    @v1.get("/datasets/{dataset_id:path}")
+    def progress(dataset_id: Name) -> DatasetProgress:
+        """Return how many samples of a dataset are done."""
+        return units.dataset(dataset_id)
 
-    v1.include_router(data_router(streams, run.events))
-    app.include_router(v1)
-    return app
+    @v1.post("/streams", status_code=201)
+    def open_stream(stream: StreamRequest) -> dict[str, int]:
+        """Open a stream. A repeated request with the same name is answered again."""
+        return {"stream": units.open_stream(**stream.model_dump())}
+
+    @v1.post("/streams/{stream}/leases", status_code=201)
+    def lease(stream: Count, request: LeaseRequest) -> Lease:
+        """Return the lease with a number, the same at every request; empty if none is available."""
+        return units.lease(stream, request.number, request.epoch)
+
+    @v1.post("/streams/{stream}/reopen")
+    def reopen(stream: Count, request: ReopenRequest) -> dict[str, int]:
+        """Continue a stream from a checkpoint of the group that owns it."""
+        units.reopen(stream, request.position, request.session)
+        return {"stream": stream}
+
+    @v1.post("/streams/{stream}/release")
+    def release(stream: Count, request: WithLedger) -> dict[str, list[int]]:
+        """Close a stream. Its samples that are not in the model become available."""
+        return {"unknown": streams.release(stream, request.entries())}
+
+    @v1.post("/commits")
+    def commit(report: CommitReport) -> dict[str, list[int]]:
+        """Record a sync. A report may be repeated and may be late."""
+        present = set(report.present)
+        lost = streams.commit(report.outer_step, report.entries(), present, report.age_s)
+        return {"unknown": lost}
+
+    @v1.post("/rewind")
+    def rewind(request: Request, body: RewindRequest) -> dict[str, int]:
+        """Continue the run from a checkpoint, and undo what came after it."""
+        what = f"rewind to outer step {body.outer_step}"
+        with run.events.action(what, address_of(request.scope)):
+            streams.rewind(body.outer_step, body.entries())
+        return {"outer_step": body.outer_step}
 
 
-def _answer_with(status: int) -> Any:
-    def answer(request: Request, error: Exception) -> JSONResponse:
-        del request
-        return JSONResponse({"detail": str(error)}, status)
-
-    return answer
+async def _explain(request: Request, error: Exception) -> JSONResponse:
+    del request
+    assert isinstance(error, RejectedError | StorageError), "this handler is registered for them"
+    return JSONResponse({"detail": str(error)}, error.status)
 
 
 async def _explain_invalid(request: Request, error: Exception) -> JSONResponse:

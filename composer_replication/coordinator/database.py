@@ -26,11 +26,19 @@ FIXES = {
 
 
 class RejectedError(ValueError):
-    """A replica group, or settings, that do not fit the run."""
+    """A replica group, or settings, that do not fit the run.
+
+    Attributes:
+        status: The HTTP status of an answer with this error's text.
+    """
+
+    status = 422
 
 
 class StorageError(RuntimeError):
     """The database file cannot be read or written, or it has another schema version."""
+
+    status = 507
 
 
 class Database:

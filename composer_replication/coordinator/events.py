@@ -34,12 +34,8 @@ class Events:
     SHOWN = 50
     """Newest events on the page."""
 
-    WRONG_TOKENS_EVERY_S = 60.0
-
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._wrong_tokens = 0
-        self._next_wrong_tokens = 0.0
         database.execute_schema(_SCHEMA)
 
     def add(self, text: str) -> None:
@@ -71,28 +67,12 @@ class Events:
         try:
             yield
         except RejectedError as error:
-            self._try_to_add(f"{what}, from {source}, is refused: {error}")
+            self.try_to_add(f"{what}, from {source}, is refused: {error}")
             raise
-        self._try_to_add(f"{what}, from {source}")
+        self.try_to_add(f"{what}, from {source}")
 
-    def count_wrong_token(self) -> bool:
-        """Count a request with a wrong token.
-
-        Returns:
-            Whether ``add_wrong_tokens`` is due. It is so once a minute: without this limit, clients
-            without a token could replace all other events.
-        """
-        self._wrong_tokens += 1
-        return time.monotonic() >= self._next_wrong_tokens
-
-    def add_wrong_tokens(self, source: str | None) -> None:
-        """Add how many requests had a wrong token, and where the last one came from."""
-        count, self._wrong_tokens = self._wrong_tokens, 0
-        self._next_wrong_tokens = time.monotonic() + self.WRONG_TOKENS_EVERY_S
-        if count:
-            self._try_to_add(f"requests with a wrong token: {count}, the last one from {source}")
-
-    def _try_to_add(self, text: str) -> None:
+    def try_to_add(self, text: str) -> None:
+        """Add an event of a request, which a full disk does not stop."""
         try:
             self.add(text)
         except StorageError as error:  # the log has it, and the request has its own answer

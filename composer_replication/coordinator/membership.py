@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from composer_replication import __version__
-from composer_replication.coordinator.client import CoordinatorClient, RunInfo
-from composer_replication.coordinator.client_http import (
+from composer_replication.coordinator.client import (
     CoordinatorAwayError,
+    CoordinatorClient,
     NameTakenError,
     RejectedByCoordinatorError,
+    RunInfo,
 )
 from composer_replication.coordinator.wire_types import CommitReport
 from composer_replication.diloco.fragments import described_tensors, model_fingerprint

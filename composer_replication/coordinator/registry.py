@@ -28,9 +28,13 @@ CREATE TABLE IF NOT EXISTS model_fingerprint (
 class DuplicateError(RejectedError):
     """A live replica group has this name already."""
 
+    status = 409
+
 
 class OutdatedError(RejectedError):
     """The request bears a session that was replaced or has ended."""
+
+    status = 410
 
 
 @dataclass

@@ -9,11 +9,7 @@ from contextlib import suppress
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.work_units.tables import (
-    OpenStream,
-    UnknownStream,
-    check_count,
-)
+from composer_replication.coordinator.work_units.tables import StreamRow, UnknownStream
 from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
 
 _SCHEMA = """
@@ -86,21 +82,17 @@ class Streams:
 
         Returns:
             The streams of which the state folder has lost leases.
-
-        Raises:
-            RejectedError: An entry of the ledger is impossible. Nothing is recorded then.
         """
-        check_count("outer_step", outer_step)
         ended = self._registry.clock() - age_s
         with self._database.transaction():
             lost = self._commit(ledger)
             self.store_outer_step(outer_step)
             self._newest = max((outer_step, present), self._newest, key=lambda sync: sync[0])
             for stream in self.units.open_streams():
-                if stream.stream not in present:
+                if stream.key not in present:
                     died_at = self._registry.ended_at(stream.replica_id, stream.session)
                     if died_at is not None and ended > died_at and self._is_needed(stream):
-                        self._close(stream.stream, stream.replica_id)
+                        self._close(stream.key, stream.replica_id)
         return lost
 
     def release(self, stream: int, ledger: LedgerEntries) -> list[int]:
@@ -112,9 +104,6 @@ class Streams:
 
         Returns:
             The streams of which the state folder has lost leases.
-
-        Raises:
-            RejectedError: An entry of the ledger is impossible. Nothing is recorded then.
         """
         with self._database.transaction():
             lost = self._commit(ledger)
@@ -145,10 +134,9 @@ class Streams:
             ledger: Ledger of that model; see ``WorkUnits.rewind`` for what is undone.
 
         Raises:
-            UnknownStream: The checkpoint has samples of leases of another state folder.
-            RejectedError: An entry of the ledger is impossible. In either case nothing changes.
+            UnknownStream: The checkpoint has samples of leases of another state folder. Nothing
+                changes then.
         """
-        check_count("outer_step", outer_step)
         with self._database.transaction() as cursor:
             if self._has_passed(outer_step):
                 self._events.add(f"the run has already continued from outer step {outer_step}")
@@ -162,11 +150,11 @@ class Streams:
             self._max_observed = 0
             self._newest = outer_step, set()
 
-    def _is_needed(self, stream: OpenStream) -> bool:
+    def _is_needed(self, stream: StreamRow) -> bool:
         """Whether others need a dead group's samples now, or it can never come back to them."""
         if self._registry.has_ended(stream.replica_id, stream.session):
             return True
-        epochs = self.units.dataset(stream.dataset_id).epochs
+        epochs = self.units.dataset(stream.dataset).epochs
         return any(epoch.available == 0 and epoch.leased > 0 for epoch in epochs)
 
     def _has_passed(self, outer_step: int) -> bool:
@@ -175,7 +163,7 @@ class Streams:
         return newest > outer_step and any(
             self._registry.ended_at(stream.replica_id, stream.session) is None
             for stream in self.units.open_streams()
-            if stream.stream in present
+            if stream.key in present
         )
 
     def _close(self, stream: int, replica_id: str) -> None:

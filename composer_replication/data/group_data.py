@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from composer_replication.coordinator.client_http import CoordinatorAwayError
+from composer_replication.coordinator.client import CoordinatorAwayError
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport
 from composer_replication.data.fixed_shards import FixedShards

@@ -17,6 +17,10 @@ def size_of(unit):
     return 3 if unit == 4 else 5
 
 
+def open_ones(units):
+    return [(stream.key, stream.replica_id, stream.session) for stream in units.open_streams()]
+
+
 def samples(lease):
     return [(lease.epoch, lease.unit, at) for at in range(lease.start, lease.stop)]
 

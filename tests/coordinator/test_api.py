@@ -359,6 +359,7 @@ def test_a_stream_of_another_state_folder_is_not_found(client, stream):
         {"ledger": [[1, 2]]},
         {"ledger": [[1, 2, 2], [1, 3, 3]]},
         {"ledger": [[1, -1, 2]]},
+        {"ledger": [[1, 2, 1]]},
         {"age_s": -1},
         {"age_s": "NaN"},
         {"present": None},

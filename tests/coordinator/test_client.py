@@ -13,10 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from composer_replication.coordinator.client import CoordinatorClient, RunInfo
-from composer_replication.coordinator.client_http import (
+from composer_replication.coordinator.client import (
     CoordinatorAwayError,
+    CoordinatorClient,
     NameTakenError,
+    RunInfo,
 )
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport, digests_of

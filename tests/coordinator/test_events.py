@@ -57,19 +57,6 @@ def test_a_request_that_was_served_is_answered_on_a_full_disk_too(events, caplog
     assert "That event is in the log alone" in caplog.text
 
 
-def test_wrong_tokens_are_one_event_a_minute(events):
-    assert events.count_wrong_token()
-    events.add_wrong_tokens("10.0.0.1")
-    assert not events.count_wrong_token() and not events.count_wrong_token()
-    events._next_wrong_tokens = 0.0
-    assert events.count_wrong_token()
-    events.add_wrong_tokens("10.0.0.2")
-    assert texts(events) == [
-        "requests with a wrong token: 1, the last one from 10.0.0.1",
-        "requests with a wrong token: 3, the last one from 10.0.0.2",
-    ]
-
-
 def test_a_long_curve_is_thinned_and_keeps_its_newest_point(history):
     for batch in range(5 * MAX_POINTS):
         history.add("0", {"batch": batch, "loss": 1.0})

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from composer_replication.coordinator.client import CoordinatorClient
-from composer_replication.coordinator.client_http import CoordinatorAwayError
+from composer_replication.coordinator.client import CoordinatorAwayError, CoordinatorClient
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator

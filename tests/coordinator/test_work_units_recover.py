@@ -10,7 +10,6 @@ import pytest
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.work_units import leases as unit_leases
 from composer_replication.coordinator.work_units.tables import (
-    OpenStream,
     StreamClosed,
     UnknownStream,
 )
@@ -19,6 +18,7 @@ from coordinator.small_units import (
     UNKNOWN,
     counts,
     lease_all,
+    open_ones,
     open_stream,
     twice,
     unit_order,
@@ -65,7 +65,7 @@ def test_a_reopened_stream_goes_on(units, a):
     units.rewind({a: (2, 2)})
     for _ in range(2):
         units.reopen(a, 4, "its next session")
-    assert units.open_streams() == [OpenStream(a, "c4", "replica of a", "its next session")]
+    assert open_ones(units) == [(a, "replica of a", "its next session")]
     assert counts(units)[:2] == (2, first.stop + second.stop - 2)
     assert units.lease(a, 1, 0) == second
     assert units.lease(a, 2, 0).stream_start == first.stop + second.stop
@@ -87,7 +87,7 @@ def test_a_stream_whose_samples_others_have_cannot_be_reopened(units, a, b, done
         StreamClosed, match=f"{taken} of its {lease.stop - 1} uncommitted samples .* others"
     ):
         units.reopen(a, 2, "one")
-    assert a not in [stream.stream for stream in units.open_streams()]
+    assert a not in [key for key, _, _ in open_ones(units)]
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 RANK = """
 import sys, time
 import torch, torch.distributed as dist
-from composer_replication.coordinator.client_http import RejectedByCoordinatorError
+from composer_replication.coordinator.client import RejectedByCoordinatorError
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.replica.options import ReplicaOptions
 

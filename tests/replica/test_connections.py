@@ -20,7 +20,7 @@ import pytest
 from forked_commands import ForkedCommand
 
 from composer_replication.coordinator import http_service
-from composer_replication.coordinator.client_http import CoordinatorHttp
+from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.replica import connections
 from composer_replication.replica.addresses import host_and_port
@@ -101,7 +101,7 @@ def coordinator(certificate=None):
         if certificate is not None:
             patch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
         scheme = "http" if certificate is None else "https"
-        client = CoordinatorHttp(f"{scheme}://127.0.0.1:{service.port}", "secret")
+        client = CoordinatorClient(f"{scheme}://127.0.0.1:{service.port}", "secret")
     yield service.port, lambda: client.ask("GET", "/"), http_service.MOST_CONNECTIONS
     client.close()
     service.close()

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from composer_replication.coordinator.database import RejectedError
 from composer_replication.coordinator.work_units.tables import (
     LeaseRow,
     ReturnedRow,
     StreamRow,
-    check_count,
     is_valid_row,
+    read_rows,
 )
 
 
@@ -74,25 +73,6 @@ def update_position(cursor: sqlite3.Cursor, stream: StreamRow, position: int, in
         update_stream(cursor, stream, position, in_part, stream.is_open)
 
 
-def check_ledger_entry(stream: int, position: int, in_part: int) -> None:
-    """Check a ledger's entry for a stream.
-
-    Args:
-        stream: Key of the stream.
-        position: Samples that every fragment of the model has been trained on.
-        in_part: Samples that at least one fragment has been trained on.
-
-    Raises:
-        RejectedError: The entry is impossible.
-    """
-    check_count(f"The position of stream {stream}", position)
-    if position > in_part:
-        raise RejectedError(
-            f"Stream {stream} has {position} samples in the model and {in_part} in some part "
-            "of it: the second has to be at least the first."
-        )
-
-
 def count_available(cursor: sqlite3.Cursor, stream: StreamRow) -> int:
     """Count the samples of a closed stream that are neither in the model nor leased by others."""
     count = 0
@@ -107,11 +87,9 @@ def _overlapping(cursor: sqlite3.Cursor, stream: StreamRow, low: int, high: int)
     """The leases of ``[low, high)`` in a stream. One of the two has to be its position."""
     forward = low == stream.position
     walk = ">= ? ORDER BY number" if forward else "<= ? ORDER BY number DESC"
-    cursor.execute(
-        f"SELECT * FROM leases WHERE stream = ? AND number {walk}", (stream.key, stream.at_lease)
-    )
+    which = f"stream = ? AND number {walk}"
     leases = []
-    for lease in filter(is_valid_row, map(LeaseRow._make, cursor)):
+    for lease in read_rows(cursor, LeaseRow, which, stream.key, stream.at_lease):
         stream_stop = lease.stream_start + lease.stop - lease.start
         if (lease.stream_start >= high) if forward else (stream_stop <= low):
             break
@@ -143,10 +121,9 @@ def _in_part_by_epoch(cursor: sqlite3.Cursor, stream: StreamRow) -> Counter[int]
 
 def _available(cursor: sqlite3.Cursor, epoch: int, epoch_rank: int) -> list[tuple[int, int]]:
     """The available ranges ``[start, stop)`` of a unit that was leased before."""
-    cursor.execute(
-        "SELECT * FROM returned WHERE epoch = ? AND place = ? ORDER BY start", (epoch, epoch_rank)
-    )
-    return [(row.start, row.stop) for row in map(ReturnedRow._make, cursor) if is_valid_row(row)]
+    of_unit = "epoch = ? AND place = ? ORDER BY start"
+    rows = read_rows(cursor, ReturnedRow, of_unit, epoch, epoch_rank)
+    return [(row.start, row.stop) for row in rows]
 
 
 def _interval(lease: LeaseRow, position: int, is_open: int) -> Interval:

@@ -18,7 +18,7 @@ from composer_replication.coordinator.work_units.tables import (
     ReturnedRow,
     StreamClosed,
     StreamRow,
-    is_valid_row,
+    read_rows,
 )
 
 _DAMAGED = (
@@ -85,12 +85,8 @@ def read_lease(
         StreamClosed: The row of the lease is damaged.
         StorageError: NumPy shuffles the epoch differently than when it began.
     """
-    cursor.execute("SELECT * FROM leases WHERE stream = ? AND number = ?", (holder.key, number))
-    fields = cursor.fetchone()
-    if fields is not None and is_valid_row(row := LeaseRow(*fields)):
-        cursor.execute("SELECT * FROM epochs WHERE key = ?", (row.epoch,))
-        epoch_fields = cursor.fetchone()
-        if epoch_fields is not None and is_valid_row(epoch := EpochRow(*epoch_fields)):
+    for row in list(read_rows(cursor, LeaseRow, "stream = ? AND number = ?", holder.key, number)):
+        for epoch in read_rows(cursor, EpochRow, "key = ?", row.epoch):
             if row.epoch_rank == NO_RANK:
                 return Lease(number, epoch.epoch, 0, 0, 0, row.stream_start)
             if row.epoch_rank < dataset.num_units:
@@ -102,32 +98,26 @@ def read_lease(
 def _find_or_begin_epoch(cursor: sqlite3.Cursor, dataset: DatasetRow, epoch: int) -> EpochRow:
     """Read the row of an epoch, and add it if the epoch has not begun."""
     key = (dataset.key, epoch)
-    query = "SELECT * FROM epochs WHERE dataset = ? AND epoch = ?"
-    row = cursor.execute(query, key).fetchone()
-    if row is None:
+    which = "dataset = ? AND epoch = ?"
+    if cursor.execute(f"SELECT 1 FROM epochs WHERE {which}", key).fetchone() is None:
         crc = unit_order(dataset.seed, epoch, dataset.num_units)[1]
         cursor.execute(
             "INSERT INTO epochs (dataset, epoch, order_crc) VALUES (?, ?, ?)", (*key, crc)
         )
-        row = cursor.execute(query, key).fetchone()
-    if not is_valid_row(epoch_row := EpochRow(*row)):
-        raise StorageError(
-            f"Epoch {epoch} of dataset {dataset.dataset_id!r} is damaged in the coordinator's "
-            "database: restore a copy of the file, or start with another state folder."
-        )
-    return epoch_row
+    for row in read_rows(cursor, EpochRow, which, *key):
+        return row
+    raise StorageError(
+        f"Epoch {epoch} of dataset {dataset.dataset_id!r} is damaged in the coordinator's "
+        "database: restore a copy of the file, or start with another state folder."
+    )
 
 
 def _remove_first_available(
     cursor: sqlite3.Cursor, dataset: DatasetRow, last_epoch: int
 ) -> ReturnedRow | None:
     """Remove the first available samples of the earliest epoch that has any, and return them."""
-    rows = cursor.execute(
-        "SELECT * FROM epochs WHERE dataset = ? AND epoch <= ? AND done + leased < ?"
-        " ORDER BY epoch",
-        (dataset.key, last_epoch, dataset.length),
-    ).fetchall()
-    for epoch in filter(is_valid_row, map(EpochRow._make, rows)):
+    which = "dataset = ? AND epoch <= ? AND done + leased < ? ORDER BY epoch"
+    for epoch in list(read_rows(cursor, EpochRow, which, dataset.key, last_epoch, dataset.length)):
         # Returned samples are of units that were issued, so they come before all other units.
         samples = _remove_returned(cursor, epoch) or _issue_next_unit(cursor, dataset, epoch)
         if samples is not None:
@@ -136,8 +126,8 @@ def _remove_first_available(
 
 
 def _remove_returned(cursor: sqlite3.Cursor, epoch: EpochRow) -> ReturnedRow | None:
-    cursor.execute("SELECT * FROM returned WHERE epoch = ? ORDER BY place, start", (epoch.key,))
-    samples = next(filter(is_valid_row, map(ReturnedRow._make, cursor)), None)
+    free = read_rows(cursor, ReturnedRow, "epoch = ? ORDER BY place, start", epoch.key)
+    samples = next(free, None)
     if samples is not None:
         cursor.execute(
             "DELETE FROM returned WHERE epoch = ? AND place = ? AND start = ?", samples[:3]

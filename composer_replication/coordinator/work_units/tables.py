@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import sqlite3
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from composer_replication.coordinator.database import RejectedError, StorageError
 
@@ -53,6 +54,8 @@ NO_RANK = -1
 class DatasetMismatch(RejectedError):
     """A dataset of this name exists with another length, seed or unit size."""
 
+    status = 409
+
 
 class UnknownStream(RejectedError):
     """The state folder has no such stream, or not all of its leases.
@@ -60,6 +63,8 @@ class UnknownStream(RejectedError):
     Args:
         stream: Key of the stream.
     """
+
+    status = 404
 
     def __init__(self, stream: int) -> None:
         super().__init__(
@@ -71,9 +76,13 @@ class UnknownStream(RejectedError):
 class StreamClosed(RejectedError):
     """The stream cannot continue. The group has to open a new one."""
 
+    status = 410
+
 
 class DatasetRow(NamedTuple):
     """A dataset: its name, samples, seed of the order, and samples in a unit."""
+
+    TABLE = "datasets"
 
     key: int
     dataset_id: str
@@ -95,6 +104,8 @@ class DatasetRow(NamedTuple):
 class EpochRow(NamedTuple):
     """An epoch of a dataset, with its counts of samples."""
 
+    TABLE = "epochs"
+
     key: int
     dataset: int
     epoch: int
@@ -113,6 +124,8 @@ class EpochRow(NamedTuple):
 
 class StreamRow(NamedTuple):
     """A stream: its owner, how many leases and samples it has, and how much is in the model."""
+
+    TABLE = "streams"
 
     key: int
     name: str
@@ -138,6 +151,8 @@ class LeaseRow(NamedTuple):
     The first of them is sample ``stream_start`` of the stream.
     """
 
+    TABLE = "leases"
+
     stream: int
     number: int
     epoch: int
@@ -158,6 +173,8 @@ class LeaseRow(NamedTuple):
 class ReturnedRow(NamedTuple):
     """A range of a unit that was leased before and is available again."""
 
+    TABLE = "returned"
+
     epoch: int
     epoch_rank: int
     start: int
@@ -168,6 +185,8 @@ class ReturnedRow(NamedTuple):
         """Whether the numbers are possible."""
         return min(self) >= 0 and self.start < self.stop
 
+
+Row = TypeVar("Row", DatasetRow, EpochRow, StreamRow, LeaseRow, ReturnedRow)
 
 _TEXTS = {"dataset_id", "name", "replica_id", "session"}
 
@@ -182,6 +201,21 @@ def is_valid_row(row: DatasetRow | EpochRow | StreamRow | LeaseRow | ReturnedRow
         return True
     log.warning("Skipping a damaged row of the coordinator's database: %s", row)
     return False
+
+
+def read_rows(
+    cursor: sqlite3.Cursor, kind: type[Row], condition: str, *parameters: Any
+) -> Iterator[Row]:
+    """Yield the rows of a table that fulfil a condition. Damaged ones are logged and left out.
+
+    Args:
+        cursor: Not to be used for anything else until the last row that is wanted.
+        kind: The row's class.
+        condition: What follows ``WHERE``, and the order.
+        *parameters: Of the condition.
+    """
+    cursor.execute(f"SELECT * FROM {kind.TABLE} WHERE {condition}", parameters)
+    yield from filter(is_valid_row, map(kind._make, cursor))
 
 
 def find_dataset(cursor: sqlite3.Cursor, dataset: str | int) -> DatasetRow:
@@ -203,39 +237,9 @@ def find_dataset(cursor: sqlite3.Cursor, dataset: str | int) -> DatasetRow:
     return dataset_row
 
 
-class Gap(NamedTuple):
-    """What the record of trained samples lacks, since the state folder has lost leases.
-
-    Attributes:
-        outer_step: The record is complete up to this outer step.
-        samples: How many samples the model has been trained on of leases that were lost. They may
-            be leased again.
-    """
-
-    outer_step: int
-    samples: int
-
-
-class OpenStream(NamedTuple):
-    """A stream that a group may still train on, and its owner.
-
-    Attributes:
-        stream: Key of the stream.
-        dataset_id: Name of its dataset.
-        replica_id: The group that owns it.
-        session: The session with which that group is registered.
-    """
-
-    stream: int
-    dataset_id: str
-    replica_id: str
-    session: str
-
-
 def find_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow | None:
     """Read a stream by its key; None if there is none or its row is damaged."""
-    row = cursor.execute("SELECT * FROM streams WHERE key = ?", (stream,)).fetchone()
-    return StreamRow(*row) if row is not None and is_valid_row(StreamRow(*row)) else None
+    return next(read_rows(cursor, StreamRow, "key = ?", stream), None)
 
 
 def get_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow:
@@ -276,33 +280,3 @@ def add_stream(
         )
     cursor.execute("UPDATE streams SET session = ? WHERE key = ?", (session, row[0]))
     return row[0]
-
-
-def all_streams(cursor: sqlite3.Cursor) -> list[StreamRow]:
-    """All streams, oldest first. Damaged rows are left out."""
-    rows = cursor.execute("SELECT * FROM streams ORDER BY key").fetchall()
-    return list(filter(is_valid_row, map(StreamRow._make, rows)))
-
-
-def open_streams(cursor: sqlite3.Cursor) -> list[OpenStream]:
-    """The open streams, oldest first."""
-    rows = cursor.execute(
-        "SELECT streams.key, dataset_id, replica_id, session FROM streams"
-        " JOIN datasets ON datasets.key = dataset WHERE is_open ORDER BY streams.key"
-    ).fetchall()
-    return list(map(OpenStream._make, rows))
-
-
-def check_count(name: str, value: int, least: int = 0) -> None:
-    """Check that a value is a whole number that the database can hold.
-
-    Args:
-        name: Name of the value, for the message.
-        value: The value.
-        least: Smallest allowed value.
-
-    Raises:
-        RejectedError: The value is no such number.
-    """
-    if not isinstance(value, int) or not least <= value < 2**63:
-        raise RejectedError(f"{name} is {value!r}: use a whole number of at least {least}.")

@@ -15,12 +15,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator.work_units.accounting import (
-    check_ledger_entry,
     count_available,
     update_position,
     update_stream,
@@ -32,35 +30,18 @@ from composer_replication.coordinator.work_units.tables import (
     DatasetMismatch,
     DatasetRow,
     EpochRow,
-    Gap,
-    OpenStream,
     StreamClosed,
     StreamRow,
     UnknownStream,
     add_stream,
-    all_streams,
-    check_count,
     find_dataset,
     find_stream,
     get_stream,
-    is_valid_row,
-    open_streams,
+    read_rows,
 )
 
 LedgerEntries = Mapping[int, tuple[int, int]]
 """By stream, the samples that are in the model, and those that are in some part of it."""
-
-
-class Returned(NamedTuple):
-    """Samples that became available again when a stream was closed.
-
-    Attributes:
-        samples: Their number.
-        in_part: How many of them are in some part of the model.
-    """
-
-    samples: int
-    in_part: int
 
 
 @dataclass(frozen=True)
@@ -129,11 +110,8 @@ class WorkUnits:
 
         Raises:
             DatasetMismatch: The dataset exists with another length, seed or unit size.
-            RejectedError: A number is impossible, or there are more than 16,777,216 units.
+            RejectedError: There are more than 16,777,216 units.
         """
-        check_count("length", length, least=1)
-        check_count("seed", seed)
-        check_count("unit_size", unit_size, least=1)
         if (num_units := -(-length // unit_size)) > MAX_UNITS:
             raise RejectedError(
                 f"unit_size={unit_size} makes {num_units:,} units of {length:,} samples, and at "
@@ -196,8 +174,6 @@ class WorkUnits:
         Raises:
             StreamClosed: The lease is damaged.
         """
-        check_count("number", number)
-        check_count("epoch", epoch)
         with self._database.transaction() as cursor:
             holder = find_stream(cursor, stream)
             if holder is None or number >= holder.leases + holder.is_open:
@@ -218,9 +194,6 @@ class WorkUnits:
 
         Returns:
             By stream, how many samples the model has of leases that this database does not have.
-
-        Raises:
-            RejectedError: An entry is impossible. Nothing is recorded then.
         """
         with self._database.transaction() as cursor:
             rows, lost = _compare(cursor, ledger)
@@ -230,11 +203,15 @@ class WorkUnits:
         return lost
 
     @property
-    def gap(self) -> Gap | None:
-        """What the record of trained samples lacks; None if it is complete."""
+    def gap(self) -> dict[str, int] | None:
+        """What the record of trained samples lacks; None if it is complete.
+
+        It is complete up to ``outer_step``. The model has been trained on ``samples`` of leases
+        that were lost with the state folder, and that may be leased again.
+        """
         with self._database.transaction() as cursor:
             row = cursor.execute("SELECT outer_step, samples FROM gap").fetchone()
-        return None if row is None else Gap(*row)
+        return None if row is None else {"outer_step": row[0], "samples": row[1]}
 
     def widen_gap(self, outer_step: int, samples: int) -> None:
         """Record that leases were lost.
@@ -250,14 +227,15 @@ class WorkUnits:
                 (outer_step, samples),
             )
 
-    def close(self, stream: int) -> Returned:
+    def close(self, stream: int) -> tuple[int, int]:
         """Close a stream. Its samples that are not in the model become available again.
 
         Args:
             stream: Key of the stream.
 
         Returns:
-            What became available; nothing if the stream was closed before.
+            How many samples that are, and how many of them are in some part of the model. 0 if the
+            stream was closed before.
 
         Raises:
             UnknownStream: There is no such stream.
@@ -265,9 +243,9 @@ class WorkUnits:
         with self._database.transaction() as cursor:
             row = get_stream(cursor, stream)
             if not row.is_open:
-                return Returned(0, 0)
+                return 0, 0
             update_stream(cursor, row, row.position, row.in_part, is_open=0)
-        return Returned(row.samples - row.position, row.in_part - row.position)
+        return row.samples - row.position, row.in_part - row.position
 
     def reopen(self, stream: int, position: int, session: str) -> None:
         """Continue a stream from a checkpoint of the group that owns it.
@@ -286,7 +264,6 @@ class WorkUnits:
             StreamClosed: Some of these samples are leased to other groups or done.
             RejectedError: The position is below what is committed or above what is leased.
         """
-        check_count("position", position)
         with self._database.transaction() as cursor:
             if self.gap is None:
                 row = get_stream(cursor, stream)
@@ -321,15 +298,14 @@ class WorkUnits:
 
         Raises:
             UnknownStream: The checkpoint has samples of leases that this state folder does not
-                have, and the record has no gap.
-            RejectedError: An entry is impossible. In either case nothing changes.
+                have, and the record has no gap. Nothing changes then.
         """
         with self._database.transaction() as cursor:
             rows, lost = _compare(cursor, ledger)
             if lost and self.gap is None:
                 raise UnknownStream(next(iter(lost)))
             known = {row.key: (position, in_part) for row, position, in_part in rows}
-            for row in all_streams(cursor):
+            for row in list(read_rows(cursor, StreamRow, "1 ORDER BY key")):
                 update_position(cursor, row, *known.get(row.key, (0, 0)))
 
     def owner(self, stream: int) -> str:
@@ -341,25 +317,24 @@ class WorkUnits:
         with self._database.transaction() as cursor:
             return get_stream(cursor, stream).replica_id
 
-    def open_streams(self) -> list[OpenStream]:
+    def open_streams(self) -> list[StreamRow]:
         """Return the open streams, oldest first."""
         with self._database.transaction() as cursor:
-            return open_streams(cursor)
+            return list(read_rows(cursor, StreamRow, "is_open ORDER BY key"))
 
-    def dataset(self, dataset_id: str) -> DatasetProgress:
-        """Return a dataset and its progress.
+    def dataset(self, dataset: str | int) -> DatasetProgress:
+        """Return a dataset, by its name or its key, and its progress.
 
         Raises:
             RejectedError: There is no such dataset.
         """
         with self._database.transaction() as cursor:
-            return _progress_of(cursor, find_dataset(cursor, dataset_id))
+            return _progress_of(cursor, find_dataset(cursor, dataset))
 
     def datasets(self) -> list[DatasetProgress]:
         """Return all datasets and their progress, in the order in which they were added."""
         with self._database.transaction() as cursor:
-            rows = cursor.execute("SELECT * FROM datasets ORDER BY key").fetchall()
-            found = filter(is_valid_row, map(DatasetRow._make, rows))
+            found = list(read_rows(cursor, DatasetRow, "1 ORDER BY key"))
             return [_progress_of(cursor, dataset) for dataset in found]
 
 
@@ -374,7 +349,6 @@ def _compare(
     """
     rows, lost = [], {}
     for stream, (position, in_part) in ledger.items():
-        check_ledger_entry(stream, position, in_part)
         row = find_stream(cursor, stream)
         leased = 0 if row is None else row.samples
         if in_part > leased:
@@ -385,9 +359,6 @@ def _compare(
 
 
 def _progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress:
-    rows = cursor.execute(
-        "SELECT * FROM epochs WHERE dataset = ? ORDER BY epoch", (dataset.key,)
-    ).fetchall()
     epochs = [
         EpochProgress(
             row.epoch,
@@ -398,7 +369,7 @@ def _progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress
             row.trained_in_part,
             row.trained_twice,
         )
-        for row in filter(is_valid_row, map(EpochRow._make, rows))
+        for row in read_rows(cursor, EpochRow, "dataset = ? ORDER BY epoch", dataset.key)
     ]
     in_part = sum(epoch.trained_in_part for epoch in epochs)
     twice = sum(epoch.trained_twice for epoch in epochs)
