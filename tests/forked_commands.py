@@ -33,7 +33,7 @@ from typing import Any
 
 from forked import context
 
-STARTERS = {"launch", "tests.chaos", "composer.cli.launcher", "torch.distributed.run"}
+STARTERS = {"launch", "run", "tests.chaos", "composer.cli.launcher", "torch.distributed.run"}
 """Words of a command line that starts further Python processes."""
 
 PR_SET_CHILD_SUBREAPER = 36

@@ -63,6 +63,42 @@ def test_streaming_with_delay_and_alpha_follows_the_trace_computed_by_hand():
     assert trace == [(float(local), float(theta)) for local, theta in expected]
 
 
+def test_two_groups_that_stream_two_fragments_follow_the_trace_computed_by_hand():
+    # Two inner steps a fragment: its pseudo-gradient is formed after the first of them and applied
+    # after the second (delay 1), then local = 0.5 * local + 0.5 * global. Outer step: theta - mean.
+    # Group 0 adds -1 a step, group 1 adds -3.
+    #         theta of a, b   group 0: a, b   group 1: a, b
+    # step 1  16, 16          15, 15          13, 13          form a: deltas 1, 3
+    # step 2  14, 16          14, 14          12, 10          a: 16 - 2; 14 -> 14, 10 -> 12
+    # step 3  14, 16          13, 13           9,  7          form b: deltas 3, 9
+    # step 4  14, 10          12, 11           6,  7          b: 16 - 6; 12 -> 11, 4 -> 7
+    # step 5  14, 10          11, 10           3,  4          form a: deltas 3, 11
+    # step 6   7, 10         8.5,  9         3.5,  1          a: 14 - 7; 10 -> 8.5, 0 -> 3.5
+    # final   b: deltas 1, 9, 10 - 5 = 5; then a, which has step 6: deltas -1.5, 3.5, 7 - 1 = 6
+    def replica(sim):
+        model = Constant(16.0, a=(), b=())
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+        with DiLoCo(
+            sim.manager, model, inner, plain_sgd(), 4, fragment_patterns=["a", "b"], **settings
+        ) as diloco:
+            for _ in range(6):
+                take_step(inner, -1.0 - 2 * sim.replica_id)
+                yield [*diloco.global_parameters().values(), *model.parameters()]
+            diloco.final_sync()
+            yield [*diloco.global_parameters().values(), *model.parameters()]
+
+    def trace(sim):
+        return [[value.item() for value in values] for values in replica(sim)]
+
+    ours, theirs = simulate(trace, num_replicas=2)
+    theta = [(16, 16), (14, 16), (14, 16), (14, 10), (14, 10), (7, 10), (6, 5)]
+    first = [(15, 15), (14, 14), (13, 13), (12, 11), (11, 10), (8.5, 9), (6, 5)]
+    second = [(13, 13), (12, 10), (9, 7), (6, 7), (3, 4), (3.5, 1), (6, 5)]
+    assert ours == [[*both, *own] for both, own in zip(theta, first, strict=True)]
+    assert theirs == [[*both, *own] for both, own in zip(theta, second, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("delay", "alpha", "theta_after_8"), [(0, 0.0, 2.0), (2, 0.5, 5.0), (2, 1.0, 4.0)]
 )

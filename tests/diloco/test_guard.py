@@ -1,7 +1,7 @@
 """What one group sends wrongly stays in that group: the others leave it out by name and go on.
 
 ``pytest tests/diloco/test_guard.py``: simulated network, values computed by hand.
-``tests/integration/test_real_gloo.py`` has a group that lies over gloo.
+``tests/integration/test_guard.py`` has a group that lies over gloo.
 """
 
 import math

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from common import plain_sgd, take_step
 from forked import begin_fork, context
+from torch import nn
 
+from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.replica.factory import make_manager
-from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.replica.lighthouse import read_status, start_lighthouse
 from composer_replication.replica.manager import ReplicaManager
+
+PLAIN = plain_sgd()
+REPORTED = ("outer_step", "num_participants", "contribution", "global_digest")
 
 
 @dataclass(frozen=True)
@@ -31,12 +41,14 @@ class Group:
         num_replicas: How many groups there are.
         lighthouse_addr: Where they meet.
         signal: An event that all groups share, to put what they do into an order.
+        over: Another one, after which nobody is needed any more.
     """
 
     replica_id: int
     num_replicas: int
     lighthouse_addr: str
     signal: Any
+    over: Any
 
     @contextmanager
     def manager(self, **options: Any) -> Iterator[ReplicaManager]:
@@ -51,9 +63,99 @@ class Group:
         finally:
             manager.shutdown()
 
+    @contextmanager
+    def training(
+        self,
+        model: nn.Module,
+        sync_every: int = 2,
+        *,
+        inner: torch.optim.Optimizer | None = None,
+        outer: Any = PLAIN,
+        options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Iterator[Training]:
+        """DiLoCo over a real manager for this group, around SGD with lr 1 unless another is given.
+
+        Args:
+            model: What is trained.
+            sync_every: As for DiLoCo.
+            inner: The inner optimizer.
+            outer: The outer optimizer, plain SGD with lr 1 unless another is given.
+            options: Of the manager.
+            **settings: Of DiLoCo; all groups of the run are awaited, and each sync has a digest.
+        """
+        inner = inner or torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"num_replicas": self.num_replicas, "digest_every": 1} | settings
+        with (
+            self.manager(**options or {}) as manager,
+            DiLoCo(manager, model, inner, outer, sync_every, **settings) as diloco,
+        ):
+            yield Training(diloco, inner, manager)
+
+    def wait_until_somebody_asks(self) -> None:
+        """Until another group has asked the lighthouse for the next quorum."""
+        while "only have 0 participants" in read_status(self.lighthouse_addr).situation:
+            time.sleep(0.05)
+
+    def of_rank(self, folder: str, ranks: int) -> Group:
+        """Make this process one rank of a group of several, which torch.distributed knows.
+
+        Args:
+            folder: One for the whole run.
+            ranks: How many processes are a group, one after the other.
+
+        Returns:
+            The group; ``dist.get_rank()`` is this process's place in it.
+        """
+        number, rank = divmod(self.replica_id, ranks)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/group_{number}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=60),
+        )
+        return replace(self, replica_id=number, num_replicas=self.num_replicas // ranks)
+
     def kill(self) -> None:
         """End this process as a power cut would."""
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Training(NamedTuple):
+    """A group in training."""
+
+    diloco: DiLoCo
+    inner: torch.optim.Optimizer
+    manager: ReplicaManager
+
+    def steps(self, count: int, move: float, pause_s: float = 0.0) -> list[tuple[Any, ...]]:
+        """Steps that add ``move``; of each sync what is in ``REPORTED``, and theta after it."""
+        seen = []
+        for _ in range(count):
+            time.sleep(pause_s)
+            take_step(self.inner, move)
+            seen += self.reported()
+        return seen
+
+    def reported(self) -> list[tuple[Any, ...]]:
+        """The same for the syncs since the last call."""
+        theta = next(iter(self.diloco.global_parameters().values())).flatten()[0].item()
+        return [
+            (*(getattr(report, name) for name in REPORTED), theta)
+            for report in self.diloco.pop_finished_syncs()
+        ]
+
+
+def kept_messages(level: int = logging.WARNING) -> list[str]:
+    """What the package logs in this process from now on."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composer_replication")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    return logged
 
 
 class GroupFailed(AssertionError):
@@ -87,7 +189,7 @@ def run_groups(
         GroupFailed: A group raised or died (unless in ``killed``), or the time is over.
     """
     lighthouse = start_lighthouse(heartbeat_timeout_ms=1_000)
-    event = context.Event()
+    events = context.Event(), context.Event()
     # By a name of our own: pytest imports a test file under one that other processes cannot.
     file = Path(inspect.getfile(group_fn))
     named = f"{file.parent.name}.{file.stem}", group_fn.__name__
@@ -95,7 +197,7 @@ def run_groups(
     try:
         for replica_id in range(num_replicas):
             ours, theirs = context.Pipe()
-            group = Group(replica_id, num_replicas, lighthouse.address(), event)
+            group = Group(replica_id, num_replicas, lighthouse.address(), *events)
             process = context.Process(
                 target=_serve, args=(named, group, arguments, theirs), daemon=True
             )

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from threading import Event, Thread
@@ -25,22 +26,22 @@ from typing import Any
 
 import pytest
 import torch
-from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
+from common import Constant, TinyMLP, batch, mse, take_step
 from integration.groups import free_port
-from integration.replicas import Group, run_groups
+from integration.replicas import Group, kept_messages, run_groups
 from strange_servers import strange_server
 from torch import nn
 from torchft.checkpointing.transport import CheckpointTransport
 
+from composer_replication import simulate
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
-from composer_replication.replica import messages, peer_client, quorum_members, rendezvous
+from composer_replication.replica import messages, peer_client, rendezvous
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import can_connect, start_lighthouse
+from composer_replication.replica.options import DuplicateIdError
 from composer_replication.replica.peer_client import PeerError
 
 pytestmark = pytest.mark.integration
-
-REPORTED = ("outer_step", "num_participants", "contribution", "global_digest")
 
 
 class Scalar(Constant):
@@ -48,43 +49,18 @@ class Scalar(Constant):
         super().__init__(0.0, w=())
 
 
-def train(
-    group: Group,
-    diloco: DiLoCo,
-    optimizer: torch.optim.Optimizer,
-    steps: int,
-    *,
-    move: float,
-    step_s: float = 0.0,
-) -> list[tuple[Any, ...]]:
-    """Steps of one move; what each sync reported, and theta after it."""
-    seen = []
-    for _ in range(steps):
-        time.sleep(step_s)
-        take_step(optimizer, move)
-        for report in diloco.pop_finished_syncs():
-            theta = next(iter(diloco.global_parameters().values())).flatten()[0].item()
-            seen.append((*(getattr(report, name) for name in REPORTED), theta))
-    return seen
-
-
 # ---- starting ----------------------------------------------------------------------------------
 
 
 def start_apart(group: Group, apart_s: float) -> list[tuple[Any, ...]]:
     time.sleep(apart_s * group.replica_id)
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with (
-        group.manager() as manager,
-        DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=2, digest_every=1) as diloco,
-    ):
-        return train(group, diloco, optimizer, 6, move=-1.0 - group.replica_id)
+    with group.training(Scalar(), options={"timeout": apart_s / 2}) as run:
+        return run.steps(6, -1.0 - group.replica_id)
 
 
-def test_groups_that_start_20_seconds_apart_are_equal_from_the_first_commit_on():
+def test_groups_that_start_far_apart_are_equal_from_the_first_commit_on():
     # torchft: two seconds are enough for the first to train alone (research).
-    first, second = run_groups(start_apart, apart_s=20.0)
+    first, second = run_groups(start_apart, apart_s=10.0)
     assert first == second
     assert [(line[1], line[2], line[4]) for line in first] == [
         (2, 1.0, -3.0), (2, 1.0, -6.0), (2, 1.0, -9.0)
@@ -92,22 +68,9 @@ def test_groups_that_start_20_seconds_apart_are_equal_from_the_first_commit_on()
 
 
 def start_with_those_present(group: Group) -> list[tuple[Any, ...]]:
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with (
-        group.manager() as manager,
-        DiLoCo(
-            manager,
-            model,
-            optimizer,
-            plain_sgd(),
-            2,
-            num_replicas=3,
-            start_timeout_s=2.0 + 20.0 * group.replica_id,
-            on_start_timeout="start",
-        ) as diloco,
-    ):
-        return train(group, diloco, optimizer, 2, move=-1.0)
+    waits = {"start_timeout_s": 2.0 + 20.0 * group.replica_id, "on_start_timeout": "start"}
+    with group.training(Scalar(), num_replicas=3, **waits) as run:
+        return run.steps(2, -1.0)
 
 
 def test_one_group_that_has_waited_long_enough_starts_all_that_are_present():
@@ -119,12 +82,9 @@ def test_one_group_that_has_waited_long_enough_starts_all_that_are_present():
 def advertise_what_peers_cannot_reach(group: Group) -> str:
     if group.replica_id == 1:  # as behind a firewall: nothing that the other tells answers here
         rendezvous.can_connect = lambda *_: False  # type: ignore[assignment]
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with group.manager(timeout=5.0) as manager:
-        diloco = DiLoCo(manager, model, optimizer, num_replicas=2, start_timeout_s=8.0)
-        with pytest.raises(TimeoutError) as caught:
-            diloco.__enter__()
+    settings = {"start_timeout_s": 8.0, "options": {"timeout": 5.0}}
+    with pytest.raises(TimeoutError) as caught, group.training(Scalar(), **settings):
+        pass
     return str(caught.value)
 
 
@@ -138,31 +98,47 @@ def test_an_address_that_a_peer_cannot_reach_is_named_at_the_start():
     assert time.monotonic() - began < 28.0
 
 
-def join_late(group: Group, num_before: int) -> dict[int, str]:
+def train_on_own_data(
+    diloco: DiLoCo, model: nn.Module, inner: torch.optim.Optimizer, number: int, steps: range
+) -> dict[int, str | None]:
+    """The digests of the outer steps."""
+    for step in steps:
+        inner.zero_grad()
+        mse(model, *batch(number, step)).backward()
+        inner.step()
+    return {report.outer_step: report.global_digest for report in diloco.pop_finished_syncs()}
+
+
+BEFORE, WITH_A_THIRD = range(6), range(6, 12)
+"""Steps, two a round."""
+
+
+def model_and_sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = TinyMLP()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def join_late(group: Group) -> dict[int, str | None]:
     if group.replica_id == 2:
         group.signal.wait(60)
-    model = TinyMLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    digests: dict[int, str] = {}
-    with (
-        group.manager() as manager,
-        DiLoCo(manager, model, optimizer, None, 2, num_replicas=2, digest_every=1) as diloco,
-    ):
-        digests |= {r.outer_step: r.global_digest for r in diloco.pop_finished_syncs()}
-        for step in range(2 * (num_before + 3)):
-            if step == 2 * num_before and group.replica_id < 2 and group.num_replicas == 3:
-                group.signal.set()
-                time.sleep(6.0)  # it is there when these two ask for their next quorum
-            optimizer.zero_grad()
-            mse(model, *batch(group.replica_id, step)).backward()
-            optimizer.step()
-            digests |= {r.outer_step: r.global_digest for r in diloco.pop_finished_syncs()}
-    return digests
+    model, inner = model_and_sgd()
+    with group.training(model, inner=inner, outer=None, num_replicas=2) as run:
+        digests = {}
+        if group.replica_id < 2:
+            digests = train_on_own_data(run.diloco, model, inner, group.replica_id, BEFORE)
+            group.signal.set()
+            group.wait_until_somebody_asks()
+        return digests | train_on_own_data(run.diloco, model, inner, group.replica_id, WITH_A_THIRD)
 
 
 def test_the_commit_at_which_a_group_joins_is_bitwise_the_one_without_it():
-    alone = run_groups(join_late, num_replicas=2, num_before=3)[0]
-    first, second, joiner = run_groups(join_late, num_replicas=3, num_before=3)
+    def without(sim):
+        model, inner = model_and_sgd()
+        with DiLoCo(sim.manager, model, inner, None, 2, digest_every=1) as diloco:
+            return train_on_own_data(diloco, model, inner, sim.replica_id, range(12))
+
+    alone, _ = simulate(without, num_replicas=2)
+    first, second, joiner = run_groups(join_late, num_replicas=3)
     joined_at = min(joiner)
     assert joined_at == 4
     assert joiner[joined_at] == first[joined_at] == second[joined_at] == alone[joined_at]
@@ -214,28 +190,21 @@ MOVES = (-1.0, -2.0, -3.0, -4.0)
 def train_through_lighthouse_restarts(
     group: Group, address: str, folder: str
 ) -> list[tuple[Any, ...]]:
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    mine = Group(group.replica_id, group.num_replicas, address, group.signal)
-    while group.replica_id == 3 and not Path(folder, "restart 2").exists():
+    number, mine = group.replica_id, replace(group, lighthouse_addr=address)
+    while number == 3 and not Path(folder, "restart 2").exists():
         time.sleep(0.05)
-    with (
-        mine.manager() as manager,
-        DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
-    ):
+    with mine.training(Scalar(), num_replicas=3) as run:
         seen, rounds_after, restarts = [], 0, 0
         while rounds_after < 2:
             if Path(folder, f"restart {restarts + 1}").exists():
                 restarts += 1
-                if group.replica_id != restarts % 3:
+                if number != restarts % 3:
                     time.sleep(2.0)  # one asks long before the others, again and again
-            seen += train(mine, diloco, optimizer, 2, move=MOVES[group.replica_id], step_s=0.4)
+            seen += run.steps(2, MOVES[number], pause_s=0.4)
             rounds_after += Path(folder, "restart 3").exists()
             Path(folder, "in training").touch()
-        diloco.final_sync()
-        reports = diloco.pop_finished_syncs()
-        theta = next(iter(diloco.global_parameters().values())).item()
-        return seen + [(*(getattr(r, name) for name in REPORTED), theta) for r in reports]
+        run.diloco.final_sync()
+        return seen + run.reported()
 
 
 def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digit(tmp_path):
@@ -291,24 +260,17 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
 def train_until_one_dies_with_the_lighthouse(
     group: Group, address: str, folder: str
 ) -> tuple[list[tuple[Any, ...]], list[str]]:
-    said: list[str] = []
-    quorum_members.log.addFilter(lambda record: said.append(record.getMessage()) or True)
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    mine = Group(group.replica_id, group.num_replicas, address, group.signal)
-    with (
-        mine.manager() as manager,
-        DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
-    ):
-        seen = train(mine, diloco, optimizer, 4, move=MOVES[group.replica_id], step_s=0.1)
+    said = kept_messages(logging.INFO)
+    move = MOVES[group.replica_id]
+    with replace(group, lighthouse_addr=address).training(Scalar()) as run:
+        seen = run.steps(4, move, pause_s=0.1)
         if group.replica_id == 2:
             time.sleep(1.0)  # its last packets do not die with it
             Path(folder, "dead").touch()
             group.kill()
         while not Path(folder, "restarted").exists():
             time.sleep(0.05)
-        seen += train(mine, diloco, optimizer, 6, move=MOVES[group.replica_id], step_s=0.1)
-        return seen, said
+        return seen + run.steps(6, move, pause_s=0.1), said
 
 
 def test_a_group_that_dies_with_the_lighthouse_is_awaited_for_some_seconds(tmp_path):
@@ -336,25 +298,18 @@ def test_a_group_that_dies_with_the_lighthouse_is_awaited_for_some_seconds(tmp_p
 
 def commit_while_a_slow_one_joins(group: Group) -> Any:
     model = Constant(0.0, w=(500_000,))  # its global state is 4 MB with the momentum
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {"sync_every": 2, "digest_every": 0, "num_replicas": 2}
+    settings = {"outer": None, "digest_every": 0, "num_replicas": 2, "options": {"timeout": 2.0}}
     if group.replica_id == 2:
         group.signal.wait(30)
         _read_slowly()
         began = time.monotonic()
         try:
-            with (
-                group.manager(timeout=2.0) as manager,
-                DiLoCo(manager, model, optimizer, **settings),
-            ):
+            with group.training(model, **settings):
                 return "joined"
         except PeerError as error:
             return str(error), began, time.monotonic()
-    with (
-        group.manager(timeout=2.0) as manager,
-        DiLoCo(manager, model, optimizer, **settings) as diloco,
-    ):
-        train(group, diloco, optimizer, 8, move=-1.0, step_s=0.1)
+    with group.training(model, **settings) as run:
+        run.steps(8, -1.0, pause_s=0.1)
         rounds = []
         began = time.monotonic()
         while (now := time.monotonic()) - began < 24.0:
@@ -362,8 +317,8 @@ def commit_while_a_slow_one_joins(group: Group) -> Any:
                 group.signal.set()
             for _ in range(2):
                 time.sleep(0.1)
-                take_step(optimizer, -1.0)
-            (report,) = diloco.pop_finished_syncs()
+                take_step(run.inner, -1.0)
+            (report,) = run.diloco.pop_finished_syncs()
             assert (report.retries, report.num_participants) == (0, 2), report
             rounds.append((now, time.monotonic() - now))
         return rounds
@@ -402,16 +357,11 @@ def test_a_joiner_on_a_slow_line_leaves_with_the_reason_and_costs_the_others_not
 
 def be_sick_once(group: Group) -> tuple[list[tuple[Any, ...]], float]:
     model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with (
-        group.manager() as manager,
-        DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
-    ):
+    with group.training(model) as run:
         seen = []
         for round_number in range(3):
             is_sick = group.replica_id == 1 and round_number == 1
-            move = float("nan") if is_sick else MOVES[group.replica_id]
-            seen += train(group, diloco, optimizer, 2, move=move)
+            seen += run.steps(2, float("nan") if is_sick else MOVES[group.replica_id])
         return seen, model.w.item()
 
 
@@ -422,6 +372,29 @@ def test_a_group_with_nan_at_a_sync_leaves_the_others_finite_and_recovers_at_the
         assert local == -12.0
         assert [line[3] for line in seen] == [line[3] for line in groups[0][0]]
     assert [line[2] for line in groups[1][0]] == [1.0, 0.0, 1.0]
+
+
+def train_beside_a_twin(group: Group) -> Any:
+    """Two groups train; then somebody starts the first of them again."""
+    number = group.replica_id
+    if number == 2:
+        group.signal.wait(30)
+        with (
+            pytest.raises(DuplicateIdError) as caught,
+            replace(group, replica_id=0).training(Scalar(), num_replicas=2) as run,
+        ):
+            run.steps(2, -1.0)
+        return str(caught.value)
+    with group.training(Scalar(), num_replicas=2) as run:
+        seen = run.steps(4, MOVES[number])
+        group.signal.set()
+        return seen + run.steps(36, MOVES[number], pause_s=0.1)
+
+
+def test_a_second_group_of_one_name_leaves_by_name_and_disturbs_nobody():
+    first, peer, twin = run_groups(train_beside_a_twin, 3)
+    assert twin.startswith("replica_id='group_0' is taken: a living replica group on ")
+    assert first == peer and [line[:2] for line in first] == [(n, 2) for n in range(1, 21)]
 
 
 class Trap:
@@ -468,31 +441,22 @@ def pose_as_a_donor(group: Group, marker: str) -> None:
 
 
 def meet_a_stranger(group: Group, marker: str) -> Any:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("composer_replication").addHandler(handler)
+    said = kept_messages()
     os.environ["COMPOSER_REPLICATION_TOKEN"] = "of the run"
     if group.replica_id == 2:
         group.signal.wait(30)
         pose_as_a_donor(group, marker)
         return None
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with (
-        group.manager(timeout=5.0) as manager,
-        DiLoCo(
-            manager, model, optimizer, plain_sgd(), 2, num_replicas=2, max_sync_retries=20
-        ) as diloco,
-    ):
-        train(group, diloco, optimizer, 4, move=-1.0)
+    settings = {"num_replicas": 2, "max_sync_retries": 20, "options": {"timeout": 5.0}}
+    with group.training(model := Scalar(), **settings) as run:
+        run.steps(4, -1.0)
         group.signal.set()
         try:
-            train(group, diloco, optimizer, 20, move=-1.0, step_s=0.3)
+            run.steps(20, -1.0, pause_s=0.3)
         except SyncError as error:
             return str(error)
         refused = [line for line in said if "out of the quorum" in line]
-        return diloco.outer_step, model.w.item(), refused
+        return run.diloco.outer_step, model.w.item(), refused
 
 
 def test_a_stranger_who_claims_a_higher_step_is_refused_and_its_pickle_not_run(tmp_path):
@@ -549,21 +513,16 @@ def test_a_signal_ends_a_script_that_waits_in_a_quorum_of_an_hour_within_seconds
 
 
 def stop_in_an_allreduce(group: Group) -> Any:
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        group.manager(timeout=40.0) as manager,
-        DiLoCo(manager, model, optimizer, sync_every=1, num_replicas=2),
-    ):
+    with group.training(nn.Linear(64, 64), 1, outer=None, options={"timeout": 40.0}) as run:
         if group.replica_id == 1:  # it is in the quorum, and its part never comes
-            manager.start_quorum()
+            run.manager.start_quorum()
             group.signal.wait(60)
             return None
         signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         signal.alarm(3)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            take_step(optimizer, -1.0)
+            take_step(run.inner, -1.0)
         group.signal.set()
         return time.monotonic() - began
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,70 +19,40 @@ from common import Buffered, TinyMLP, batch, mse, muon_by_shape
 from integration.replicas import Group, run_groups
 from torch.distributed.fsdp import fully_shard
 
-from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.replica.factory import make_manager
-from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.process_group import host_store
-
 pytestmark = pytest.mark.integration
 
 RANKS = 2
 
 
-@dataclass(frozen=True)
-class ShardedRank:
-    """One rank of a group, with its shards of a model."""
-
-    group: int
-    rank: int
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    manager: ReplicaManager
-
-
-def start_rank(process: Group, folder: str, build: type[TinyMLP] = TinyMLP) -> ShardedRank:
-    group, rank = divmod(process.replica_id, RANKS)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/group_{group}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    model = build(seed=10 * group, width=15)
+def sharded(model: torch.nn.Module) -> torch.nn.Module:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    store = host_store("localhost") if rank == 0 else None
-    address: list[Any] = [(store.host, store.port) if store else None]
-    dist.broadcast_object_list(address, src=0)
-    manager = make_manager(
-        replica_id=f"group_{group}",
-        lighthouse_addr=process.lighthouse_addr,
-        rank=rank,
-        world_size=RANKS,
-        store_addr=address[0][0],
-        store_port=address[0][1],
-        timeout=20.0,
-    )
-    manager.store = store
-    return ShardedRank(group, rank, model, optimizer, manager)
+    return model
+
+
+def start_rank(
+    process: Group, folder: str, build: type[TinyMLP] = TinyMLP
+) -> tuple[Group, torch.nn.Module, torch.optim.Optimizer]:
+    """One rank of a group, with its shards of a model."""
+    group = process.of_rank(folder, RANKS)
+    model = sharded(build(seed=10 * group.replica_id, width=15))
+    return group, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
-    group = process.replica_id // RANKS
-    if group == 2:  # it joins two others in training, and each of its ranks has another donor
+    if process.replica_id // RANKS == 2:
+        # It joins two others in training, and each of its ranks has another donor.
         process.signal.wait(60)
-    started = start_rank(process, folder, Buffered)
-    model, optimizer, manager = started.model, started.optimizer, started.manager
+    group, model, inner = start_rank(process, folder, Buffered)
     seen = []
-    with DiLoCo(manager, model, optimizer, sync_every=2, num_replicas=2, digest_every=1) as diloco:
+    with group.training(model, inner=inner, outer=None, num_replicas=2) as run:
+        diloco, manager = run.diloco, run.manager
         seen += [(r.outer_step, _digest_of_all(model)) for r in diloco.pop_finished_syncs()]
         for step in range(60):
-            optimizer.zero_grad()
+            inner.zero_grad()
             mse(model, *batch(process.replica_id, step)).backward()  # each rank has its own
-            optimizer.step()
+            inner.step()
             for report in diloco.pop_finished_syncs():
                 seen.append((report.outer_step, _digest_of_all(model)))
                 if (report.outer_step, process.replica_id) == (3, 0):
@@ -98,7 +66,6 @@ def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
                 time.sleep(0.5)
         diloco.final_sync()
         seen.append((-1, _digest_of_all(model)))
-    manager.shutdown()
     return seen
 
 
@@ -134,13 +101,8 @@ def train_with_muon(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def shard_and_train_with_muon(process: Group, folder: str) -> list[list[float]]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/muon", rank=process.replica_id, world_size=RANKS
-    )
-    model = TinyMLP(width=15)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    process.of_rank(folder, RANKS)
+    model = sharded(TinyMLP(width=15))
     optimizer = train_with_muon(model)
     for p in model.parameters():
         for tensor in optimizer.state[p].values():
@@ -167,22 +129,19 @@ in group 0 alone. Every second step is followed by a sync."""
 
 
 def train_with_a_sick_shard(process: Group, folder: str) -> list[dict[str, Any]]:
-    started = start_rank(process, folder)
-    model, optimizer = started.model, started.optimizer
-    seen = []
-    with DiLoCo(
-        started.manager, model, optimizer, sync_every=2, num_replicas=2, digest_every=1
-    ) as diloco:
-        diloco.pop_finished_syncs()
+    group, model, inner = start_rank(process, folder)
+    number, seen = group.replica_id, []
+    with group.training(model, inner=inner, outer=None) as run:
+        run.diloco.pop_finished_syncs()
         for step in range(12):
-            optimizer.zero_grad()
-            mse(model, *batch(started.group, step)).backward()
-            is_sick = step == ALL_SICK or (step == ONE_SICK and started.group == 0)
-            if is_sick and started.rank == 1:
+            inner.zero_grad()
+            mse(model, *batch(number, step)).backward()
+            is_sick = step == ALL_SICK or (step == ONE_SICK and number == 0)
+            if is_sick and dist.get_rank() == 1:
                 with torch.no_grad():
                     model.layers[2].weight.to_local()[0] = float("inf")
-            optimizer.step()
-            for report in diloco.pop_finished_syncs():
+            inner.step()
+            for report in run.diloco.pop_finished_syncs():
                 seen.append(
                     {
                         "outer_step": report.outer_step,
@@ -193,10 +152,9 @@ def train_with_a_sick_shard(process: Group, folder: str) -> list[dict[str, Any]]
                         "momentum": report.outer_momentum_norm,
                         "digest": report.global_digest,
                         "model": _digest_of_all(model),
-                        "is_fresh": not optimizer.state,
+                        "is_fresh": not inner.state,
                     }
                 )
-    started.manager.shutdown()
     return seen
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-import torch
-from common import Constant, plain_sgd, take_step
+from common import Constant, take_step
 from golden.real_runs import RANKS, train_rank
-from integration.replicas import Group, run_groups
+from integration.replicas import Group, kept_messages, run_groups
 
-from composer_replication import DiLoCo
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 
 pytestmark = pytest.mark.integration
@@ -28,31 +24,17 @@ def send_nonsense(at: int) -> None:
     WeightedMean.pack = damaged
 
 
-def kept_messages() -> list[str]:
-    """What this process logs from now on."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("composer_replication").addHandler(handler)
-    return logged
-
-
 def train_beside_a_liar(group: Group, at: int) -> dict:
-    logged = kept_messages()
-    model = Constant(0.0, weight=(30,))
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    honest, seen = WeightedMean.pack, []
-    with (
-        group.manager() as manager,
-        DiLoCo(manager, model, inner, plain_sgd(), 1, num_replicas=3) as diloco,
-    ):
+    logged, honest, seen = kept_messages(), WeightedMean.pack, []
+    with group.training(Constant(0.0, weight=(30,)), 1) as run:
         for step in range(6):
             WeightedMean.pack = honest
             if group.replica_id == 2 and step in SICK:
                 send_nonsense(at)
-            take_step(inner, -1.0 - group.replica_id)
-            seen.append(round(diloco.global_parameters()["weight"].amax().item(), 4))
-        reports = diloco.pop_finished_syncs()
+            take_step(run.inner, -1.0 - group.replica_id)
+            theta = run.diloco.global_parameters()["weight"]
+            seen.append(round(theta.amax().item(), 4))
+        reports = run.diloco.pop_finished_syncs()
     return {
         "theta": seen,
         "contributions": [report.contribution for report in reports],

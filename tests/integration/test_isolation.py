@@ -32,43 +32,47 @@ pytestmark = pytest.mark.integration
 
 SYNCS_BEFORE = 5
 LEAVES_AFTER_S = 3.0
+ENOUGH = 13
 
 
 def train(
     group: Group,
-    seconds: float,
     trouble: Callable[[Group, ReplicaManager], None],
     options: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
+    first: int = 1,
 ) -> dict[str, Any]:
-    """Train for some seconds, with trouble after the first syncs; say how it went."""
+    """Train with trouble after the first syncs; say how it went.
+
+    All have ``ENOUGH`` syncs after that. The group ``first`` then ends, unless it has had to leave
+    before, and the others end after it.
+    """
     SyncFaults.LEAVES_AFTER_S = LEAVES_AFTER_S
     model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     lost = syncs_after = retries = 0
-    ended, last, longest = None, time.monotonic(), 0.0
-    with group.manager(**{"timeout": 60.0} | (options or {})) as manager:
-        diloco = DiLoCo(
-            manager, model, optimizer, plain_sgd(), 1, num_replicas=group.num_replicas,
-            digest_every=1, **settings or {},
-        )  # fmt: skip
-        try:
-            with diloco:
-                deadline = time.monotonic() + seconds
-                has_begun = False
-                while time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    if diloco.outer_step >= SYNCS_BEFORE and not has_begun:
-                        has_begun, last = True, time.monotonic()
-                        trouble(group, manager)
-                    take_step(optimizer, -1.0)
-                    for report in diloco.pop_finished_syncs():
-                        lost, retries = lost + report.steps_lost, retries + report.retries
-                        if has_begun:
-                            longest = max(longest, time.monotonic() - last)
-                            last, syncs_after = time.monotonic(), syncs_after + 1
-        except (SyncError, AtFaultError) as error:
-            ended = f"{type(error).__name__}: {error}"
+    ended, manager, last, longest = None, None, time.monotonic(), 0.0
+    try:
+        with group.training(
+            model, 1, options={"timeout": 60.0} | (options or {}), **settings or {}
+        ) as (diloco, inner, manager):
+            has_begun = False
+            while not (
+                syncs_after >= ENOUGH and (group.replica_id == first or group.over.is_set())
+            ):
+                time.sleep(0.1)
+                if diloco.outer_step >= SYNCS_BEFORE and not has_begun:
+                    has_begun, last = True, time.monotonic()
+                    trouble(group, manager)
+                take_step(inner, -1.0)
+                for report in diloco.pop_finished_syncs():
+                    lost, retries = lost + report.steps_lost, retries + report.retries
+                    if has_begun:
+                        longest = max(longest, time.monotonic() - last)
+                        last, syncs_after = time.monotonic(), syncs_after + 1
+    except (SyncError, AtFaultError) as error:
+        ended = f"{type(error).__name__}: {error}"
+    finally:
+        group.over.set()
     return {
         "ended": ended,
         "lost": lost,
@@ -76,7 +80,7 @@ def train(
         "longest_s": longest,
         "retries": retries,
         "theta": model.w.item(),
-        "connections": manager.connection,
+        "connections": manager.connection if manager else 0,
     }
 
 
@@ -92,16 +96,16 @@ def unreachable(manager: ReplicaManager, seconds: float) -> None:
     manager._close_connections()
 
 
-def one_is_unreachable(group: Group, seconds: float, lasts_s: float) -> dict[str, Any]:
+def one_is_unreachable(group: Group, lasts_s: float) -> dict[str, Any]:
     def trouble(group: Group, manager: ReplicaManager) -> None:
         if group.replica_id == 1:
             unreachable(manager, lasts_s)
 
-    return train(group, seconds, trouble)
+    return train(group, trouble)
 
 
 def test_a_group_that_cannot_be_reached_for_a_moment_ends_nobody_and_costs_the_others_no_step():
-    first, sick, last = run_groups(one_is_unreachable, 3, seconds=12.0, lasts_s=2.0)
+    first, sick, last = run_groups(one_is_unreachable, 3, lasts_s=2.0)
     for result in (first, sick, last):
         assert result["ended"] is None and result["retries"] > 0
         assert result["syncs_after"] > 3
@@ -111,7 +115,7 @@ def test_a_group_that_cannot_be_reached_for_a_moment_ends_nobody_and_costs_the_o
 
 
 def test_a_group_that_cannot_be_reached_for_good_leaves_alone():
-    first, sick, last = run_groups(one_is_unreachable, 3, seconds=14.0, lasts_s=1e9)
+    first, sick, last = run_groups(one_is_unreachable, 3, lasts_s=1e9)
     assert sick["ended"].startswith("AtFaultError: for ") and "cannot reach it" in sick["ended"]
     for survivor in (first, last):
         assert survivor["ended"] is None and survivor["lost"] == 0
@@ -132,7 +136,7 @@ def two_cannot_reach_each_other(group: Group) -> dict[str, Any]:
         manager_module.find_unreachable = find_with_a_fault
         manager._close_connections()
 
-    return train(group, 14.0, trouble)
+    return train(group, trouble, first=2)
 
 
 def test_of_two_groups_that_cannot_reach_each_other_one_leaves():
@@ -153,7 +157,7 @@ def one_fails_by_itself(group: Group) -> dict[str, Any]:
 
             manager.allreduce = allreduce
 
-    return train(group, 14.0, trouble)
+    return train(group, trouble)
 
 
 def test_a_group_with_an_error_of_its_own_in_every_sync_leaves_alone():
@@ -179,7 +183,7 @@ def one_dies_in_a_sync(group: Group, num_messages: int) -> dict[str, Any]:
 
             manager.allreduce = allreduce
 
-    return train(group, 11.0, trouble)
+    return train(group, trouble, first=0)
 
 
 @pytest.mark.alone
@@ -200,7 +204,7 @@ def one_hangs(group: Group) -> dict[str, Any]:
         if group.replica_id == 1:
             time.sleep(1000)
 
-    return train(group, 15.0, trouble, settings={"hang_timeout_s": 3.0})
+    return train(group, trouble, settings={"hang_timeout_s": 3.0}, first=0)
 
 
 @pytest.mark.alone
@@ -217,7 +221,7 @@ def one_computes_for_long(group: Group) -> dict[str, Any]:
             while time.monotonic() < end:  # a backward pass, as the processor sees it
                 torch.randn(200, 200) @ torch.randn(200, 200)
 
-    return train(group, 15.0, trouble, settings={"hang_timeout_s": 2.0})
+    return train(group, trouble, settings={"hang_timeout_s": 2.0}, first=0)
 
 
 @pytest.mark.alone
@@ -231,8 +235,8 @@ def one_resumes_and_cannot_heal(group: Group) -> dict[str, Any]:
         group.signal.set()
 
     if group.replica_id < 2:
-        two = Group(group.replica_id, 2, group.lighthouse_addr, group.signal)
-        return train(two, 14.0, trouble, settings={"max_sync_retries": 0})
+        settings = {"num_replicas": 2, "max_sync_retries": 0}
+        return train(group, trouble, settings=settings, first=2)
     group.signal.wait(30)
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -247,6 +251,8 @@ def one_resumes_and_cannot_heal(group: Group) -> dict[str, Any]:
             DiLoCo(manager, model, optimizer, plain_sgd(), 1, num_replicas=2).__enter__()
         except SyncError as error:
             return {"ended": str(error)}
+        finally:
+            group.over.set()
     return {"ended": None}
 
 
@@ -267,11 +273,8 @@ def a_stranger_in_the_quorum(group: Group) -> dict[str, Any]:
     def trouble(group: Group, manager: ReplicaManager) -> None:
         group.signal.set()
 
-    seen = train(
-        Group(group.replica_id, 2, group.lighthouse_addr, group.signal), 12.0, trouble,
-        options={"token": token},
-    )  # fmt: skip
-    return seen
+    two = {"num_replicas": 2}
+    return train(group, trouble, options={"token": token}, settings=two, first=2)
 
 
 def join_as_a_stranger(group: Group, token: str) -> dict[str, Any]:
@@ -279,12 +282,13 @@ def join_as_a_stranger(group: Group, token: str) -> dict[str, Any]:
     syncs = 0
     with group.manager(token=token, timeout=2.0) as manager:
         manager.load_state_dict({"step": 10**6, "batches_committed": 0})
-        end = time.monotonic() + 8.0
+        end = time.monotonic() + 5.0
         while time.monotonic() < end:
             manager.start_quorum()
             value = torch.full((8,), 1e9)
             manager.allreduce(value).wait()
             syncs += manager.should_commit() and manager.num_participants() > 1
+    group.over.set()
     return {"syncs": syncs}
 
 

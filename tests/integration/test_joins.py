@@ -14,12 +14,10 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-import torch
 from common import take_step
-from integration.replicas import Group, run_groups
+from integration.replicas import Group, kept_messages, run_groups
 from torch import nn
 
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica import peer_server
 from composer_replication.replica.heal import state_bytes
@@ -34,11 +32,6 @@ NUM_BYTES = 8 * 300 * 300
 """Of the state that a joiner takes over: the parameters and the outer momentum."""
 
 
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(300, 300, bias=False)
-    return model, torch.optim.SGD(model.parameters(), lr=1.0)
-
-
 def train_until_joined(
     group: Group, before_round: Callable[[int], None]
 ) -> list[tuple[int, int, str]]:
@@ -51,25 +44,22 @@ def train_until_joined(
     Returns:
         Of each sync the outer step, the number of groups and the digest of the parameters.
     """
-    model, optimizer = model_and_optimizer()
+    model = nn.Linear(300, 300, bias=False)
     seen: list[tuple[int, int, str]] = []
     rounds_after = 2
-    with (
-        group.manager() as manager,
-        DiLoCo(manager, model, optimizer, None, 2, num_replicas=2) as diloco,
-    ):
+    with group.training(model, outer=None, num_replicas=2, digest_every=100) as run:
 
         def note() -> None:
-            for report in diloco.pop_finished_syncs():
-                digest = diloco.global_digest()
+            for report in run.diloco.pop_finished_syncs():
+                digest = run.diloco.global_digest()
                 seen.append((report.outer_step, report.num_participants, digest))
 
         note()
         while rounds_after:
-            rounds_after -= has_joined(manager.members)
+            rounds_after -= has_joined(run.manager.members)
             before_round(len(seen))
             for _ in range(2):
-                take_step(optimizer, -0.001 * (1 + group.replica_id))
+                take_step(run.inner, -0.001 * (1 + group.replica_id))
             note()
     return seen
 
@@ -80,6 +70,10 @@ def has_joined(members: tuple[str, ...]) -> bool:
 
 def is_heard_of(group: Group) -> bool:
     return has_joined(tuple(read_status(group.lighthouse_addr).heard_of))
+
+
+def step_of_the_others(group: Group) -> int:
+    return max(member.step for member in read_status(group.lighthouse_addr).members)
 
 
 def check_equal(*groups: list[tuple[int, int, str]]) -> None:
@@ -120,9 +114,7 @@ def count_what_a_join_hashes(group: Group) -> Any:
         if round_number == 2:
             if group.replica_id == 0:  # the donor is through with its outer step
                 group.signal.set()
-            while not is_heard_of(group):  # it has fetched the state
-                threading.Event().wait(0.05)
-            threading.Event().wait(1.0)  # it loads the state, and asks for a quorum
+            group.wait_until_somebody_asks()  # the joiner, which has loaded the state
             Counted.total, library.sha256 = 0, Counted
         if round_number == 3:
             library.sha256 = sha256
@@ -185,11 +177,16 @@ def test_a_joiner_that_is_still_downloading_is_in_no_quorum_and_keeps_nobody_wai
 
 def prepare_slowly(group: Group) -> Any:
     if group.replica_id != JOINER:
+        is_overtaken = False
 
         def before_round(round_number: int) -> None:
-            if round_number == 1:
+            nonlocal is_overtaken
+            if is_overtaken:
+                group.wait_until_somebody_asks()
+            is_overtaken = round_number > 1 and not group.signal.is_set()
+            if round_number == 1 and group.replica_id == 0:
                 group.signal.set()
-            threading.Event().wait(0.3)
+            threading.Event().wait(0.05)
 
         return train_until_joined(group, before_round)
     what: list[str] = []
@@ -202,8 +199,11 @@ def prepare_slowly(group: Group) -> Any:
 
     def slow_stage(state: Any, sent: Any) -> None:
         what.append("stage")
-        if what.count("stage") == 1:  # the others sync meanwhile
-            threading.Event().wait(1.0)
+        if what.count("stage") == 1:  # the others sync once more, and then wait for it
+            before = step_of_the_others(group)
+            group.signal.clear()
+            while step_of_the_others(group) == before:
+                threading.Event().wait(0.05)
         stage(state, sent)
 
     def noting_take_over(state: Any, sent: Any, whose: str) -> None:
@@ -229,12 +229,7 @@ def test_a_joiner_that_was_overtaken_prepares_again_and_not_in_the_quorum():
 
 def lose_the_donor_in_mid_download(group: Group) -> Any:
     if group.replica_id == JOINER:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("composer_replication")
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        said = kept_messages(logging.INFO)
         assert group.signal.wait(WAIT_S)
         return train_until_joined(group, lambda _: None), said
     if group.replica_id == 0:

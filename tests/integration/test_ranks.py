@@ -3,23 +3,19 @@ tests/integration/test_ranks.py. Real processes, a real lighthouse, real gloo.""
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from common import plain_sgd
+import torch.distributed as dist
 from integration.replicas import Group, run_groups
-from integration.test_faults import MOVES, Lighthouse, Scalar, train
+from integration.test_faults import MOVES, Lighthouse, Scalar
 
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.replica import manager as replica_manager
 from composer_replication.replica.lighthouse import LighthouseStatus, read_status
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.process_group import host_store
 
 pytestmark = pytest.mark.integration
 
@@ -45,38 +41,19 @@ def train_ranks_through_a_restart(
     process: Group, address: str, folder: str
 ) -> list[tuple[Any, ...]]:
     """Three groups of two ranks; the last group dies with the lighthouse."""
-    replica_id, rank = divmod(process.replica_id, RANKS)
-    group = Group(replica_id, 3, address, process.signal)
-    place = Path(folder, f"store {replica_id}")
-    store = host_store() if rank == 0 else None
-    if store is not None:
-        draft = place.with_suffix(".draft")
-        draft.write_text(json.dumps([store.host, store.port]))
-        draft.rename(place)
-    while not place.exists():
-        time.sleep(0.01)
-    host, port = json.loads(place.read_text())
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with (
-        group.manager(
-            rank=rank,
-            world_size=RANKS,
-            store_addr=host,
-            store_port=port,
-        ) as manager,
-        DiLoCo(manager, model, optimizer, plain_sgd(), 2, num_replicas=3, digest_every=1) as diloco,
-    ):
-        be_of_another_mind(rank, manager)
-        seen = train(group, diloco, optimizer, 4, move=MOVES[replica_id], step_s=0.1)
-        if replica_id == 2:
+    group = replace(process.of_rank(folder, RANKS), lighthouse_addr=address)
+    rank, move = dist.get_rank(), MOVES[group.replica_id]
+    with group.training(Scalar()) as run:
+        be_of_another_mind(rank, run.manager)
+        seen = run.steps(4, move, pause_s=0.1)
+        if group.replica_id == 2:
             time.sleep(1.0)  # its last packets do not die with it
             Path(folder, f"dead {rank}").touch()
             group.kill()
         while not Path(folder, "restarted").exists():
             time.sleep(0.05)
         time.sleep(0.3 * process.replica_id)  # each asks at a time of its own
-        return seen + train(group, diloco, optimizer, 6, move=MOVES[replica_id], step_s=0.1)
+        return seen + run.steps(6, move, pause_s=0.1)
 
 
 def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_none(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import TinyMLP, batch, mse, plain_sgd
+from common import TinyMLP, batch, mse
 from integration.replicas import Group, run_groups
 from torch.distributed.fsdp import fully_shard
 
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.replica.factory import make_manager
-from composer_replication.replica.manager import ReplicaManager
 
 pytestmark = pytest.mark.integration
 
@@ -30,60 +28,48 @@ PLACES = ["a0", "b0", "b1", "c0", "c1"]
 """Group and rank of each process: groups of one, two and two ranks."""
 
 
-def connect(process: Group, folder: str) -> ReplicaManager:
+def place_of(process: Group, folder: str) -> Group:
+    """The group of this process, whose ranks torch.distributed knows."""
     name, rank = PLACES[process.replica_id][0], int(PLACES[process.replica_id][1])
     ranks = sum(place[0] == name for place in PLACES)
     init = f"file://{folder}/group_{name}"
     limit = timedelta(seconds=30)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks, timeout=limit)
-    # The ranks and the group's store come from torch.distributed.
-    manager = make_manager(replica_id=name, lighthouse_addr=process.lighthouse_addr, timeout=20.0)
-    assert isinstance(manager, ReplicaManager)
-    return manager
+    return replace(process, replica_id="abc".index(name))
 
 
-def train(process: Group, manager: ReplicaManager, steps: int, step_s: float, **start: Any) -> int:
+def train(group: Group, steps: int, step_s: float, **start: Any) -> int:
     model = TinyMLP(width=15)
     if start.pop("is_sharded", False):
         fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
     ranks = dist.group.WORLD if dist.get_world_size() > 1 else None
-    with DiLoCo(manager, model, optimizer, plain_sgd(), 2, ranks=ranks, **start) as diloco:
+    with group.training(model, inner=inner, ranks=ranks, **start) as run:
         for step in range(steps):
-            optimizer.zero_grad()
-            mse(model, *batch(process.replica_id, step)).backward()
-            optimizer.step()
+            inner.zero_grad()
+            mse(model, *batch(group.replica_id, step)).backward()
+            inner.step()
             if step == 3:
-                process.signal.set()
+                group.signal.set()
             time.sleep(step_s)
-        assert manager.num_participants() == 1, "nobody joins it"
-        return diloco.outer_step
+        assert run.manager.num_participants() == 1, "nobody joins it"
+        return run.diloco.outer_step
 
 
 def refused(process: Group, folder: str, **start: Any) -> tuple[str, float]:
     """The one line with which this rank is refused, and after how many seconds."""
     began = time.monotonic()
-    manager = None
-    try:
-        manager = connect(process, folder)
-        train(process, manager, 2, 0.0, **start)
-    except SettingsMismatch as error:
-        return str(error), time.monotonic() - began
-    finally:
-        if manager is not None:
-            manager.shutdown()
-    raise AssertionError("it was not refused")
+    with pytest.raises(SettingsMismatch) as caught:
+        train(place_of(process, folder), 2, 0.0, **start)
+    return str(caught.value), time.monotonic() - began
 
 
 def start_together(process: Group, folder: str) -> Any:
     """a is the first of the first quorum, and b and c leave; a then starts without them."""
     if PLACES[process.replica_id] != "a0":
         return refused(process, folder, num_replicas=3)
-    manager = connect(process, folder)
     start = {"num_replicas": 3, "start_timeout_s": 6.0, "on_start_timeout": "start"}
-    outer_steps = train(process, manager, 6, 0.0, **start)
-    manager.shutdown()
-    return outer_steps
+    return train(place_of(process, folder), 6, 0.0, **start)
 
 
 @pytest.mark.alone
@@ -93,9 +79,9 @@ def test_groups_of_two_ranks_are_refused_beside_one_of_one_rank(tmp_path: Path):
     for line, seconds in others:
         # The whole line where a is in the same first quorum, the shorter one where it was before.
         assert re.fullmatch(
-            "this replica group has 2 ranks(| with the whole model on each), and replica group a "
-            r"of this run has 1 rank(| with the whole model on each): start every group with the "
-            "same number of ranks, the same kind of sharding, settings and model, .*",
+            "this replica group has 2 ranks(| with the whole model on each), and replica group "
+            r"group_0 of this run has 1 rank(| with the whole model on each): start every group "
+            "with the same number of ranks, the same kind of sharding, settings and model, .*",
             line,
         )
         assert seconds < 10.0
@@ -105,11 +91,9 @@ def join_later(process: Group, folder: str) -> Any:
     """b trains with its model whole; then a wants to join with one rank, and c with shards."""
     if PLACES[process.replica_id][0] != "b":
         process.signal.wait(30)
-        return refused(process, folder, is_sharded=PLACES[process.replica_id][0] == "c")
-    manager = connect(process, folder)
-    outer_steps = train(process, manager, 40, 0.2)
-    manager.shutdown()
-    return outer_steps
+        is_sharded = PLACES[process.replica_id][0] == "c"
+        return refused(process, folder, num_replicas=1, is_sharded=is_sharded)
+    return train(place_of(process, folder), 40, 0.2, num_replicas=1)
 
 
 @pytest.mark.alone
@@ -118,10 +102,12 @@ def test_joiners_of_another_number_of_ranks_or_shards_are_refused_and_nobody_in_
 ):
     a0, b0, b1, *sharded = run_groups(join_later, len(PLACES), folder=str(tmp_path))
     assert b0 == b1 == 20
-    assert a0[0].startswith("this replica group has 1 rank, and replica group b of this run has 2")
+    assert a0[0].startswith(
+        "this replica group has 1 rank, and replica group group_1 of this run has 2"
+    )
     for line, _ in sharded:
         assert line.startswith(
-            "this replica group has 2 ranks with the model in 2 shards, and replica group b of "
-            "this run has 2 ranks with the whole model on each: start every group"
+            "this replica group has 2 ranks with the model in 2 shards, and replica group group_1 "
+            "of this run has 2 ranks with the whole model on each: start every group"
         )
     assert all(seconds < 10.0 for _, seconds in [a0, *sharded])
