@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_commands
 import pytest
+from forked_commands import ForkedCommand
 
 from composer_replication import __version__
 
@@ -114,7 +116,8 @@ def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
     folder = tmp_path / "run"
     overrides = [*small, *lengths, "eval_subset_num_batches=1", f"run_dir={folder}"]
     config = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
-    answer = run("simulate", config, *overrides, "--replicas", "3", seconds=100)
+    command = [sys.executable, "-m", "composer_replication", "simulate", str(config), *overrides]
+    answer = forked_commands.run(ForkedCommand, [*command, "--replicas", "3"], timeout=100)
     assert answer.returncode == 0, answer.stderr
     assert "equal in 3 groups after 3 outer steps" in answer.stdout  # the last one mid-round
     for name in ("config.yaml", "summary.json", "report.html", "replica_2/events.jsonl"):

@@ -13,28 +13,16 @@ import time
 from pathlib import Path
 
 import torch
-from common import TinyMLP, batch
+from common import batch
 from composer import Callback, Trainer
 from composer.algorithms import EMA
 from composer.loggers import LoggerDestination
-from composer.models import ComposerModel
 from composer.utils import dist
+from composer_jobs import TinyModel
 from torch.utils.data import DataLoader, TensorDataset
 from torchft.data import DistributedSampler
 
 from composer_replication import DiLoCoCallback
-
-
-class TinyModel(ComposerModel):
-    def __init__(self, seed):
-        super().__init__()
-        self.mlp = TinyMLP(seed)
-
-    def forward(self, batch):
-        return self.mlp(batch[0])
-
-    def loss(self, outputs, batch):
-        return torch.nn.functional.mse_loss(outputs, batch[1])
 
 
 class Record(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,14 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 from forked import Script
 from forked_commands import ForkedCommand
+from pace import paced
 
 DEADLINE_S = 600.0  # below pytest's timeout, after which nobody would stop the groups
 COMPOSER = ["composer.cli.launcher", "--nproc", "--master_addr", "--master_port"]
@@ -65,16 +67,75 @@ def start(
     return Launched(launcher, ranks, script, *arguments, environ=environ, is_fresh=is_fresh)
 
 
-def leader_of(launcher: int, replica_id: int) -> psutil.Process | None:
-    """Return the process of a group that ``launch`` has started; None if it has none.
+class Launch:
+    """The command ``launch`` as a fork, with its groups; within the context, which ends it.
 
-    It is known by where its output goes: a fork has the command line of what it was forked from.
+    Args:
+        config: A YAML file.
+        run_dir: The run's folder. What the command says is in a file beside it.
+        *words: Further words of the command.
+        pace_s: By how much every inner step is longer, in seconds.
+        **environ: Further variables.
     """
-    for process in psutil.Process(launcher).children():
-        with suppress(OSError):  # it has ended
-            if f"/replica_{replica_id}/" in os.readlink(f"/proc/{process.pid}/fd/1"):
-                return process
-    return None
+
+    def __init__(
+        self, config: str | Path, run_dir: Path, *words: str, pace_s: float = 0.0, **environ: str
+    ) -> None:
+        self.run_dir, self._output = run_dir, run_dir.with_suffix(".out")
+        command = [sys.executable, "-m", "composer_replication", "launch", str(config)]
+        with self._output.open("a") as output:
+            self.process = ForkedCommand(
+                [*command, f"run_dir={run_dir}", *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=paced(pace_s) | environ,
+            )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def folder(self, replica_id: int) -> Path:
+        return self.run_dir / f"replica_{replica_id}"
+
+    def wait_until(self, is_so: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 240
+        while not is_so():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Let the groups end at their next sync."""
+        (self.run_dir / "STOP").touch()
+
+    def summary(self) -> dict[str, Any]:
+        """Of the run, which has to end well."""
+        assert self.process.wait(240) == 0, self.said()[-4000:]
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def leader_of(self, replica_id: int) -> psutil.Process | None:
+        """The process of a group, or None.
+
+        It is known by where its output goes: a fork has the command line of its origin.
+        """
+        for process in psutil.Process(self.process.pid).children():
+            with suppress(OSError):  # it has ended
+                if f"/replica_{replica_id}/" in os.readlink(f"/proc/{process.pid}/fd/1"):
+                    return process
+        return None
+
+    def kill_all(self) -> None:
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        for process in [*processes, psutil.Process(self.process.pid)]:
+            process.kill()
+        psutil.wait_procs(processes, timeout=10)
+        self.process.wait()
 
 
 class Launched:

@@ -37,7 +37,8 @@ def running(launcher: list[str] | None, num_groups: int, folder: Path, *argument
             *arguments,
             folder=folder,
             launcher=launcher,
-            is_fresh=launcher == groups.COMPOSER,  # under torchrun: forks, which need not import
+            # The others are forks, which need not import.
+            is_fresh=launcher == groups.COMPOSER and group == 0,
             NUM_REPLICA_GROUPS=str(num_groups),
             TORCHFT_LIGHTHOUSE=lighthouse.address(),
         )

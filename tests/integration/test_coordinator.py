@@ -168,8 +168,7 @@ BEFORE_COMPOSER = MISFITS.keys() - {"another model by its shapes", "another torc
 
 
 def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
-    # Fresh interpreters. A fork beside one would not wait for it: it is there so much earlier.
-    groups = [run.start(i, start=subprocess.Popen) for i in range(2)]
+    groups = [run.start(i) for i in range(2)]
     run.wait_for_syncs(3)
     early = tmp_path / "early" / "composer"
     early.mkdir(parents=True)
@@ -181,11 +180,13 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
     )
     misfits = {}
     for name, (overrides, environ, _) in MISFITS.items():
-        folders = [early.parent] if name in BEFORE_COMPOSER else []
+        is_early = name in BEFORE_COMPOSER
+        folders = [early.parent] if is_early else []
         folders += [other.parent] if environ.get("PYTHONPATH") else []
         path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
         overrides = [*overrides, f"run_dir={tmp_path / 'misfit'}"]
-        misfits[name] = run.start(2, *overrides, start=subprocess.Popen, **environ | path)
+        start = subprocess.Popen if is_early else ForkedCommand  # a fork has imported all
+        misfits[name] = run.start(2, *overrides, start=start, **environ | path)
     for name, process in misfits.items():
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 2, (name, output)

@@ -6,14 +6,11 @@ Real: everything. For a while no file of the launcher and the groups may grow (`
 """
 
 import resource
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
-from forked_commands import ForkedCommand
-from pace import paced
+from integration.groups import Launch
 from run_events import syncs_of
 
 ARGUMENTS = [
@@ -34,42 +31,25 @@ def allow_files_of(launcher, num_bytes):
 
 @pytest.mark.integration
 def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_path):
-    run_dir = tmp_path / "run"
-    folders = [run_dir / f"replica_{i}" for i in range(2)]
+    with Launch("configs/quickstart.yaml", tmp_path / "run", *ARGUMENTS, pace_s=0.03) as launch:
 
-    def num_syncs():
-        return min(len(syncs_of(folder)) for folder in folders)
+        def num_syncs():
+            return min(len(syncs_of(launch.folder(i))) for i in range(2))
 
-    command = [sys.executable, "-m", "composer_replication", "launch", "configs/quickstart.yaml"]
-    with (tmp_path / "said").open("w") as said:
-        launched = ForkedCommand(
-            [*command, f"run_dir={run_dir}", *ARGUMENTS],
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            env=paced(0.03),
-        )
-    try:
-        launcher = psutil.Process(launched.pid)
-        while num_syncs() < 5:
-            assert launched.poll() is None, (tmp_path / "said").read_text()
-            time.sleep(0.1)
+        launcher = psutil.Process(launch.process.pid)
+        launch.wait_until(lambda: num_syncs() >= 5)
         groups = {child.pid for child in launcher.children()}
         allow_files_of(launcher, 0)
         before = num_syncs()
         time.sleep(4)
         assert num_syncs() - before <= 1, "the disk was not full"
         allow_files_of(launcher, resource.RLIM_INFINITY)
-        while launched.poll() is None and num_syncs() < before + 20:
-            time.sleep(0.05)
+        launch.wait_until(lambda: num_syncs() >= before + 20)
         assert groups <= {child.pid for child in launcher.children()}
-        (run_dir / "STOP").touch()
-        assert launched.wait(240) == 0, (tmp_path / "said").read_text()
-    finally:
-        launched.terminate()
-        launched.wait(30)
-    for folder in folders:
-        steps = [sync["diloco/outer_step"] for sync in syncs_of(folder)]
+        launch.stop()
+        launch.summary()
+    for i in range(2):
+        steps = [sync["diloco/outer_step"] for sync in syncs_of(launch.folder(i))]
         assert steps == list(range(1, len(steps) + 1))
-    said = (tmp_path / "said").read_text()
-    assert f"equal in 2 groups after {len(steps)} outer steps" in said
-    assert "started again" not in said
+    assert f"equal in 2 groups after {len(steps)} outer steps" in launch.said()
+    assert "started again" not in launch.said()

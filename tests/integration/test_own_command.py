@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_commands import ForkedCommand, run
 from run_events import result_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -17,9 +18,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 
 
-def run(*command):
-    command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+def said_by(start, *command):
+    done = run(start, [sys.executable, *map(str, command)], timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -28,7 +28,7 @@ def test_a_launch_of_a_script_is_a_run_like_that_of_a_config(tmp_path):
     # Group 1 trains a batch more than group 0, if its id is where the braces were.
     script = [sys.executable, SCRIPT, "2{replica_id}ba"]
     ours = "-m composer_replication launch --replicas 2 --set sync_every=10".split()
-    said = run(*ours, "--run-dir", tmp_path / "run", "--", *script)
+    said = said_by(subprocess.Popen, *ours, "--run-dir", tmp_path / "run", "--", *script)
     assert "equal in 2 groups after 3 outer steps" in said
     assert "sent by each group" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -86,7 +86,7 @@ def test_batch_norm_ends_alike_in_both_groups_with_nothing_set_and_is_named_wher
         folder = tmp_path / f"run{len(names)}"
         ours = ["-m", "composer_replication", "launch", "--replicas", 2, "--run-dir", folder]
         ours += [word for name in ("sync_every=10", *names) for word in ("--set", name)]
-        said = run(*ours, "--", sys.executable, tmp_path / "train.py", tmp_path)
+        said = said_by(ForkedCommand, *ours, "--", sys.executable, tmp_path / "train.py", tmp_path)
         models = [torch.load(tmp_path / f"model_{group}.pt") for group in range(2)]
         ends = [result_of(folder / f"replica_{group}") for group in range(2)]
         summary = json.loads((folder / "summary.json").read_text())

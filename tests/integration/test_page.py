@@ -5,15 +5,12 @@ with the reason.
 """
 
 import re
-import subprocess
-import sys
 
 import pytest
 from browser import MissingBrowser, chromium, fetch_axe
-from forked_commands import ForkedCommand
+from integration.groups import Launch
 from integration.test_coordinator import CONFIG, TOKEN
 from launch import recorded_run
-from pace import paced
 
 from composer_replication.launch.page_record import write_page
 
@@ -119,28 +116,18 @@ def test_the_chart_is_read_with_the_keyboard(open_page, report):
 
 @pytest.fixture
 def launched(tmp_path):
-    """A launched run of two groups, which ends with the file ``STOP``: its process and folder."""
-    config, run_dir = tmp_path / "tiny.yaml", tmp_path / "run"
+    """A launched run of two groups."""
+    config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)
-    process = ForkedCommand(
-        [sys.executable, "-m", "composer_replication", "launch", str(config), "--replicas", "2"]
-        + [f"run_dir={run_dir}", "callbacks.diloco.digest_every=1"],
-        env=paced(0.02) | {"OMP_NUM_THREADS": "1", "COMPOSER_REPLICATION_TOKEN": TOKEN},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    yield process, run_dir
-    process.terminate()
-    process.communicate()
+    words, environ = ["callbacks.diloco.digest_every=1"], {"COMPOSER_REPLICATION_TOKEN": TOKEN}
+    with Launch(config, tmp_path / "run", *words, pace_s=0.02, **environ) as launch:
+        yield launch
 
 
-def address_of(process):
-    for line in process.stdout:
-        found = re.match(r"Page: (http://\S+)", line)
-        if found:
-            return found[1]
-    raise AssertionError("the launch has ended without an address")
+def address_of(launch):
+    address = re.compile(r"(?m)^Page: (http://\S+)\s")
+    launch.wait_until(lambda: address.search(launch.said()))
+    return address.search(launch.said())[1]
 
 
 def check_run(page):
@@ -159,8 +146,7 @@ def check_run(page):
 def test_a_run_live_and_the_same_page_saved_in_the_middle_and_at_the_end(
     open_page, axe, launched, tmp_path
 ):
-    process, run_dir = launched
-    page = open_page(address_of(process))
+    page = open_page(address_of(launched))
     page.set_default_timeout(240_000)
     page.locator("#token").fill("wrong")
     page.keyboard.press("Enter")
@@ -175,10 +161,11 @@ def test_a_run_live_and_the_same_page_saved_in_the_middle_and_at_the_end(
     saved = tmp_path / "saved.html"
     download.value.save_as(saved)
 
-    (run_dir / "STOP").touch()
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0 and f"{run_dir}/report.html" in output, output
+    launched.stop()
+    launched.summary()
+    report = launched.run_dir / "report.html"
+    assert str(report) in launched.said()
     check_run(open_page(saved.as_uri()))
-    page = open_page((run_dir / "report.html").as_uri())
+    page = open_page(report.as_uri())
     check_run(page)
     assert page.get_by_role("heading", name="Finished").is_visible()

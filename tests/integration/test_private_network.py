@@ -73,16 +73,6 @@ def train(replica_id: int) -> None:
     print(json.dumps(found))
 
 
-def capture(interface: str, path: str) -> None:
-    """Write all packets of a network interface to a file, each with its size, until it is ended."""
-    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as tap, open(path, "wb", 0) as file:
-        tap.setsockopt(socket.SOL_SOCKET, 33, 256 << 20)  # SO_RCVBUFFORCE
-        tap.bind((interface, 3))  # ETH_P_ALL
-        while True:
-            packet = tap.recv(1 << 17)
-            file.write(struct.pack("I", len(packet)) + packet)
-
-
 # ---- the test --------------------------------------------------------------------------------
 
 
@@ -100,7 +90,7 @@ def host_script(host: int, address_of_other: str) -> str:
         configure, changed = re.subn(rf"(?m)^{name}=.*$", f"{name}={value}", configure)
         assert changed == 1, name
     serve = block("docs/security.md", "composer-replication coordinator CONFIG --bind")
-    me = f"{sys.executable} {__file__}"
+    capture = f"{sys.executable} {Path(__file__).with_name('capture.py')}"
     return "\n".join(
         [
             "set -euo pipefail",
@@ -110,11 +100,11 @@ def host_script(host: int, address_of_other: str) -> str:
             f"mv new_{host} key_of_{host}; until [ -e key_of_{other} ]; do sleep 0.05; done",
             "trap 'kill $(jobs -p); wg-quick down wg0' EXIT",
             configure,
-            f"{me} capture wg0 {host}.tunnel & {me} capture eth0 {host}.wire &",
+            f"{capture} wg0 {host}.tunnel & {capture} eth0 {host}.wire &",
             f"until [ -e {host}.tunnel -a -e {host}.wire ]; do sleep 0.05; done",
             f"{{ {serve} }} > coordinator.txt &" if host == 0 else "",
             "until grep -q settings: coordinator.txt 2>/dev/null; do sleep 0.05; done",
-            f"{me} train {host} > {host}.json",
+            f"{sys.executable} {__file__} {host} > {host}.json",
             f"touch done_{host}; until [ -e done_{other} ]; do sleep 0.05; done",
         ]
     )
@@ -177,5 +167,4 @@ def test_groups_sync_through_the_tunnel_of_the_page_and_nothing_of_it_is_readabl
 
 
 if __name__ == "__main__":
-    role, *arguments = sys.argv[1:]
-    train(int(arguments[0])) if role == "train" else capture(*arguments)
+    train(int(sys.argv[1]))

@@ -3,19 +3,14 @@
 Real: the command `launch`, its groups, lighthouse and gloo, SIGKILL, Composer's autoresume.
 """
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from forked import Script
-from forked_commands import ForkedCommand
-from integration.groups import leader_of
+from integration.groups import Launch
 from run_events import events_of, syncs_of
 
 import composer_replication
@@ -40,71 +35,41 @@ save_interval: 67ba  # two steps after a sync began, two before its outer step: 
 """
 
 
-class Launch:
-    """The command, with its groups."""
-
-    def __init__(self, config: Path, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        command = [sys.executable, "-m", "composer_replication", "launch", config]
-        self._output = run_dir.with_suffix(".out")
-        with self._output.open("a") as output:
-            self.process = ForkedCommand(
-                [*map(str, command), "--replicas", "2", f"run_dir={run_dir}"],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def end(self) -> dict:
-        status = self.process.wait(timeout=240)
-        assert status == 0, self._output.read_text()[-3000:]
-        return json.loads((self.run_dir / "summary.json").read_text())
-
-    def wait_for_checkpoints(self, name: str) -> None:
-        """Until both groups' newest checkpoint is the one of this name."""
-        links = [self.run_dir / f"replica_{i}" / "checkpoints" / LATEST for i in range(2)]
-        deadline = time.monotonic() + 240
-        while not all(link.is_symlink() and os.readlink(link) == name for link in links):
-            assert time.monotonic() < deadline and self.process.poll() is None, name
-            time.sleep(0.005)
-
-    def kill_groups(self) -> None:
-        for replica_id in range(2):
-            leader_of(self.process.pid, replica_id).send_signal(signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        processes = psutil.Process(self.process.pid).children(recursive=True)
-        for process in [*processes, psutil.Process(self.process.pid)]:
-            process.kill()
-        psutil.wait_procs(processes, timeout=10)
-        self.process.wait()
+def wait_for_checkpoints(launch, name):
+    """Until both groups' newest checkpoint is the one of this name."""
+    links = [launch.folder(i) / "checkpoints" / LATEST for i in range(2)]
+    launch.wait_until(
+        lambda: all(link.is_symlink() and os.readlink(link) == name for link in links)
+    )
 
 
 @pytest.mark.slow
 def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_path):
-    config = tmp_path / "tiny.yaml"
+    config, run_dir = tmp_path / "tiny.yaml", tmp_path / "killed"
     config.write_text(CONFIG)
-    whole = Launch(config, tmp_path / "whole").end()
+    with Launch(config, tmp_path / "whole") as launch:
+        whole = launch.summary()
 
-    launch = Launch(config, tmp_path / "killed")
-    launch.wait_for_checkpoints("ep0-ba67-rank0.pt")
-    launch.kill_groups()  # the launcher starts them again
-    launch.wait_for_checkpoints("ep0-ba134-rank0.pt")
-    launch.kill_all()
-    again = Launch(config, tmp_path / "killed").end()
+    with Launch(config, run_dir) as launch:
+        wait_for_checkpoints(launch, "ep0-ba67-rank0.pt")
+        for i in range(2):
+            launch.leader_of(i).send_signal(signal.SIGKILL)  # the launcher starts them again
+        wait_for_checkpoints(launch, "ep0-ba134-rank0.pt")
+        launch.kill_all()
+    with Launch(config, run_dir) as launch:
+        again = launch.summary()
 
     digests = {replica["global_digest"] for replica in again["replicas"]}
     assert digests == {replica["global_digest"] for replica in whole["replicas"]}
     assert again["outer_steps"] == whole["outer_steps"]
     for i in range(2):
-        folder = tmp_path / "killed" / f"replica_{i}"
-        resumes = events_of(folder, "resume")
+        resumes = events_of(launch.folder(i), "resume")
         assert [line["batch"] for line in resumes] == [67, 134]
         # Since the checkpoint at most what the kill was late by.
         assert all(0 <= line["batches_again"] < 67 for line in resumes)
-        last_made = {sync["diloco/outer_step"] for sync in syncs_of(folder)}
+        last_made = {sync["diloco/outer_step"] for sync in syncs_of(launch.folder(i))}
         assert last_made == set(range(1, whole["outer_steps"] + 1))
-    # The output names what was made again.
-    assert "resumed" in (tmp_path / "killed.out").read_text()
+    assert "resumed" in launch.said()  # it names what was made again
 
 
 @pytest.mark.slow
