@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-import os
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from composer import Callback, Event, Logger, State
 from composer.loggers import LoggerDestination
-from composer.utils import dist
 
 from composer_replication.callback.composer_job import (
+    ComposerJob,
     check_loads,
     check_parallelism,
-    count_in_batch,
-    epochs_of,
     metrics_of,
     name_the_node,
-    own_buffers,
 )
-from composer_replication.callback.fit import Fit
-from composer_replication.callback.group_state import GroupState, Resume
-from composer_replication.callback.progress import max_batches
-from composer_replication.callback.trainer_watch import end_if_stuck_in_close
-from composer_replication.coordinator.client import RunInfo
-from composer_replication.coordinator.membership import ask_for_run
+from composer_replication.callback.trainer_watch import end_if_stuck_in_close, when_fit_is_over
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.arguments import pick, takes
-from composer_replication.diloco.fence import fence
+from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.group.global_weights import Evaluation
-from composer_replication.group.run_folder import ERROR, EVALUATION, ReplicaFolder
-from composer_replication.replica.options import DuplicateIdError, ReplicaOptions, replica_id_of
-from composer_replication.replica.ranks import broadcast
-
-log = logging.getLogger(__name__)
-package_log = logging.getLogger("composer_replication")
+from composer_replication.group import ReplicaGroup
+from composer_replication.replica.options import DuplicateIdError, ReplicaOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,32 +88,36 @@ class DiLoCoCallback(Callback):
 
     @takes(CallbackArguments)
     def __init__(self, **arguments: Any) -> None:
-        self._arguments = arguments  # a coordinator's settings are compared with what was given
-        self.settings = pick(DiLoCoSettings, arguments)
-        self.options = pick(ReplicaOptions, arguments).with_environment()
+        self._job = ComposerJob()
+        self._group = self._job.group = ReplicaGroup(self._job, arguments)
+        self._manager = arguments.get("manager")
+        self._is_loading = False
         name_the_node()
-        if package_log.level == logging.NOTSET:
-            package_log.setLevel(logging.INFO)  # llm-foundry sets a level for its own packages only
-        self.result: dict[str, Any] = {}
-        self._metrics: dict[str, float] = {}
-        """The metrics of the last evaluation by name, which become a part of the result."""
-        self._passed_manager = arguments.get("manager")
-        self._run: RunInfo | None = None
-        """What the coordinator says about the run, if there is one."""
-        self._fit: Fit | None = None
-        """The fit that is running, or the last one."""
-        self._group = GroupState(Resume(self.settings))
-        self._evaluation = Evaluation(self.options.eval_weights)
-        self._parent = os.getppid()
+
+    @property
+    def settings(self) -> DiLoCoSettings:
+        """The run's settings; the coordinator's, once it has been asked."""
+        return self._group.settings
+
+    @property
+    def options(self) -> ReplicaOptions:
+        """This group's options."""
+        return self._group.options
 
     @property
     def diloco(self) -> DiLoCo | None:
         """DiLoCo, during a fit."""
         return self._group.diloco
 
+    @property
+    def result(self) -> dict[str, Any]:
+        """How the last fit has ended; empty before."""
+        return self._group.result
+
     # ---- Composer's events, in the order in which they come ---------------------------------
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        self._job.state, self._job.logger = state, logger
         if self.diloco is not None:
             self.diloco.hang_watch.note_progress()
         try:
@@ -138,7 +127,7 @@ class DiLoCoCallback(Callback):
             # A name that is taken may be free the next time.
             is_first = event in (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
             if is_first and not isinstance(error, DuplicateIdError):
-                self._write_rejection(error)
+                self._group.reject(error)
             raise
 
     def init(self, state: State, logger: Logger) -> None:
@@ -153,136 +142,65 @@ class DiLoCoCallback(Callback):
         state.callbacks[:] = [*loggers, self, *rest]
 
     def before_load(self, state: State, logger: Logger) -> None:
-        if self.options.coordinator_addr is not None:
-            self._run = ask_for_run(self.options)
-            self.settings = self._run.settings
-            self.options = self._run.adopt(self.options, self._arguments)
-            kept = self._group.resume.state_dict()  # LoadCheckpoint may have loaded a state at INIT
-            self._group.resume = Resume(self.settings)
-            self._group.resume.keep(kept)
-        self._group.resume.before_load(state)
+        self._group.ask_coordinator()
+        self._is_loading = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Composer loads checkpoints before fit_start, where DiLoCo is built that it is loaded into.
-        self._group.resume.keep(state)
+        self._group.load_state_dict(state)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        self._group.after_load(state)
+        self._is_loading = False
+        self._group.check_loaded(state.load_path)
+        self._job.after_load()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if self._fit is not None and self.diloco is not None:
-            self._end_failed_fit(self._fit)
-        self._check(state)
-        self._group.restore(state)
-        self._fit = fit = Fit(self._group, self.settings, self.options, self._run)
-        try:
-            diloco = fit.connect(self._passed_manager, state, logger)
-            fit.join(diloco, state)
-        except BaseException:
-            fit.leave()  # the others would wait for this group while it sends heartbeats
-            self._group.drop()
-            raise
-        if self._group.is_resumed:
-            fit.sync_log.log_resume(state, diloco)
-        fit.report("training", state, logger)
-        self._group.put_ema_back()
+        check_loads(state)
+        self._job.before_join()
+        self._group.join(self._manager)
+        when_fit_is_over(functools.partial(self._group.leave_after_error, self._group.manager))
+        self._job.after_join()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if self._group.data is not None:
             now = state.timestamp
-            self._group.data.before_batch(
-                now.epoch.value, now.batch_in_epoch.value, epochs_of(state)
-            )
+            epoch, batches_done = now.epoch.value, now.batch_in_epoch.value
+            self._group.data.before_batch(epoch, batches_done, self._job.epochs)
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        if self.diloco is None:
-            return
-        if self._group.data is not None:
-            self.diloco.ledger.position = self._group.data.position.samples
-        # Only optimizer steps inside a batch count: torch's get_optimizer_state_dict and
-        # set_optimizer_state_dict call step(), at a load and, for SGD, at every save.
-        self.diloco.counts_steps = True
-        if max_batches(state) == state.timestamp.batch.value + 1:
-            self.diloco.expect_last_step()
-        self.diloco.note_batch(state.batch)
-        if self.settings.weight_by == "samples":
-            self.diloco.count_samples(count_in_batch(state, "samples"))
-        elif self.settings.weight_by == "tokens":
-            self.diloco.count_tokens(count_in_batch(state, "tokens"))
+        self._group.begin_step()
+        self._group.count(state.batch)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if self.diloco is None or self._fit is None:
-            return
-        self.diloco.counts_steps = False
-        self.diloco.forget_counted()  # of a batch whose step the grad scaler has skipped
-        if self._group.data is not None:
-            self._group.data.after_batch()
-        self._check_launcher()
-        self._fit.sync_log.count_batch(state, self.diloco)
-        if self._fit.report("training", state, logger) and broadcast(self._fit.folder.asks_to_stop):
-            log.info(
-                "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step
-            )
+        loss = state.total_loss_dict.get("loss/train/total")
+        if self._group.end_step(None if loss is None else float(loss)):
             state.stop_training()
 
     # During a fit, evaluators run between the first two of these events; in Trainer.eval, between
     # the other two.
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        if self._group.weights is not None:
-            self._evaluation.open(self._group.weights, self._group.evaluates_as_is)
+        self._group.show_global()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        self.eval_standalone_end(state, logger)
-        self._metrics = metrics_of(state)
-        if self._fit is None:
-            return
-        batch = state.timestamp.batch.value
-        self._fit.folder.append(EVALUATION, {"batch": batch, "eval": self._metrics})
-        if self.result and self.diloco is None:
-            # Composer's last evaluation of a fit comes after fit_end.
-            self.result["eval"] = self._metrics
-            self._fit.folder.write_end(self.result)
+        self._group.show_local()
+        self._group.note_evaluation(metrics_of(state))
 
     def eval_standalone_start(self, state: State, logger: Logger) -> None:
-        self.eval_before_all(state, logger)
+        self._group.show_global()
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        if self._group.weights is not None:
-            self._evaluation.close(self._group.weights)
+        self._group.show_local()
 
     def state_dict(self) -> dict[str, Any]:
         # A collective under FSDP. Composer calls it on every rank.
-        return self._group.state_dict()
+        saved = self._group.state_dict()
+        if not saved and self._is_loading and self._job.is_sharded:
+            return self._group.template()  # Composer loads a sharded checkpoint into this
+        return saved
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        if self.diloco is None or self._fit is None:
-            return
-        with self._group.without_averages():
-            if self.options.final_sync:
-                self.diloco.final_sync()
-            self._group.note_final_weights()
-        self._fit.report("evaluating", state, logger)
-        self.result = {
-            "replica_id": replica_id_of(self.options),
-            "inner_steps": self.diloco.inner_steps,
-            "outer_steps": self.diloco.outer_step,
-            "global_digest": self.diloco.global_digest(),
-            "final_loss": self._fit.sync_log.final_loss,
-            "own_buffers": own_buffers(state, self.settings),
-            "eval": self._metrics,
-        }
-        if self._group.data is not None:
-            self._group.data.end()
-        self._group.keep()
-        self._fit.leave()
-        self._group.drop()
-        self._fit.folder.write_end(self.result)
-        log.info(
-            "Ended after %d outer steps: global parameters %s",
-            self.result["outer_steps"],
-            self.result["global_digest"][:8],
-        )
+        self._group.end()
 
     def close(self, state: State, logger: Logger) -> None:
         if sys.is_finalizing():
@@ -290,45 +208,4 @@ class DiLoCoCallback(Callback):
         error = sys.exc_info()[1]
         if self.diloco is not None or error is not None:  # before fit_end, or after it
             end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier
-        if self._fit is not None:
-            if error is not None:
-                self._fit.folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
-            self._fit.leave()
-        self._group.drop()
-        if self._group.weights is not None:
-            self._group.weights.remove()
-
-    def _check_launcher(self) -> None:
-        """Check that the launcher lives.
-
-        A rank that outlives its launcher would vote beside the group that is started again.
-
-        Raises:
-            RuntimeError: The launcher has died.
-        """
-        if dist.get_world_size() > 1 and os.getppid() != self._parent:
-            raise RuntimeError(
-                "the launcher of this group's ranks has died, so this rank ends. Start the group "
-                "again: it takes over the other groups' state"
-            )
-
-    def _check(self, state: State) -> None:
-        """Refuse what cannot be trained, before anything is changed."""
-        if self._passed_manager is not None and self._group.ended is not None:
-            raise ValueError(
-                "manager= can be used for one fit only, since it leaves the other groups after it: "
-                "give the next fit a new DiLoCoCallback with a new manager"
-            )
-        check_loads(state)
-
-    @fence("in the run's folder why this group is rejected")
-    def _write_rejection(self, error: ValueError) -> None:
-        if self.options.replica_id is not None and dist.get_global_rank() == 0:
-            ReplicaFolder(self.options.run_dir, self.options.replica_id).write_rejection(str(error))
-
-    def _end_failed_fit(self, fit: Fit) -> None:
-        """Keep the state of a fit that raised, for the fit that begins now."""
-        fit.leave()
-        self._group.keep(has_failed=True)
-        self._group.drop()
-        log.info("Continuing from the state of the fit that failed")
+        self._group.close(error)

@@ -1,55 +1,313 @@
-"""Builds the manager and DiLoCo from a Composer job, and checks that the job can use them."""
+"""A Composer job as the trainer of a replica group."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from composer import Event, State, TimeUnit
+from composer import Event, Logger, State, Timestamp, TimeUnit
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
+from composer.loggers import ProgressBarLogger
 from composer.utils import dist
-from torch import nn
-from torchft.manager import Manager
+from torch import Tensor, nn
 
+from composer_replication.callback.schedules import Schedules
 from composer_replication.callback.trainer_watch import trainer_in_fit
-from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.arguments import pick
-from composer_replication.diloco.fragments import persistent_buffers
-from composer_replication.diloco.global_state import digest_of
-from composer_replication.diloco.options import DiLoCoOptions
-from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.diloco.torchft_api import DiLoCoManager
-from composer_replication.group.run_folder import last_outer_step
-from composer_replication.replica.factory import backend_for, make_manager
-from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.options import ManagerOptions, ReplicaOptions
+from composer_replication.callback.weight_averages import WeightAverages, averages_in
+from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.diloco.fence import fence
+from composer_replication.group import Host, ReplicaGroup
 from composer_replication.replica.ranks import broadcast
-from composer_replication.replica.single_group import SingleGroupManager
 
 log = logging.getLogger(__name__)
 
 
-def unwrapped(state: State) -> nn.Module:
-    """Return the model without its DDP wrapper."""
-    return cast(nn.Module, state.model.module if state.is_model_ddp else state.model)
+class ComposerJob(Host):
+    """What a replica group asks of Composer's ``Trainer``.
+
+    A joiner gets the position in training, torch's schedulers, and the averages of EMA and SWA
+    beside the global state. Its inner optimizer keeps its own state.
+
+    Attributes:
+        state: Composer's, of the Trainer that calls the callback.
+        logger: Composer's.
+        averages: The job's EMA and SWA, during a fit and after it.
+    """
+
+    name = "composer"
+    load_weights_only = "its weights alone (load_weights_only: true)"
+    tokens_fix = (
+        "give the loader's DataSpec a get_num_tokens_in_batch (Composer's own counts input_ids)"
+    )
+    state: State
+    logger: Logger
+    group: ReplicaGroup
+
+    def __init__(self) -> None:
+        self.averages: WeightAverages | None = None
+        self._loads_active_ema = self._had_active_ema = False
+        self._received_averages: tuple[list[Any], bool] = [], False
+        self._has_healed = False
+
+    # ---- what is trained --------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        model = self.state.model
+        return cast(nn.Module, model.module if self.state.is_model_ddp else model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizers = self.state.optimizers
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"{len(optimizers)} optimizers: DiLoCo trains with exactly one. Pass the Trainer "
+                "one optimizer over all parameters"
+            )
+        return optimizers[0]
+
+    @property
+    def loader(self) -> object:
+        return self.state.train_dataloader
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.state.fsdp_sharded_state_dict_enabled
+
+    def size_of(self, batch: Any, what: str) -> int:
+        trainer = trainer_in_fit()  # the State has no DataSpec
+        assert trainer is not None and trainer._train_data_spec is not None, "a batch is of a fit"
+        return getattr(trainer._train_data_spec, f"get_num_{what}_in_batch")(batch)
+
+    # ---- where it is ------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        return self.state.timestamp.batch.value
+
+    def last_step(self, *, is_bound: bool = False) -> int | None:
+        state, end = self.state, self.state.max_duration
+        if end is None:
+            return None
+        if end.unit == TimeUnit.BATCH:
+            return end.value
+        # The length of such a loader is a bound.
+        is_shared = isinstance(state.train_dataloader, ReplicaDataLoader) and not is_bound
+        if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
+            # A group that has joined others counts their batches, but is at its own position in
+            # the epoch.
+            now = state.timestamp
+            epochs_left = end.value - now.epoch.value
+            in_epochs = epochs_left * state.dataloader_len.value - now.batch_in_epoch.value
+            return now.batch.value + in_epochs
+        return None
+
+    @property
+    def epochs(self) -> float:
+        end = self.state.max_duration
+        return end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        for saver in self.state.callbacks:
+            if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
+                return Path(saver.latest_filename.format(self.state)).absolute()
+        return None
+
+    # ---- what it shows ----------------------------------------------------------------------
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        for destination in self.logger.destinations:
+            with fence(f"the metrics of a sync in {type(destination).__name__}"):
+                destination.log_metrics(dict(metrics), self.steps)
+
+    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+        for destination in self.logger.destinations:
+            if not isinstance(destination, ProgressBarLogger) or not destination.train_pbar:
+                continue
+            bar = destination.train_pbar.pbar
+            if not bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
+                bar.bar_format = short_bar_format(bar.bar_format)
+                if is_estimate and end and self.epochs < math.inf:
+                    # Each epoch is a bar, which Composer would draw for the whole dataset. Beyond
+                    # its total it would be drawn without one.
+                    in_epoch = self.state.timestamp.batch_in_epoch.value
+                    bar.total = max(bar.n, in_epoch, round(end / self.epochs))
+                bar.set_description_str(position, refresh=False)  # drawn with the next loss
+
+    # ---- averages of weights ----------------------------------------------------------------
+
+    @property
+    def has_averages(self) -> bool:
+        return bool(averages_in(self.state))
+
+    @property
+    def saves_as_is(self) -> bool:
+        return self.averages is not None and self.averages.is_ema_active
+
+    @property
+    def evaluates_as_is(self) -> bool:
+        return self.averages is not None and self.averages.has_ema_started
+
+    def after_load(self) -> None:
+        """Composer has loaded a checkpoint, or there is none."""
+        self._loads_active_ema = WeightAverages(self.state, self.group).is_ema_active
+
+    def before_join(self) -> None:
+        """A fit begins: the model holds what its checkpoint has."""
+        self.averages = WeightAverages(self.state, self.group)
+        if self._loads_active_ema:  # an evaluation before the fit may have swapped it out
+            self.averages.put_in()
+        self._loads_active_ema = False
+
+    def begin(self, is_resumed: bool) -> None:
+        assert self.averages is not None, "before_join has made them"
+        self._had_active_ema = self.averages.take_out(is_resumed)
+        self.averages.wrap()
+        self._schedules = Schedules(self.state)
+        self._is_new = self.steps == 0
+        self._ends_by_epoch = self.epochs < math.inf
+
+    def after_join(self) -> None:
+        """The group has joined the others: EMA's weights are in the model if they were."""
+        if self._had_active_ema and self.averages is not None:
+            self.averages.put_in()
+
+    def without_averages(self) -> AbstractContextManager[None]:
+        assert self.averages is not None, "begin has made them"
+        return self.averages.out_of_the_model()
+
+    def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        assert self.averages is not None, "begin has made them"
+        return self.averages.local(live)
+
+    def leave(self) -> None:
+        if self.averages is not None:
+            self.averages.unwrap()
+
+    # ---- what a joiner gets -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.averages is not None, "begin comes first"
+        is_in_batch = self.group.is_in_step
+        return {
+            "timestamp": _counts(self.state.timestamp),
+            "is_in_batch": is_in_batch,
+            "ends_epoch": is_in_batch and self._ends_epoch(),
+            "ends_at": self.last_step(),
+            "schedules": self._schedules.state_dict(),
+            "averages": [] if dist.get_global_rank() else self.averages.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue at the donor's position, so that both groups end at the same batch."""
+        self._has_healed = True
+        # EMA and SWA also update at the end of this batch, which would change the donor's averages:
+        # after_heal loads them after that.
+        misses_an_update = saved["is_in_batch"] or self.group.is_in_step
+        self._received_averages = saved["averages"], misses_an_update
+        self._load_position(saved)
+
+    def after_heal(self) -> None:
+        """Give all ranks of the group what rank 0 has received from its donor.
+
+        torchft picks a donor for each rank. Donors can be at different batches, if some have
+        skipped steps.
+        """
+        if not self._has_healed:
+            return
+        assert self.averages is not None, "begin comes first"
+        self._has_healed = False
+        counts, self.state.max_duration = broadcast(
+            (_counts(self.state.timestamp), self.state.max_duration)
+        )
+        self._adopt(counts, counts["epoch"])
+        if self.has_averages:
+            averages, misses_an_update = broadcast(self._received_averages)
+            self.averages.load_state_dict(averages, misses_an_update, self.logger)
+        self._received_averages = [], False
+        self._schedules.load_from_rank_0(broadcast(self._schedules.state_dict()))
+
+    def _load_position(self, saved: dict[str, Any]) -> None:
+        self._adopt(saved["timestamp"])
+        self._schedules.load_state_dict(saved["schedules"])
+        if saved["is_in_batch"] and not self.group.is_in_step:
+            # This group joins before its first batch, and the donor is inside a batch that it has
+            # not counted yet: continue at the position after that batch.
+            self._schedules.end_batch(saved["ends_epoch"])
+            now = self.state.timestamp
+            samples = now.sample.value // max(1, now.batch.value)
+            tokens = now.token.value // max(1, now.batch.value)
+            self._adopt(_counts(now.to_next_batch(samples=samples, tokens=tokens)))
+        is_before_first = (
+            not self.state.timestamp.batch_in_epoch.value and not self.group.is_in_step
+        )
+        if self._is_new and is_before_first:
+            self._load_epoch(saved)
+        batch = self.state.timestamp.batch.value
+        log.info("Continuing at batch %d, like the other replica groups", batch)
+
+    def _ends_epoch(self) -> bool:
+        """Whether the batch that is not counted yet is the last one of its epoch."""
+        num_batches, done = self.state.dataloader_len, self.state.timestamp.batch_in_epoch
+        return num_batches is not None and done.value + 1 == num_batches.value
+
+    def _load_epoch(self, saved: dict[str, Any]) -> None:
+        """Begin in the donor's epoch, and end at the donor's last batch.
+
+        The donor is in the middle of its epoch, and this group has all of it before it. With the
+        same number of epochs left, all others would wait at the end for this group.
+        """
+        epoch, ends_at = saved["timestamp"]["epoch"] + saved["ends_epoch"], saved["ends_at"]
+        self._adopt(_counts(self.state.timestamp), epoch)
+        if self._ends_by_epoch and ends_at is not None:
+            self.state.max_duration = f"{ends_at}ba"
+            log.info("Beginning in epoch %d, ending at batch %d with the others", epoch, ends_at)
+
+    def _adopt(self, counts: dict[str, int], epoch: int | None = None) -> None:
+        """Set the counters of the timestamp, but keep the position within the epoch.
+
+        With another position, Composer would fetch every batch before it.
+
+        Args:
+            counts: The donor's counters.
+            epoch: The epoch to set. None: keep this group's.
+        """
+        own = self.state.timestamp
+        donor = Timestamp()
+        donor.load_state_dict(counts)
+        # A new object, since savers keep references to the old one.
+        self.state.timestamp = donor.copy(
+            epoch=own.epoch if epoch is None else epoch,
+            batch_in_epoch=own.batch_in_epoch,
+            sample_in_epoch=own.sample_in_epoch,
+            token_in_epoch=own.token_in_epoch,
+            total_wct=own.total_wct,
+            epoch_wct=own.epoch_wct,
+            iteration_wct=own.iteration_wct,
+            batch_wct=own.batch_wct,
+        )
 
 
-def own_buffers(state: State, settings: DiLoCoSettings) -> dict[str, str]:
-    """Return a digest of each buffer of the model that the groups do not synchronise.
+def _counts(timestamp: Timestamp) -> dict[str, int]:
+    """Return the counters of a timestamp, without its clocks: they are each group's own."""
+    return {name: n for name, n in timestamp.state_dict().items() if isinstance(n, int)}
+
+
+def short_bar_format(bar_format: str) -> str:
+    """Make room in the format of Composer's progress bar, which has 48 columns of bar and spaces.
 
     Args:
-        state: Composer's state.
-        settings: The run's settings.
+        bar_format: Composer's, or what this returned: then it is returned as it is.
     """
-    if settings.sync_buffers != "none":
-        return {}
-    buffers = persistent_buffers(unwrapped(state))
-    return {name: digest_of({name: buffer})[:8] for name, buffer in buffers.items()}
+    return re.sub(" {2,}", " ", bar_format).replace("{bar:25}", "{bar:10}")
 
 
 def name_the_node() -> None:
@@ -98,135 +356,6 @@ def check_loads(state: State) -> None:
                 "is too late for DiLoCo, whose global parameters are those at the start of the "
                 "fit. Use event=BEFORE_LOAD, its default, or the Trainer's load_path"
             )
-
-
-def build_manager(options: ReplicaOptions, state: State) -> ReplicaManager | SingleGroupManager:
-    """Connect this rank to the other groups, if there may be any; every rank of the group calls it.
-
-    Raises:
-        ValueError: See ``make_manager``, or the backend does not fit the model's device.
-        ConnectionError: See ``make_manager``.
-    """
-    own = pick(ManagerOptions, vars(options) | {"backend": _backend(options, state)})
-    return make_manager(**vars(own))
-
-
-def build_diloco(
-    settings: DiLoCoSettings,
-    options: ReplicaOptions,
-    manager: DiLoCoManager | Manager,
-    state: State,
-    start_refusal: str | None,
-    also_synced: Collection[str] = (),
-) -> DiLoCo:
-    """Build DiLoCo around the job's model and optimizer.
-
-    Args:
-        settings: The run's settings.
-        options: This group's options.
-        manager: What ``build_manager`` returned, or a simulated manager.
-        state: Composer's state.
-        start_refusal: See ``DiLoCo``.
-        also_synced: See ``DiLoCo``.
-
-    Raises:
-        ValueError: There is not exactly one optimizer, or ``DiLoCo`` rejects an argument.
-    """
-    if len(state.optimizers) != 1:
-        raise ValueError(
-            f"{len(state.optimizers)} optimizers: DiLoCo trains with exactly one. Pass the Trainer "
-            "one optimizer over all parameters"
-        )
-    return DiLoCo(
-        manager,
-        unwrapped(state),
-        state.optimizers[0],
-        **vars(settings),
-        **vars(pick(DiLoCoOptions, vars(options))),
-        start_refusal=start_refusal,
-        ranks=torch.distributed.group.WORLD if dist.get_world_size() > 1 else None,
-        message_device="cpu" if _backend(options, state) == "gloo" else None,
-        also_synced=also_synced,
-    )
-
-
-def _backend(options: ReplicaOptions, state: State) -> str:
-    device = next(state.model.parameters()).device
-    if options.backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend='nccl', but the model is on {device}: use 'gloo'")
-    return options.backend or backend_for(device)
-
-
-def start_refusal_of(options: ReplicaOptions, state: State, known_step: int = 0) -> str | None:
-    """Return why a group without a checkpoint must not begin this run; None if it may.
-
-    If the run has made outer steps already, a group with fresh parameters would become the donor of
-    every group that comes back, and the run's training would be lost.
-
-    Args:
-        options: This group's options.
-        state: Composer's state.
-        known_step: The number of outer steps that the coordinator knows of.
-    """
-    is_rank_0 = dist.get_global_rank() == 0
-    return broadcast(_start_refusal_of(options, state, known_step) if is_rank_0 else None)
-
-
-def _start_refusal_of(options: ReplicaOptions, state: State, known_step: int) -> str | None:
-    step, source = last_outer_step(options.run_dir), options.run_dir
-    if known_step > step:
-        step, source = known_step, "the coordinator"
-    if not step:
-        return None
-    fix = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
-    latest = latest_checkpoint_of(state)
-    if latest is not None and latest.exists():
-        fix = f"continue from this group's last checkpoint (load_path={latest})"
-    return (
-        f"{source} says that this run has made {step} outer steps, and this group starts "
-        f"without a checkpoint: it can join other groups, but it cannot begin the run. If no other "
-        f"group is left, {fix}, or begin another run: use another run_dir, and another state "
-        "folder for its coordinator"
-    )
-
-
-def latest_checkpoint_of(state: State) -> Path | None:
-    """The link to this group's newest checkpoint, which may not exist; None if none is saved."""
-    for saver in state.callbacks:
-        if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
-            return Path(saver.latest_filename.format(state)).absolute()
-    return None
-
-
-def epochs_of(state: State) -> float:
-    """After how many epochs training ends; infinite if it does not end by epochs."""
-    end = state.max_duration
-    return end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
-
-
-def count_in_batch(state: State, what: str) -> int:
-    """Return the number of samples or tokens in the current batch, over all ranks of the group.
-
-    Args:
-        state: Composer's state, which has no DataSpec: the one of a fit is the Trainer's.
-        what: ``samples`` or ``tokens``.
-
-    Raises:
-        ValueError: On all ranks, if the batch of one has no tokens.
-    """
-    trainer = trainer_in_fit()
-    assert trainer is not None and trainer._train_data_spec is not None, "a batch is of a fit"
-    own = getattr(trainer._train_data_spec, f"get_num_{what}_in_batch")(state.batch)
-    counts = state.device.tensor_to_device(torch.tensor([own, int(own == 0)]))
-    dist.all_reduce(counts)
-    total, num_without = counts.tolist()
-    if num_without and what == "tokens":
-        raise ValueError(
-            f"weight_by='tokens', and {num_without} of the group's {dist.get_world_size()} ranks "
-            "have a batch of 0 tokens: give the loader's DataSpec a get_num_tokens_in_batch "
-            "(Composer's own counts input_ids), or use weight_by='samples'"
-        )
-    return total
 
 
 def metrics_of(state: State) -> dict[str, float]:

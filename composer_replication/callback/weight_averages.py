@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.group.global_weights import GlobalWeights
+from composer_replication.group import ReplicaGroup
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +40,13 @@ class WeightAverages:
 
     Args:
         state: Composer's state.
+        group: The job's group, whose global weights are averaged.
     """
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, group: ReplicaGroup) -> None:
+        self._state, self._group = state, group
         self._algorithms = averages_in(state)
         self._ema = next((a for a in self._algorithms if isinstance(a, EMA)), None)
-        self._weights: GlobalWeights | None = None
-        self._make_local_global: Callable[[], None] = lambda: None
-
-    @property
-    def exist(self) -> bool:
-        """Whether the job has an EMA or SWA."""
-        return bool(self._algorithms)
 
     # ---- EMA's weights in the model ---------------------------------------------------------
 
@@ -161,16 +155,8 @@ class WeightAverages:
 
     # ---- updates ----------------------------------------------------------------------------
 
-    def wrap(self, weights: GlobalWeights, make_local_global: Callable[[], None]) -> None:
-        """Make EMA and SWA average the global weights, until ``unwrap``.
-
-        Args:
-            weights: Swaps the global weights into the model and back.
-            make_local_global: Called when SWA has put its average into the model for good. All
-                groups do so at the same batch, and continue from the average.
-        """
-        self._weights = weights
-        self._make_local_global = make_local_global
+    def wrap(self) -> None:
+        """Make EMA and SWA average the global weights, until ``unwrap``."""
         wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
         for algorithm in self._algorithms:
             for name, wrapper in wrappers.items():
@@ -182,8 +168,6 @@ class WeightAverages:
         for algorithm in self._algorithms:
             for name in ("match", "apply", "state_dict"):
                 vars(algorithm).pop(name, None)
-        # Composer keeps the callbacks of every Trainer, and this function would keep its manager.
-        self._make_local_global = lambda: None
 
     def _match(
         self, algorithm: Algorithm, match: Callable[..., bool], event: Event, state: State
@@ -219,17 +203,19 @@ class WeightAverages:
 
     @contextmanager
     def _global_weights(self, algorithm: Algorithm) -> Iterator[None]:
-        assert self._weights is not None, "wrap has set them"
+        weights, diloco = self._group.weights, self._group.diloco
+        assert weights is not None and diloco is not None, "the group trains"
         was_completed = getattr(algorithm, "swa_completed", False)
-        self._weights.show()
+        weights.show()
         try:
             yield
             if getattr(algorithm, "swa_completed", False) and not was_completed:
-                self._weights.keep_shown()
-                self._make_local_global()
+                # SWA has put its average into the model for good, in all groups at one batch.
+                weights.keep_shown()
+                diloco.make_local_global()
                 log.info("All groups continue from SWA's average of the global weights")
         finally:
-            self._weights.hide()
+            weights.hide()
 
     # ---- heals ------------------------------------------------------------------------------
 

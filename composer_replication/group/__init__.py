@@ -1,5 +1,24 @@
 """A trainer as one replica group of a DiLoCo run, whatever the trainer.
 
-This package may import ``data``, the coordinator's client, ``replica`` and ``diloco``, and knows no
-trainer: those are Composer's callback in ``callback``, and others.
+``ReplicaGroup`` is what a trainer calls, and ``Host`` what the group asks of it. Read
+``replica_group.py`` first. This package may import ``data``, the coordinator's client, ``replica``
+and ``diloco``, and knows no trainer.
 """
+
+from typing import TYPE_CHECKING
+
+from composer_replication import lazily
+
+if TYPE_CHECKING:
+    from composer_replication.group.host import Host
+    from composer_replication.group.replica_group import ReplicaGroup
+
+__all__ = ["Host", "ReplicaGroup"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Host": "composer_replication.group.host",
+        "ReplicaGroup": "composer_replication.group.replica_group",
+    },
+)

@@ -58,8 +58,8 @@ class GlobalWeights:
         def substitute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
             if id(module) != owner:
                 return  # a deep copy, such as SWA's, has weights of its own
-            if self._is_left_alone():
-                return
+            if self._is_left_alone() or self._kept is not None:
+                return  # while they are shown, one rank of DDP may save without the others
             for key, name in own.items():
                 local = state_dict.get(prefix + key)
                 if isinstance(local, nn.Parameter) or local is None:
@@ -121,48 +121,29 @@ class GlobalWeights:
         self._hooks.clear()
 
 
-class Evaluation:
-    """Swaps in the global weights while evaluators run, and keeps random generators unchanged.
+class Generators:
+    """Keeps the states of the random generators. Both methods may be repeated."""
 
-    Iterating over a loader draws from torch's generator. Without saving and restoring the
-    generators, an evaluation would change the dropout of the training steps after it.
+    def __init__(self) -> None:
+        self._states: tuple[Any, ...] | None = None
 
-    Both methods may be called several times in a row.
-
-    Args:
-        eval_weights: ``global`` or ``local``, see ``ReplicaOptions``.
-    """
-
-    def __init__(self, eval_weights: str) -> None:
-        self._shows_global = eval_weights == "global"
-        self._generators: tuple[Any, ...] | None = None
-
-    def open(self, weights: GlobalWeights, is_left_alone: bool) -> None:
-        """Save the random generators and swap in the global weights, before evaluators run.
-
-        Args:
-            weights: Swaps the global weights into the model and back.
-            is_left_alone: Whether evaluators see the weights that the model holds, for example
-                because Composer's EMA swaps in its own.
-        """
-        if self._generators is None:
+    def save(self) -> None:
+        """Save the states, unless they have been saved already."""
+        if self._states is None:
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
             own = random.getstate(), np.random.get_state()
-            self._generators = torch.get_rng_state(), cuda, *own
-        if self._shows_global and not is_left_alone:
-            weights.show()
+            self._states = torch.get_rng_state(), cuda, *own
 
-    def close(self, weights: GlobalWeights) -> None:
-        """Restore the local weights and the random generators, after evaluators have run."""
-        weights.hide()
-        if self._generators is not None:
-            torch_state, cuda, python, numpy = self._generators
+    def restore(self) -> None:
+        """Restore the saved states, if there are any."""
+        if self._states is not None:
+            torch_state, cuda, python, numpy = self._states
             torch.set_rng_state(torch_state)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda)
             random.setstate(python)
             np.random.set_state(numpy)
-            self._generators = None
+            self._states = None
 
 
 def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:

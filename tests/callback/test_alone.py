@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.callback.group_state import GroupState
 from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.group import ReplicaGroup
 from composer_replication.training.config import load_config
 from composer_replication.training.trainer import train
 
@@ -119,7 +119,7 @@ class Allocated(TorchDispatchMode):
 
 @pytest.mark.parametrize("wire_format", ["float32", "int8"])  # int8 leaves a residual too
 def test_the_end_of_a_fit_copies_nothing(wire_format, monkeypatch):
-    keep, counted = GroupState.keep, []
+    keep, counted = ReplicaGroup._keep, []
 
     def count(group):
         with Allocated() as allocated:
@@ -129,9 +129,9 @@ def test_the_end_of_a_fit_copies_nothing(wire_format, monkeypatch):
     def trained(group):
         return group.diloco.global_parameters().values()
 
-    monkeypatch.setattr(GroupState, "keep", count)
+    monkeypatch.setattr(ReplicaGroup, "_keep", count)
     callback, _ = fit(diloco={"wire_format": wire_format}, max_duration="4ba")
-    assert callback._group.ended["fragments"][0]["optimizer"]["state"]  # there is a momentum
+    assert callback._group._ended["fragments"][0]["optimizer"]["state"]  # there is a momentum
     [(num_bytes, of_parameters)] = counted
     assert num_bytes < of_parameters / 10
 
@@ -198,7 +198,7 @@ def test_two_fits_are_one_long_one_and_momentum_is_kept():
     callback = alone()
     trainer = trainer_of(callback, max_duration="4ba")
     trainer.fit()
-    assert callback._fit.manager is None
+    assert callback._group.manager is None
     trainer.fit(duration="4ba")
     trainer.close()
     assert callback.result == whole.result

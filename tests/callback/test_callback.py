@@ -19,7 +19,6 @@ import torch
 from composer import Callback
 from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
-from composer.utils import dist
 from composer_jobs import (
     Each,
     Exporting,
@@ -326,7 +325,7 @@ def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
 
 def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():
     callback, _ = fit_alone("4ba")
-    kept = {name: t for f in callback._group.ended["fragments"] for name, t in f["theta"].items()}
+    kept = {name: t for f in callback._group._ended["fragments"] for name, t in f["theta"].items()}
     assert kept and all(
         t.data_ptr() == callback._group.weights._theta[n].data_ptr() for n, t in kept.items()
     )
@@ -364,7 +363,7 @@ def test_a_group_in_mid_round_ends_on_the_same_global_parameters_as_its_peer():
         trainer = trainer_of(callback, look, replica_id=sim.replica_id, max_duration="6ba")
         trainer.fit()
         trainer.close()
-        theta = callback._group.ended["fragments"][0]["theta"]
+        theta = callback._group._ended["fragments"][0]["theta"]
         local = dict(trainer.state.model.named_parameters())
         assert local.keys() == theta.keys()
         assert all(torch.equal(local[name], value) for name, value in theta.items())
@@ -382,7 +381,7 @@ def test_without_a_final_sync_the_last_steps_stay_local():
     before, after = callback.state_dict()["local"], dict(trainer.state.model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], local) for name, local in before.items())
-    theta = callback._group.ended["fragments"][0]["theta"]
+    theta = callback._group._ended["fragments"][0]["theta"]
     assert not any(torch.equal(after[name], value) for name, value in theta.items())
 
 
@@ -477,10 +476,10 @@ def fail_at_batch(number):
 def test_a_rank_ends_when_its_launcher_has_died_and_a_lone_process_has_none(monkeypatch):
     callback = DiLoCoCallback(replica_id=0)
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    callback._check_launcher()  # a lone process may lose its parent: a shell that was left
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    callback._group._check_launcher()  # a lone process may lose its parent: a shell that was left
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="the launcher of this group's ranks has died"):
-        callback._check_launcher()
+        callback._group._check_launcher()
 
 
 def test_when_user_code_raises_the_peers_do_not_wait_for_this_group():
@@ -520,7 +519,7 @@ def test_who_raises_at_the_start_of_the_fit_holds_nobody_up():
             with pytest.raises(Broken):
                 trainer.fit()
             trainer.close()
-            assert callback.diloco is None and callback._fit.manager is None
+            assert callback.diloco is None and callback._group.manager is None
         else:
             trainer.fit()
             trainer.close()
@@ -537,7 +536,7 @@ def test_a_group_that_cannot_join_leaves_no_one_waiting_and_says_that_it_never_c
         trainer.state.optimizers = [trainer.state.optimizers[0]] * 2
         with pytest.raises(ValueError, match="2 optimizers: DiLoCo trains with exactly one"):
             trainer.fit()
-        assert callback._fit.manager is None
+        assert callback._group.manager is None
         trainer.close()
 
     simulate(replica, num_replicas=1)
@@ -647,10 +646,10 @@ def fit_for_real(lighthouse_addr, *durations, others=(), **arguments):
     trainer = trainer_of(callback, *others, max_duration=durations[0])
     try:
         trainer.fit()
-        assert callback._fit.manager is None
+        assert callback._group.manager is None
         for duration in durations[1:]:
             trainer.fit(duration=duration)
-            assert callback._fit.manager is None
+            assert callback._group.manager is None
     finally:
         trainer.close()
     return callback.result
@@ -669,12 +668,12 @@ def test_a_second_fit_goes_on_with_the_same_outer_momentum(lighthouse_addr):
 def test_after_an_exception_the_real_manager_is_shut_down_by_close_or_before(lighthouse_addr):
     managers = []
     callback = DiLoCoCallback(sync_every=2, replica_id=0, lighthouse_addr=lighthouse_addr)
-    keep = Each(lambda state: managers.append(callback._fit.manager))
+    keep = Each(lambda state: managers.append(callback._group.manager))
     trainer = trainer_of(callback, keep, fail_at_batch(3), max_duration="8ba")
     with pytest.raises(Broken):
         trainer.fit()
     trainer.close()
-    assert callback._fit.manager is None and managers[0]._is_shut_down
+    assert callback._group.manager is None and managers[0]._is_shut_down
     # Nobody waits for it: the next group of another name is alone in its quorum.
     assert fit_for_real(lighthouse_addr, "2ba")["outer_steps"] == 1
 

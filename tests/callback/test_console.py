@@ -23,7 +23,8 @@ from run_events import syncs_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
-from composer_replication.callback.console import changes, members_of, short_bar_format
+from composer_replication.callback.composer_job import short_bar_format
+from composer_replication.group.reports import changes, members_of
 from composer_replication.group.words import listed_groups
 from composer_replication.simulation.simulation import Fault, simulate
 
@@ -48,8 +49,9 @@ def said(caplog):
     def call(function, *arguments, **named):
         with caplog.at_level(logging.INFO):
             result = function(*arguments, **named)
-        names = ("callback.console", "callback.callback")
-        return result, [r.getMessage() for r in caplog.records if r.name.endswith(names)]
+        names = ("group.reports", "group.replica_group")
+        lines = [r.getMessage() for r in caplog.records if r.name.endswith(names)]
+        return result, [line for line in lines if not line.startswith(("outer step", "Settings"))]
 
     return call
 

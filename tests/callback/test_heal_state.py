@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from composer_replication.callback.heal_state import Schedules
+from composer_replication.callback.schedules import Schedules
 from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.simulation import Fault, simulate
 

@@ -1,6 +1,6 @@
 """When a training ends whose number of batches nobody knows.
 
-Run: pytest tests/callback/test_progress.py. Faked: the clock, and Composer's state.
+Run: pytest tests/callback/test_progress.py. Faked: the clock, and the trainer.
 With a Trainer: tests/data/test_group_data.py.
 """
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from composer_replication import DiLoCoSettings
-from composer_replication.callback import progress
-from composer_replication.callback.progress import SyncLog
+from composer_replication.group import Host, reports
+from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import ReplicaFolder
 
 
@@ -19,6 +19,15 @@ class Folder(ReplicaFolder):
 
     def write_status(self, phase, **status):
         self.status = status
+
+
+class Trainer(Host):
+    """Does not know its last step."""
+
+    steps = 0
+
+    def last_step(self, *, is_bound=False):
+        return None
 
 
 SECONDS = 2.0
@@ -35,9 +44,9 @@ def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
 ):
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = clock.time = lambda: clock.now
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(reports, "time", clock)
     folder = Folder(None, 0)
-    log = SyncLog(folder, DiLoCoSettings(sync_every=5))
+    log = Reports(folder, DiLoCoSettings(sync_every=5), Trainer())
     assert report(log, "joining", began_at, done_then)["max_batches"] is None
     for batch in range(20):
         synced = batch - batch % 5
@@ -50,6 +59,5 @@ def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
 
 
 def report(log, phase, batch, done):
-    timestamp = SimpleNamespace(batch=SimpleNamespace(value=batch))
-    state = SimpleNamespace(timestamp=timestamp, max_duration=None)
-    return log.report_phase(phase, state, SimpleNamespace(inner_steps=batch, outer_step=0), done)
+    log._host.steps = batch
+    return log.position(phase, SimpleNamespace(inner_steps=batch, outer_step=0), done)

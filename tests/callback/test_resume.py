@@ -115,7 +115,7 @@ def test_composer_without_our_callback_and_torch_alone_load_the_global_weights(t
         auto_log_hparams=False,
     )
     trainer.close()
-    theta = callback._group.ended["fragments"][0]["theta"]
+    theta = callback._group._ended["fragments"][0]["theta"]
     assert all(torch.equal(p, theta[name]) for name, p in model.named_parameters())
     weights = torch.load(path, weights_only=False)["state"]["model"]
     TinyModel().load_state_dict(weights)  # strict
@@ -270,7 +270,7 @@ def test_the_evaluated_loss_is_that_of_the_saved_weights(tmp_path, eval_weights)
 def test_after_the_fit_evaluators_and_savers_see_the_global_weights(tmp_path, final_sync):
     def replica(sim):
         callback, trainer = evaluating(sim, "100ba", diloco={"final_sync": final_sync})
-        theta = {n: t for f in callback._group.ended["fragments"] for n, t in f["theta"].items()}
+        theta = {n: t for f in callback._group._ended["fragments"] for n, t in f["theta"].items()}
         before = {n: p.detach().clone() for n, p in trainer.state.model.named_parameters()}
         trainer.eval()
         seen = float(trainer.state.eval_metrics["eval"]["MeanSquaredError"].compute())
@@ -547,8 +547,8 @@ def test_bad_state_is_an_error_before_any_peer_hears_of_it(tmp_path, monkeypatch
     train_and_save(tmp_path, num_replicas=1)
     path = tmp_path / "0" / "ba3.pt"
     damage(path)
-    connect = "composer_replication.callback.fit.build_manager"
-    monkeypatch.setattr(connect, lambda *_: pytest.fail("a manager was built"))
+    connect = "composer_replication.group.replica_group.make_manager"
+    monkeypatch.setattr(connect, lambda **_: pytest.fail("a manager was built"))
     callback = DiLoCoCallback(sync_every=4, replica_id=0, lighthouse_addr="http://nowhere:1")
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         trainer_of(callback, load_path=str(path), max_duration="6ba").fit()

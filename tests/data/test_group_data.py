@@ -10,7 +10,6 @@ from composer_jobs import Each, TinyModel, building
 from torch.utils.data import TensorDataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
-from composer_replication.callback.composer_job import count_in_batch
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.data.fixed_shards import FixedShards
 from composer_replication.group import run_folder
@@ -26,7 +25,7 @@ def fit(sim, folder, *others, max_duration="2ep", stop=None, load=None, num_work
 
     def look(state):
         seen.append((state.timestamp.epoch.value, state.batch[2].tolist()))
-        assert count_in_batch(state, "samples") == len(state.batch[2])
+        assert callback._group.size_of_all(state.batch, "samples") == len(state.batch[2])
 
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(

@@ -13,11 +13,11 @@ from common import Constant
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.callback.progress import numbers_of
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.shards import Shards
+from composer_replication.group.reports import numbers_of
 
 COSINES = ("momentum_cosine", "group_cosine", "mean_norm_ratio")
 

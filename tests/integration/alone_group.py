@@ -41,7 +41,7 @@ class Failing(Callback):
     def batch_start(self, state, logger):
         if state.timestamp.batch != 3 or dist.get_global_rank() != 1:
             return
-        manager = self._diloco._fit.manager
+        manager = self._diloco._group.manager
         begin = manager.start_quorum
 
         def begin_and_fail():

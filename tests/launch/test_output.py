@@ -77,7 +77,7 @@ def test_bad_input_of_several_ranks_is_bad_input_of_their_launcher(tmp_path):
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("composer_replication.callback.console", "callback.console"),
+        ("composer_replication.group.reports", "group.reports"),
         ("torchft.manager", "torchft.manager"),
         ("composer_replication", "composer_replication"),
     ],

@@ -1,0 +1,130 @@
+"""What a replica group asks of its trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Host:
+    """A trainer, as its replica group sees it.
+
+    A trainer's side of the package has one subclass of it. What does not raise
+    ``NotImplementedError`` is the answer of a trainer that has no such thing.
+    """
+
+    name: str
+    """Of the trainer, for what it sends to a joiner."""
+    load_weights_only = "its weights alone"
+    """How to load no more of a checkpoint than the weights, for an error."""
+    tokens_fix = "give each batch its tokens"
+    """What to do about a batch of which nobody can tell the tokens, for an error."""
+    is_sharded = False
+    """Whether each rank saves its own shards, or rank 0 whole tensors."""
+
+    # ---- what is trained --------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without the wrapper of DDP."""
+        raise NotImplementedError
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer."""
+        raise NotImplementedError
+
+    @property
+    def loader(self) -> object:
+        """The training loader, which the group feeds if it is a ``ReplicaDataLoader``."""
+        return None
+
+    def size_of(self, batch: Any, what: str) -> int:
+        """The number of ``samples`` or ``tokens`` in a batch of this rank; 0 if nobody can tell."""
+        raise NotImplementedError
+
+    # ---- where it is ------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, of this group or of the one that it has joined; skipped ones too."""
+        raise NotImplementedError
+
+    def last_step(self, *, is_bound: bool = False) -> int | None:
+        """The step at which training ends; None if that is not known.
+
+        Args:
+            is_bound: Whether an upper bound will do, as if this group got all samples that groups
+                share.
+        """
+        raise NotImplementedError
+
+    @property
+    def epochs(self) -> float:
+        """After how many epochs training ends; infinite if it does not end by epochs."""
+        return math.inf
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        """This group's newest checkpoint, which may not exist yet; None if none is saved."""
+        return None
+
+    # ---- what it shows ----------------------------------------------------------------------
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a sync. It must not raise."""
+
+    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+        """Show the position in the run.
+
+        Args:
+            position: In words.
+            end: The step at which training ends, if it is known.
+            is_estimate: Whether ``end`` is estimated from the samples that are left.
+        """
+
+    # ---- what a joiner gets beside the global state -----------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in training: numbers, strings, tensors and plain containers of these.
+
+        It is called on torchft's thread while the training thread waits for a sync. Without
+        collectives.
+        """
+        raise NotImplementedError
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue at the donor's position. On torchft's thread too."""
+        raise NotImplementedError
+
+    def after_heal(self) -> None:
+        """Called on every rank when a sync may have healed this group; collectives are allowed."""
+
+    # ---- weights that are neither local nor global ------------------------------------------
+
+    has_averages = False
+    """Whether the model may hold an average of weights when it is saved."""
+    saves_as_is = False
+    """Whether it does at the moment."""
+    evaluates_as_is = False
+    """Whether evaluators see an average that the trainer puts into the model for them."""
+
+    def begin(self, is_resumed: bool) -> None:
+        """A fit begins, and its checkpoint has been read. From now on the model is local."""
+
+    def leave(self) -> None:
+        """The group counts no more steps."""
+
+    def without_averages(self) -> AbstractContextManager[None]:
+        """A context in which the model holds the local weights."""
+        return nullcontext()
+
+    def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The local weights by name, given those that the model holds; not copies."""
+        return live

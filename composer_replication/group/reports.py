@@ -1,0 +1,250 @@
+"""What a group says of its syncs and its position: to loggers, its log and its folder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+
+from composer_replication.diloco.algorithm import DiLoCo, SyncReport
+from composer_replication.diloco.fence import fence
+from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.group.host import Host
+from composer_replication.group.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
+from composer_replication.group.words import listed_groups, on_same_samples, plural
+from composer_replication.replica.ranks import rank, world_size
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """Reports how a group's fit goes.
+
+    Args:
+        folder: The group's folder.
+        settings: The run's settings.
+        host: The group's trainer.
+
+    Attributes:
+        final_loss: The mean training loss of the last round that had steps; None before.
+    """
+
+    def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings, host: Host) -> None:
+        self._folder, self._settings, self._host = folder, settings, host
+        self._reached = folder.reached() or {}  # empty if an error has been logged
+        self._before = folder.read_status()
+        self._losses: list[float] = []
+        self._began: tuple[int, float, float] | None = None
+        self._done = 0.0
+        self._ends_at: int | None = None
+        self._last_sync: dict[str, Any] = {}
+        self._members: dict[str, str] = {}
+        self._num_groups = 1
+        self.final_loss: float | None = None
+
+    def note_loss(self, loss: float) -> None:
+        """Note the loss of a step, a mean over the group's ranks."""
+        self._losses.append(loss)
+
+    # ---- it has joined ----------------------------------------------------------------------
+
+    @fence("the start of this group")
+    def started(self, diloco: DiLoCo) -> None:
+        """The group has joined. Record what its earlier process had trained by its end."""
+        latest = self._host.latest_checkpoint
+        self._folder.append(
+            START,
+            {
+                "started": psutil.Process().create_time(),
+                "joined": time.time(),
+                "inner_steps": diloco.inner_steps,
+                "trained_at": self._before.get("trained_at"),
+                "steps_before": self._before.get("inner_steps") or 0,
+                "checkpoint": None if latest is None else str(latest),
+            },
+        )
+
+    @fence("who has joined")
+    def joined(self, diloco: DiLoCo, manager: Any, replica_id: str, is_resumed: bool) -> None:
+        """The group has joined the others, or begins with them. Say who they are."""
+        self._members, self._num_groups = members_of(manager), manager.num_participants()
+        if not rank() and self._members:  # else it trains alone, which the log says already
+            log.info(
+                "%s%s with %s; here is group %s, %s",
+                "Joined" if diloco.has_joined_others else "Resumed" if is_resumed else "Started",
+                f" after {plural(diloco.outer_step, 'outer step')}" if diloco.outer_step else "",
+                listed_groups([*self._members]),
+                replica_id,
+                plural(world_size(), "rank"),
+            )
+
+    @fence("where this group resumes")
+    def resumed(self, diloco: DiLoCo) -> None:
+        """Say where the group resumes, and how many steps after that point are repeated."""
+        batch, reached = self._host.steps, self._reached
+        again = {
+            "batches_again": max(0, reached.get("batch", 0) - batch),
+            "outer_steps_again": max(0, reached.get("outer_step", 0) - diloco.outer_step),
+        }
+        self._folder.append(RESUME, {"batch": batch, "outer_step": diloco.outer_step, **again})
+        log.info(
+            "Resumed at batch %d, outer step %d; %d batches and %d outer steps are repeated",
+            batch,
+            diloco.outer_step,
+            *again.values(),
+        )
+
+    # ---- it syncs ---------------------------------------------------------------------------
+
+    @fence("the syncs")
+    def synced(self, reports: Sequence[SyncReport]) -> None:
+        """Report committed syncs, with the mean loss of the steps since the previous one."""
+        for report in reports:
+            loss = sum(self._losses) / len(self._losses) if self._losses else None
+            self._losses.clear()
+            self.final_loss = self.final_loss if loss is None else loss
+            metrics = numbers_of(report)
+            self._last_sync |= {
+                "num_participants": report.num_participants,
+                "sync_seconds": report.sync_seconds,
+                "inner_share": report.compute_fraction,
+            }
+            at = self._round(report.inner_steps, report.outer_step)
+            self._host.log_metrics(metrics | {"diloco/round": at})
+            if report.global_digest is not None:
+                self._last_sync["digest_step"] = report.outer_step
+                self._last_sync["global_digest"] = report.global_digest
+                metrics["diloco/global_digest"] = report.global_digest
+            if report.equal_samples:
+                warning = on_same_samples(report.equal_samples)
+                log.warning("%s", warning)
+                self._folder.append(WARNING, {"warning": warning})
+            place = {"batch": self._host.steps, "inner_steps": report.inner_steps, "loss": loss}
+            self._folder.append(SYNC, metrics | place | {"ranks": world_size()})
+            log.info(
+                "outer step %d, fragment %d: %d replica groups, loss %s, blocked %.2f s%s",
+                report.outer_step,
+                report.fragment,
+                report.num_participants,
+                "-" if loss is None else f"{loss:.4f}",
+                report.sync_seconds,
+                f", {report.retries} retries" if report.retries else "",
+            )
+
+    @fence("who takes part")
+    def note_members(self, reports: Sequence[SyncReport], manager: Any) -> None:
+        """Syncs have been committed. Say who has come and who has left since the last one."""
+        if not reports or manager is None:
+            return
+        self._num_groups = reports[-1].num_participants
+        before, self._members = self._members, members_of(manager)
+        if not rank() and (news := changes(before, self._members)):
+            take_part = plural(self._num_groups, "group takes", "groups take")
+            log.info("Outer step %d: %s; %s part", reports[-1].outer_step, news, take_part)
+
+    @property
+    def _steps_of_all(self) -> int | None:
+        """The inner steps of a round in every group; None if a round is a time."""
+        return None if self._settings.round_seconds is not None else self._settings.sync_every
+
+    def _round(self, inner_steps: int, outer_step: int) -> float:
+        """Rounds so far. Where they have another length in each group, whole turns count."""
+        steps = self._steps_of_all
+        return inner_steps / steps if steps else outer_step / self._settings.fragment_count
+
+    # ---- where it is ------------------------------------------------------------------------
+
+    def position(self, phase: str, diloco: DiLoCo, done: float = 0.0) -> dict[str, Any]:
+        """Write the position in training to the group's folder, show it, and return it.
+
+        Cheap enough for every step.
+
+        Args:
+            phase: ``joining``, ``training`` or ``evaluating``.
+            diloco: This group's DiLoCo.
+            done: The part of the samples that has been trained on, 0 to 1. Where nobody knows the
+                number of steps, it is estimated from this; 0: it is not.
+        """
+        step, known = self._host.steps, self._host.last_step()
+        if known is not None:
+            self._ends_at = known
+        seconds_left = speed = None
+        if phase == "training":
+            self._began = self._began or (step, time.monotonic(), done)
+            began_at, began, done_then = self._began
+            if known is None and done > max(done_then, self._done):  # a sync has changed it
+                per_part = (step - began_at) / (done - done_then)
+                self._done, self._ends_at = done, step + round(per_part * (1 - done))
+            if self._ends_at is not None and step > began_at:
+                per_step = (time.monotonic() - began) / (step - began_at)
+                seconds_left = per_step * max(0, self._ends_at - step)
+                speed = 1 / per_step
+        position = {
+            "batch": step,
+            "max_batches": self._ends_at,
+            "inner_steps": diloco.inner_steps,
+            "outer_step": diloco.outer_step,
+            "round": self._round(diloco.inner_steps, diloco.outer_step),
+            "loss": self._losses[-1] if self._losses else self.final_loss,
+        }
+        trained_at = self._before.get("trained_at") if phase == "joining" else time.time()
+        self._folder.write_status(
+            phase,
+            **position,
+            sync_every=self._steps_of_all,
+            seconds_left=seconds_left,
+            trained_at=trained_at,
+        )
+        if phase != "joining" and not rank():
+            self._show(position, bool(done))
+        return position | {"phase": phase, "steps_per_second": speed} | self._last_sync
+
+    @fence("the position on the progress bar")
+    def _show(self, position: Mapping[str, Any], is_estimate: bool) -> None:
+        groups = plural(self._num_groups, "group")
+        place = f"round {position['round']:.1f}, outer step {position['outer_step']}, {groups}"
+        self._host.show_position(place, position["max_batches"], is_estimate)
+
+
+def numbers_of(report: SyncReport) -> dict[str, Any]:
+    """Return a report as metrics: numbers only, since some loggers need that.
+
+    What a sync cannot tell is left out.
+    """
+    values = asdict(report)
+    del values["inner_steps"], values["global_digest"], values["equal_samples"]
+    return {f"diloco/{name}": +value for name, value in values.items() if value is not None}
+
+
+def members_of(manager: Any) -> dict[str, str]:
+    """The groups of the last quorum by name, with what differs between two lives of one group.
+
+    Args:
+        manager: Of this group. One without ``members`` trains alone.
+    """
+    names = (name.partition(":") for name in getattr(manager, "members", ()))
+    return {name: life for name, _, life in sorted(names)}
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Say who has left, joined or been started again between two quorums; empty if nobody has.
+
+    Args:
+        before: From ``members_of``.
+        now: The same of the later quorum.
+    """
+    again = [name for name in now if name in before and now[name] != before[name]]
+    names_of = {
+        "left": [name for name in before if name not in now],
+        "joined": [name for name in now if name not in before],
+        "been started again": again,
+    }
+    return ", ".join(
+        f"{listed_groups(names)} {'has' if len(names) == 1 else 'have'} {what}"
+        for what, names in names_of.items()
+        if names
+    )
