@@ -7,12 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.averaging.wire_sizes import (
-    BLOCK,
-    FP4_HEADER,
-    WIRE_FORMATS,
-    encoded_bytes,
-)
+from composer_replication.diloco.averaging.wire_sizes import SIZES, WIRE_FORMATS, encoded_bytes
 
 SMALLEST = 1e-30
 """A block whose largest value is below this becomes zeros: 1 / scale would overflow."""
@@ -55,7 +50,7 @@ class Int8(WireFormat):
     """Integers from -127 to 127, with an fp32 scale for every 256 of them."""
 
     name = "int8"
-    _block = BLOCK["int8"]
+    _block = SIZES["int8"].block
 
     def encode(self, values: Tensor, into: Tensor) -> None:
         scales, codes = self._split(into)
@@ -85,7 +80,7 @@ class Fp4(WireFormat):
     """
 
     name = "fp4"
-    _block = BLOCK["fp4"]
+    _block, _header = SIZES["fp4"].block, SIZES["fp4"].header
     _largest = 7.0
     _scale_shift = 20  # of fp32's 23 bits of mantissa, 3 are kept
 
@@ -118,8 +113,8 @@ class Fp4(WireFormat):
         return bits.view(torch.float32).view(-1, 1)
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = (encoded.numel() - FP4_HEADER) // (self._block // 2 + 1)
-        head, rest = encoded[:FP4_HEADER].view(torch.int32), encoded[FP4_HEADER:]
+        blocks = (encoded.numel() - self._header) // (self._block // 2 + 1)
+        head, rest = encoded[: self._header].view(torch.int32), encoded[self._header :]
         return head, rest[:blocks], rest[blocks:].view(torch.int8)
 
 

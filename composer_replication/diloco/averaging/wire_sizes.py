@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 WireFormatName = Literal["float32", "bfloat16", "int8", "fp4"]
 WIRE_FORMATS: tuple[WireFormatName, ...] = get_args(WireFormatName)
-
-BLOCK = {"int8": 256, "fp4": 32}
-"""Elements that share a scale. bfloat16 has no scales."""
-
-BYTES_PER_PARAMETER = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "int8": 1 + 4 / BLOCK["int8"],
-    "fp4": 0.5 + 1 / BLOCK["fp4"],
-}
-"""Bytes per parameter of a large message."""
 
 PART = 512
 """A part of a message has a multiple of this number of elements."""
@@ -24,8 +13,35 @@ PART = 512
 FRAME = 2**18
 """Elements that are encoded at a time on a CPU. It has to be the same in all groups."""
 
-FP4_HEADER = 4
-"""Bytes before the scales of an fp4 frame: the base that the scales are relative to."""
+
+class WireSize(NamedTuple):
+    """What a message takes in a wire format.
+
+    Attributes:
+        bits: Of an element.
+        block: Elements that share a scale. 0: there are no scales.
+        scale: Bytes of a scale.
+        header: Bytes before the scales of a frame: in fp4 the base that the scales are relative to.
+    """
+
+    bits: int
+    block: int = 0
+    scale: int = 0
+    header: int = 0
+
+
+SIZES: dict[str, WireSize] = {
+    "float32": WireSize(32),
+    "bfloat16": WireSize(16),
+    "int8": WireSize(8, block=256, scale=4),
+    "fp4": WireSize(4, block=32, scale=1, header=4),
+}
+
+BYTES_PER_PARAMETER = {
+    name: size.bits / 8 + (size.scale / size.block if size.block else 0)
+    for name, size in SIZES.items()
+}
+"""Bytes per parameter of a large message."""
 
 
 def encoded_bytes(wire_format: str, num_elements: int) -> int:
@@ -34,17 +50,7 @@ def encoded_bytes(wire_format: str, num_elements: int) -> int:
     Args:
         wire_format: One of ``WIRE_FORMATS``.
         num_elements: A multiple of ``PART``, unless the format is float32.
-
-    Raises:
-        ValueError: There is no such format.
     """
-    blocks = num_elements // BLOCK.get(wire_format, 1)
-    sizes = {
-        "float32": 4 * num_elements,
-        "bfloat16": 2 * num_elements,
-        "int8": num_elements + 4 * blocks,
-        "fp4": FP4_HEADER + num_elements // 2 + blocks,
-    }
-    if wire_format not in sizes:
-        raise ValueError(f"wire_format={wire_format!r}: use one of {', '.join(WIRE_FORMATS)}")
-    return sizes[wire_format]
+    size = SIZES[wire_format]
+    scales = num_elements // size.block * size.scale if size.block else 0
+    return size.header + num_elements * size.bits // 8 + scales
