@@ -214,13 +214,11 @@ class GlobalParameters:
         for index, (parameter, theta) in enumerate(pairs):
             _mix(local_tensor(parameter), theta, 0.0 if index in frozen else alpha)
 
-    def _gather(self, mean: WeightedMean) -> Iterator[Tensor]:
+    def _gather(self, mean: WeightedMean) -> list[Tensor]:
         """All of each tensor, in the memory of a mean that is used up."""
         mean.flat[self.share.start :][: self.flat.numel()] = self.flat
         self.share.gather(mean.flat)
-        sizes = self.share.whole_sizes
-        parts = mean.flat[: sum(sizes)].split(sizes)
-        return (part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True))
+        return self.whole_views(mean.flat)
 
     # ---- by name, and by rank --------------------------------------------------------------------
 
@@ -245,9 +243,12 @@ class GlobalParameters:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
-        parts = flat.split(self.shards.sizes)
-        if self.is_shared:
-            return list(parts)
+        return list(flat.split(self.shards.sizes)) if self.is_shared else self.whole_views(flat)
+
+    def whole_views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor in a buffer that has the shares of all ranks, in its shape."""
+        sizes = self.share.whole_sizes
+        parts = flat[: sum(sizes)].split(sizes)
         return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
 
     def own_parts(self) -> Iterator[Tensor]:

@@ -52,16 +52,16 @@ def load_saved_state(
             optimizer.
     """
     state.resume(saved)
-    for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
+    replaces = saved.get("replaces_global", [False] * len(fragments))
+    each = zip(fragments, saved["since_sync"], replaces, strict=True)
+    for fragment, counted, replaces_global in each:
         unsynced = fragment.unsynced
         unsynced.inner_steps, unsynced.samples = counted
+        unsynced.replaces_global = replaces_global
         if saved["residual"]:
             fragment.mean.load_residual(
                 [saved["residual"][name].reshape(-1) for name in fragment.globals.theta]
             )
-    replaces = saved.get("replaces_global", [False] * len(fragments))
-    for fragment, replaces_global in zip(fragments, replaces, strict=True):
-        fragment.unsynced.replaces_global = replaces_global
     state.ledger.load_local_state(saved["reading"])
 
 
@@ -110,6 +110,5 @@ def _residual(fragment: FragmentSync) -> dict[str, Tensor]:
     residual = fragment.mean.gather_residual()
     if residual is None:
         return {}
-    parts = residual.split(fragment.globals.share.whole_sizes)
-    shapes = fragment.globals.shapes.items()
-    return {name: part.view(s) for (name, s), part in zip(shapes, parts, strict=True)}
+    views = fragment.globals.whole_views(residual)
+    return dict(zip(fragment.globals.theta, views, strict=True))

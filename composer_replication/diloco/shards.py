@@ -227,7 +227,7 @@ class Shards:
         if not self.are_held:
             return own
         assert self._ranks is not None, "shards have ranks"
-        digest = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8).to(self._device)
-        gathered = digest.new_empty(self._ranks.size() * digest.numel())
-        torch.distributed.all_gather_into_tensor(gathered, digest, group=self._ranks)
-        return hashlib.sha256(gathered.cpu().numpy().data).hexdigest()
+        digest = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8)
+        table = torch.zeros(self._ranks.size(), digest.numel(), dtype=torch.uint8)
+        table[self._rank] = digest  # the others add zeros
+        return hashlib.sha256(self.sum(table).cpu().numpy().data).hexdigest()

@@ -130,11 +130,11 @@ class QuantizedMean(WeightedMean):
         self._exchange = self._taken = None
 
     def gather_residual(self) -> Tensor:
-        if self.share.num_shares == 1:
-            return self.residual[: sum(self.share.whole_sizes)]
-        whole = self.residual.new_zeros(self.share.padded)
-        whole[self.share.start : self.share.stop] = self.residual
-        self.share.gather(whole)
+        whole = self.residual
+        if self.share.num_shares > 1:
+            whole = whole.new_zeros(self.share.padded)
+            whole[self.share.start : self.share.stop] = self.residual
+            self.share.gather(whole)
         return whole[: sum(self.share.whole_sizes)]
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
