@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.averaging.wire_sizes import WIRE_FORMATS
+from composer_replication.settings import WIRE_FORMATS
 
 from composer_replication.replica.factory import make_manager  # isort: skip
 from torchft.local_sgd import DiLoCo as StockDiLoCo  # isort: skip

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from composer_replication.diloco.algorithm import DiLoCo
     from composer_replication.diloco.peer_table import DivergenceError
     from composer_replication.diloco.retries import SyncError
-    from composer_replication.diloco.settings import DiLoCoSettings
     from composer_replication.diloco.sync_report import SyncReport
     from composer_replication.replica.factory import make_manager
+    from composer_replication.settings import DiLoCoSettings
     from composer_replication.simulation.simulation import simulate
 
 __all__ = [
@@ -97,7 +97,7 @@ __getattr__ = lazily(
     {
         "DiLoCo": "composer_replication.diloco.algorithm",
         "DiLoCoCallback": "composer_replication.callback.callback",
-        "DiLoCoSettings": "composer_replication.diloco.settings",
+        "DiLoCoSettings": "composer_replication.settings",
         "DivergenceError": "composer_replication.diloco.peer_table",
         "ReplicaDataLoader": "composer_replication.data.loader",
         "SyncError": "composer_replication.diloco.retries",

@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
-from composer_replication.diloco.arguments import pick
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.arguments import pick
 from composer_replication.launch.command_options import (
     Config,
     CoordinatorOptions,
@@ -55,6 +54,7 @@ from composer_replication.plan import (
     plan_table,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import (
     ConfigError,
     diloco_section,

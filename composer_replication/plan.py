@@ -31,7 +31,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 
 HOST_S_PER_PARAM = 6e-9
 """One sync of 100 M fp32 parameters over loopback on 2 CPU cores: 2.03 times 293 ms

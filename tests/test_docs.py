@@ -12,7 +12,7 @@ from typer.main import get_command
 
 import composer_replication
 from composer_replication.cli import app
-from composer_replication.replica.options import ReplicaEnv
+from composer_replication.options import ReplicaEnv
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 CORE = (
     "diloco/algorithm.py",
-    "diloco/settings.py",
+    "settings.py",
     "replica/factory.py",
     "replica/process_group.py",
     "simulation/simulation.py",

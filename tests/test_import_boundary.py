@@ -45,6 +45,9 @@ MAY_IMPORT = {
 }
 """For each package the others of ours that it may import. The plan is a module below them."""
 
+BELOW = ("arguments", "settings", "options")
+"""Modules below all packages: each may import those before it."""
+
 CLIENT = {"client", "membership", "wire_types"}
 """The modules of the coordinator that a replica group uses; the others are the service."""
 
@@ -62,21 +65,28 @@ def test_every_package_has_a_row():
     assert packages == MAY_IMPORT.keys()
 
 
-def test_beside_the_packages_are_the_command_and_the_plan_alone():
+def test_beside_the_packages_are_the_command_the_plan_and_what_a_user_sets():
     modules = {path.name for path in PACKAGE.glob("*.py")}
-    assert modules == {"__init__.py", "__main__.py", "cli.py", "plan.py"}
+    below = {f"{name}.py" for name in BELOW}
+    assert modules == {"__init__.py", "__main__.py", "cli.py", "plan.py", *below}
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_settings_and_options_import_nothing_of_ours_but_each_other(name):
+    above = {f"composer_replication.{each}" for each in BELOW[: BELOW.index(name)]}
+    assert own_imports(PACKAGE / f"{name}.py") <= above
 
 
 def test_the_plan_imports_nothing_of_ours_but_the_algorithms_settings_and_sizes():
     assert own_imports(PACKAGE / "plan.py") == {
         "composer_replication.diloco.averaging.wire_sizes",
-        "composer_replication.diloco.settings",
+        "composer_replication.settings",
     }
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_a_package_imports_those_below_it_alone(package):
-    allowed = MAY_IMPORT[package] | {package, "__version__"}
+    allowed = MAY_IMPORT[package] | {package, "__version__", *BELOW}
     for path in modules_of(package):
         found = {name.split(".")[1] for name in own_imports(path) if "." in name}
         assert found <= allowed, path
@@ -131,7 +141,7 @@ def test_hydra_is_known_in_one_place():
 
 @pytest.mark.parametrize(
     "module",
-    "training.config training.components replica.options replica.lighthouse group.run_folder "
+    "training.config training.components settings options replica.lighthouse group.run_folder "
     "training.text_files plan cli".split(),
 )
 def test_what_answers_at_once_imports_nothing_heavy(module):

@@ -16,7 +16,7 @@ from study_modules import FOLDER, study_modules
 from torch import nn
 from torch.utils.data import Dataset
 
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import load_config
 
 

@@ -16,8 +16,8 @@ import pytest
 from forked_commands import ForkedCommand, run
 
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.supervision import IN_THE_PROGRAM
+from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 

@@ -62,7 +62,7 @@ def num_arguments(function):
 
 
 def test_no_function_takes_many_arguments():
-    """What needs more takes the fields of a dataclass, see ``diloco.arguments.takes``."""
+    """What needs more takes the fields of a dataclass, see ``arguments.takes``."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     found = {
         f"{path.relative_to(ROOT)}:{node.lineno}": num_arguments(node)

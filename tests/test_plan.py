@@ -15,8 +15,8 @@ from page_blocks import ROOT, block
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.plan import PlannedRun, parse_link, parse_params
+from composer_replication.settings import DiLoCoSettings
 
 GIVEN = shlex.split(block("docs/plan.md", "composer-replication plan"))[1:]
 HEADERS = 0.956

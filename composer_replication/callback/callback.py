@@ -10,6 +10,7 @@ from typing import Any
 from composer import Callback, Event, Logger, State
 from composer.loggers import LoggerDestination
 
+from composer_replication.arguments import takes
 from composer_replication.callback.composer_job import (
     ComposerJob,
     check_loads,
@@ -19,10 +20,9 @@ from composer_replication.callback.composer_job import (
 )
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close, when_fit_is_over
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.arguments import takes
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.group import ReplicaGroup
-from composer_replication.replica.options import DuplicateIdError, ReplicaOptions
+from composer_replication.options import DuplicateIdError, ReplicaOptions
+from composer_replication.settings import DiLoCoSettings
 
 
 @dataclass(frozen=True, kw_only=True)

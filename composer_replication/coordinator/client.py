@@ -17,10 +17,8 @@ import httpx
 import tenacity
 
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, digests_of
-from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.diloco.schedule import check_rows
-from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.replica.options import DuplicateIdError, ReplicaOptions
+from composer_replication.options import DuplicateIdError, ReplicaOptions
+from composer_replication.settings import DiLoCoSettings, SettingsMismatch, check_rows
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events, History
-from composer_replication.diloco.fingerprints import describe_difference
+from composer_replication.settings import describe_difference
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replicas (

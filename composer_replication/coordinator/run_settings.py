@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (

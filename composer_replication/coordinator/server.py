@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
+from composer_replication.arguments import takes
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import Record, RunData, RunFacts, create_app
 from composer_replication.coordinator.database import Database
@@ -21,13 +22,12 @@ from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
-from composer_replication.diloco.arguments import takes
 from composer_replication.diloco.fence import fence
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.addresses import bracketed, is_loopback
 from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.json_files import open_lock, replace_json
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
+from composer_replication.settings import DiLoCoSettings
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer

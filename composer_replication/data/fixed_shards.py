@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
-from composer_replication.replica.options import ReplicaOptions, replica_id_of
+from composer_replication.options import ReplicaOptions, replica_id_of
 
 
 class FixedShards:

@@ -18,7 +18,7 @@ from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.data.sample_stream import StreamPosition
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
-from composer_replication.replica.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions
 from composer_replication.replica.ranks import ask_on_rank_0, rank
 
 log = logging.getLogger(__name__)

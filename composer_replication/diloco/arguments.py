@@ -1,124 +1,67 @@
-"""Functions whose arguments are the fields of a dataclass, named there and nowhere else."""
+"""All arguments of DiLoCo: what it trains, the run's settings, and a group's options."""
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
-P = ParamSpec("P")
-Self = TypeVar("Self")
-Result = TypeVar("Result")
-Part = TypeVar("Part")
+from composer_replication.options import DiLoCoOptions
+from composer_replication.settings import DiLoCoSettings
 
-REMOVED: dict[str, str] = {
-    "connect_timeout": "leave it out, connecting may take 5 s, and timeout limits the rest",
-    "heartbeat_interval_s": "leave it out, it is a third of the coordinator's "
-    "--heartbeat-timeout-s",
-    "bucket_cap_mb": "leave it out, messages have up to 32 MiB",
-    "error_feedback": "leave it out, rounding errors are always kept for the next sync",
-    "pin_memory": "leave it out, memory is pinned where there is an accelerator",
-    "max_missed_outer_steps": "leave it out, a group that missed an outer step loses the inner "
-    "steps since its last sync",
-    "outer_schedule": "write its rows as schedule: [{outer_step: 61, outer_lr: 0.5, "
-    "outer_momentum: 0.9}]",
-    "warmup_outer_steps": "give the short rounds as sync_every, and schedule: [{outer_step: "
-    "warmup_outer_steps + 1, sync_every: ...}]",
-    "warmup_sync_every": "give it as sync_every, and the later rounds as schedule: [{outer_step: "
-    "warmup_outer_steps + 1, sync_every: ...}]",
-    "merge": "leave it out, the groups' pseudo-gradients are averaged",
-    "quorum_retries": "leave it out, a lighthouse that is away is asked again once a second",
-    "quorum_timeout": "leave it out, give_up_after_s limits the whole wait for a quorum",
-    "tls_dir": (
-        "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "
-        "give the coordinator --ssl-certfile and --ssl-keyfile for HTTPS"
-    ),
-    "heal_inner_state": "leave it out, a joiner keeps its own inner optimizer state",
-    "run_id": "name the runs of your loggers yourself, for example with ${oc.env:REPLICA_GROUP_ID}",
-    "verbose": "leave it out, and choose by the level of the logger composer_replication",
-    "on_bad_state": "a checkpoint that cannot be resumed is an error that says what to do",
-}
-"""Arguments of the previous version that are gone, and what to use in place of each."""
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torchft.manager import Manager
+
+    from composer_replication.diloco.outer_optimizer import OuterOptimizer
+    from composer_replication.diloco.torchft_api import DiLoCoManager
 
 
-class _Decorator(Protocol[P]):
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Self, ...], Result], /
-    ) -> Callable[Concatenate[Self, P], Result]: ...
-
-    @overload
-    def __call__(self, function: Callable[..., Result], /) -> Callable[P, Result]: ...
-
-
-def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
-    """Give a function, or a method, the arguments of a dataclass's constructor.
-
-    The function is written with ``**keywords``, and ``*positional`` if some fields are not
-    keyword-only. It receives what its caller has given and nothing else, and usually begins with
-    ``arguments = TheDataclass(**keywords)``. To the caller, to ``inspect.signature``, to ``help``
-    and to a type checker it looks as if it had written out all fields, with their types, defaults
-    and descriptions.
+@dataclass(frozen=True)
+class Trained:
+    """What a replica group trains, and with what.
 
     Args:
-        arguments: The dataclass. Its docstring, and those of the dataclasses it inherits from,
-            describe the fields under ``Args:``.
-
-    Raises:
-        TypeError: From the function, if a keyword is none of the fields; it names the closest one.
+        manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
+        model_fragments: The model, or a sequence of modules with one per fragment.
+        inner_optimizer: Trains the local parameters. Each of its steps is counted.
+        outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
+            ``torch.optim.Optimizer`` that moves them. None: SGD with ``outer_lr``,
+            ``outer_momentum`` and ``outer_nesterov``.
     """
-    constructor = inspect.signature(arguments)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__qualname__.removesuffix(".__init__")
-
-        @functools.wraps(function)
-        def checked(*positional: Any, **keywords: Any) -> Any:
-            for keyword in keywords:
-                if keyword not in signature.parameters:
-                    raise TypeError(_unknown(keyword, name, constructor.parameters))
-            return function(*positional, **keywords)
-
-        own = inspect.signature(function).parameters.values()
-        kept = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
-        signature = constructor.replace(
-            parameters=[*kept, *constructor.parameters.values()],
-            return_annotation=function.__annotations__.get("return", inspect.Signature.empty),
-        )
-        checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-        checked.__annotations__ = {
-            each.name: each.annotation
-            for each in signature.parameters.values()
-            if each.annotation is not each.empty
-        }
-        checked.__doc__ = f"{inspect.getdoc(function) or ''}\n\nArgs:\n{_descriptions(arguments)}"
-        return checked
-
-    return decorate  # pyright: ignore[reportReturnType]
+    manager: DiLoCoManager | Manager
+    model_fragments: nn.Module | Sequence[nn.Module]
+    inner_optimizer: torch.optim.Optimizer
+    outer_optimizer: OuterOptimizer | None = None
 
 
-def pick(kind: Callable[..., Part], values: Mapping[str, Any]) -> Part:
-    """Build a dataclass from those of the values that are fields of it."""
-    names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
-    return kind(**{name: values[name] for name in names if name in values})
+@dataclass(frozen=True)
+class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
+    """All arguments of ``DiLoCo``: these, the run's settings and the group's options.
 
+    Args:
+        start_refusal: The reason why this group must not begin the run, for example because the run
+            has made outer steps already. The group then waits for one that has the run's state.
+            None: it may begin the run.
+        ranks: All ranks of this group. Under DDP all hold the same model, and each sends a share of
+            the pseudo-gradient. With an outer SGD, each holds and steps only that share of the
+            global parameters; any other outer optimizer gets whole tensors on every rank. Under
+            FSDP2 each sends the shard that it holds, and they decide together whether the group's
+            pseudo-gradient is finite. None: this rank alone, or with FSDP2 all ranks of the
+            default process group.
+        message_device: Where pseudo-gradients are computed and summed. None: where the model is,
+            as NCCL needs it. Use ``cpu`` for a model on an accelerator and groups that average over
+            gloo: a sync then needs no memory on the accelerator.
+        also_synced: Names of parameters that are frozen now and belong to the global state, since
+            they were trained when the run began.
+    """
 
-def _unknown(keyword: str, function: str, known: Mapping[str, Any]) -> str:
-    if keyword in REMOVED:
-        return f"{keyword} has been removed from {function}: {REMOVED[keyword]}"
-    close = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
-    return f"{keyword} is no argument of {function}: {hint}"
-
-
-def _descriptions(arguments: Any) -> str:
-    """The lines below ``Args:`` in the docstrings of a dataclass and of those it inherits from."""
-    sections = []
-    for kind in reversed(arguments.__mro__):
-        _, found, rest = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Args:\n")
-        if found:
-            sections.append(rest.partition("\n\n")[0])
-    return "\n".join(sections)
+    sync_every: int = DiLoCoSettings.sync_every  # here again: the fifth by position, as in torchft
+    _: KW_ONLY
+    start_refusal: str | None = None
+    ranks: ProcessGroup | None = None
+    message_device: torch.device | str | None = None
+    also_synced: Collection[str] = ()

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.fingerprints import SettingsMismatch, compare_fingerprints
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.fragments import described_tensors
-from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.retries import MAX_FAILED_JOINS
 from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.settings import SettingsMismatch, compare_fingerprints
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.sample_ledger import SyncedSamples
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import (
     DiLoCoManager,
@@ -28,6 +27,7 @@ from composer_replication.diloco.torchft_api import (
     gathers,
 )
 from composer_replication.diloco.unsynced import Packed, Unsynced
+from composer_replication.settings import DiLoCoSettings
 
 USUAL = 5
 """Over how many syncs of a fragment the usual norm of a pseudo-gradient is taken."""

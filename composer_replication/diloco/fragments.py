@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_replication.diloco.block_cuts import cut_at_blocks
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 
 T = TypeVar("T", bound=Tensor)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.fingerprints import adopt_changes, compare_fingerprints
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_state import (
     Staged,
@@ -23,7 +22,7 @@ from composer_replication.diloco.outer_state import (
     stage,
 )
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings, adopt_changes, compare_fingerprints
 
 log = logging.getLogger(__name__)
 

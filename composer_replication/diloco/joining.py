@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
+from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.cold_start import (
     StartBarrier,
     agree_on_settings,
     share_initial_parameters,
 )
-from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.retries import why_not_committed
 from composer_replication.diloco.torchft_api import fault_of_last_sync, fetched_state

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
+from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
-from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retries import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
 from composer_replication.diloco.saved_state import load_in_flight
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import (
     HEAL_STATE,
@@ -26,6 +25,7 @@ from composer_replication.diloco.torchft_api import (
     longest_wait_s,
     serve_state,
 )
+from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.settings import OUTER_LR, OUTER_MOMENTUM
+from composer_replication.settings import OUTER_LR, OUTER_MOMENTUM
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 """Takes a fragment's global parameters, returns the optimizer that moves them."""

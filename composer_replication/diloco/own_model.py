@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.arguments import pick
+from composer_replication.arguments import pick
+from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.fragments import check_trained_by, split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
-from composer_replication.diloco.options import DiLoCoArguments
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
 from composer_replication.diloco.peer_row import ROW
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import HostRanks, Shards, count_shards
+from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.settings import AUTO, DiLoCoSettings
+from composer_replication.settings import AUTO, DiLoCoSettings
 
 TURNS = 5
 """Turns over whose median a group's pace is taken: an evaluation in one of them does not count.

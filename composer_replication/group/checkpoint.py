@@ -29,9 +29,7 @@ import torch
 from torch import Tensor
 
 from composer_replication.diloco.copied_buffers import has_mean
-from composer_replication.diloco.fingerprints import FIXED, FIXED_WITH_BUFFERS, check_fixed
 from composer_replication.diloco.fragments import listed
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.group.checkpoint_layout import (
     BadStateError,
@@ -39,6 +37,7 @@ from composer_replication.group.checkpoint_layout import (
     checksums,
     replaced,
 )
+from composer_replication.settings import FIXED, FIXED_WITH_BUFFERS, DiLoCoSettings, check_fixed
 
 FORMAT = 3
 _PLAIN = (

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composer_replication.arguments import pick
 from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.fence import fence
-from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.fragments import listed, persistent_buffers, synced_tensors
 from composer_replication.diloco.global_state import digest_of
-from composer_replication.diloco.options import DiLoCoOptions
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.group.checkpoint import pack, template, unpack
 from composer_replication.group.checkpoint_layout import (
@@ -41,9 +38,15 @@ from composer_replication.group.run_folder import (
     ReplicaFolder,
     last_outer_step,
 )
+from composer_replication.options import (
+    DiLoCoOptions,
+    ManagerOptions,
+    ReplicaOptions,
+    replica_id_of,
+)
 from composer_replication.replica.factory import backend_for, make_manager
-from composer_replication.replica.options import ManagerOptions, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast, rank, world_size
+from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")

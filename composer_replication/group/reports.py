@@ -12,11 +12,11 @@ import psutil
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.fence import fence
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
 from composer_replication.group.words import listed_groups, on_same_samples, plural
 from composer_replication.replica.ranks import rank, world_size
+from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from rich.console import Console
 
+from composer_replication.arguments import pick
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco.arguments import pick
 from composer_replication.diloco.fence import fence
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch.command_options import CoordinatorOptions
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.replica.addresses import is_loopback
 from composer_replication.replica.json_files import read_json
-from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import ConfigError, diloco_section
 from composer_replication.training.settings_file import in_words, load_settings
 

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_replication.diloco.fence import fence
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.group.words import format_duration, plural
 from composer_replication.launch.group_view import Groups, GroupView
+from composer_replication.settings import DiLoCoSettings
 
 TABLE_EVERY_S = 0.3
 LOOK_EVERY_S = 1.0

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication import __version__
-from composer_replication.diloco.arguments import pick
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.arguments import pick
 from composer_replication.launch.output import FAILED
+from composer_replication.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.replica import addresses, lighthouse
-from composer_replication.replica.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training import config as configs
 from composer_replication.training.preflight import save_folder_of
 

@@ -16,7 +16,7 @@ from typing import Any
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.command_options import JobOptions, command_after_dashes
-from composer_replication.replica.options import HOSTNAME
+from composer_replication.options import HOSTNAME
 from composer_replication.training.config import (
     ConfigError,
     diloco_section,

@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from composer_replication.arguments import pick
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco.arguments import pick
 from composer_replication.group.run_folder import CONFIG, make_run_folder
 from composer_replication.launch.coordinator_command import (
     TOKEN_FILE,
@@ -38,8 +38,8 @@ from composer_replication.launch.supervision import (
     StartWatch,
     Supervisor,
 )
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.replica.options import TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.training.config import diloco_section, save_config
 
 _LOCAL = "127.0.0.1"

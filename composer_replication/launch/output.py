@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from composer_replication import MissingExtraError
-from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.settings import SettingsMismatch
 from composer_replication.training.config import ConfigError
 
 FAILED = 1

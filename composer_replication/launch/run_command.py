@@ -21,7 +21,7 @@ from composer_replication.launch.job import (
 from composer_replication.launch.output import INTERRUPTED
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.launch.supervision import StartWatch, Supervisor
-from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, check_replica_id
+from composer_replication.options import ReplicaEnv, ReplicaOptions, check_replica_id
 from composer_replication.training.config import ConfigError
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,16 @@ import torch.distributed as dist
 import torchft.manager
 from torchft._torchft import ManagerServer
 
-from composer_replication.diloco.arguments import takes
+from composer_replication.arguments import takes
+from composer_replication.options import (
+    NO_TOKEN,
+    TOKEN,
+    ManagerOptions,
+    ReplicaEnv,
+    lighthouse_of,
+    read_tokens,
+    replica_id_of,
+)
 from composer_replication.replica.addresses import (
     bracketed,
     check_hostname,
@@ -34,15 +43,6 @@ from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
-from composer_replication.replica.options import (
-    NO_TOKEN,
-    TOKEN,
-    ManagerOptions,
-    ReplicaEnv,
-    lighthouse_of,
-    read_tokens,
-    replica_id_of,
-)
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store, make_process_group
 from composer_replication.replica.ranks import ask_on_rank_0

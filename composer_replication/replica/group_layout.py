@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.options import DuplicateIdError
 from composer_replication.replica.lighthouse import LighthouseStatus
-from composer_replication.replica.options import DuplicateIdError
 from composer_replication.replica.quorum_reports import Report
+from composer_replication.settings import SettingsMismatch
 
 log = logging.getLogger(__name__)
 

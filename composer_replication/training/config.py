@@ -18,11 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
-from composer_replication.diloco.arguments import REMOVED, pick
-from composer_replication.diloco.checks import check_choice, check_integer
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.arguments import REMOVED, check_choice, check_integer, pick
+from composer_replication.options import ReplicaOptions
 from composer_replication.replica.json_files import naming
-from composer_replication.replica.options import ReplicaOptions
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.components import SHORT_NAMES, TARGET, check_keys, components_of
 from composer_replication.training.components import ConfigError as ConfigError
 from composer_replication.training.text_files import check_text_folder

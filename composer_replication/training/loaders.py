@@ -17,8 +17,8 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchft.data import DistributedSampler
 
+from composer_replication.arguments import takes
 from composer_replication.data.loader import MapStyle, ReplicaDataLoader
-from composer_replication.diloco.arguments import takes
 from composer_replication.training.text_files import Split, check_text_folder
 
 SHARDS = ("fixed", "leased")

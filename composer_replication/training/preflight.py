@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_replication.diloco.arguments import pick
+from composer_replication.arguments import pick
+from composer_replication.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.replica.lighthouse import check_lighthouse
-from composer_replication.replica.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.training.config import ConfigError, diloco_section
 
 CHECKPOINTS = "checkpoints"

@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from composer_replication.diloco.arguments import REMOVED
-from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.replica.options import ReplicaOptions
+from composer_replication.arguments import REMOVED
+from composer_replication.options import ReplicaOptions
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.components import check_keys
 from composer_replication.training.config import (
     REQUIRED,

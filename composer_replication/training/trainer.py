@@ -17,8 +17,8 @@ from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.group.run_folder import STATUS, ReplicaFolder
+from composer_replication.options import ReplicaOptions
 from composer_replication.replica.json_files import read_json
-from composer_replication.replica.options import ReplicaOptions
 from composer_replication.simulation.simulation import SimulatedReplica, SimulationError, simulate
 from composer_replication.training.building import (
     build_all,

@@ -31,10 +31,10 @@ from composer_jobs import (
 from run_events import result_of, syncs_of
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.sync_report import SyncReport
+from composer_replication.options import ReplicaOptions
 from composer_replication.replica.lighthouse import start_lighthouse
-from composer_replication.replica.options import ReplicaOptions
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault, SimulationError, simulate
 
 NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4

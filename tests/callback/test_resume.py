@@ -38,7 +38,7 @@ from torchmetrics import MeanSquaredError
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco import block_cuts
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
 
 

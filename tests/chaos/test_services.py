@@ -13,8 +13,8 @@ import psutil
 import pytest
 from chaos.services import KillableCoordinator
 
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import read_status
+from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 

@@ -21,9 +21,8 @@ from composer_replication.coordinator.client import (
 )
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport, digests_of
-from composer_replication.diloco.fingerprints import SettingsMismatch
-from composer_replication.diloco.settings import DiLoCoSettings
-from composer_replication.replica.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions
+from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
 GOOD = b'{"replica_id": "0", "unknown": []}'
 ODD = {

@@ -13,8 +13,8 @@ from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.data.fixed_shards import FixedShards
 from composer_replication.group import run_folder
+from composer_replication.options import ReplicaOptions
 from composer_replication.replica.json_files import read_json
-from composer_replication.replica.options import ReplicaOptions
 
 LENGTH = 44
 

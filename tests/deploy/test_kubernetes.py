@@ -12,7 +12,7 @@ import yaml
 from typer.main import get_command
 
 from composer_replication.cli import app
-from composer_replication.replica.options import ReplicaEnv, read_tokens
+from composer_replication.options import ReplicaEnv, read_tokens
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="needs kubernetes-validate: pip install '.[test]'"

@@ -13,7 +13,7 @@ import yaml
 from typer.main import get_command
 
 from composer_replication.cli import app
-from composer_replication.replica.options import ReplicaEnv
+from composer_replication.options import ReplicaEnv
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "skypilot"
 FIELDS = {"name", "resources", "workdir", "envs", "secrets", "setup", "run", "num_nodes"}

@@ -13,7 +13,7 @@ from common import Constant, TinyMLP, batch, mse, plain_sgd, run_scripted, take_
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import shards
 from composer_replication.diloco.algorithm import SyncError
-from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 

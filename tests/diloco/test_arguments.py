@@ -7,11 +7,12 @@ import pytest
 from common import plain_sgd
 from torch import nn, optim
 
+from composer_replication.arguments import pick, takes
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.arguments import pick, takes
-from composer_replication.diloco.options import DiLoCoArguments, DiLoCoOptions
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.diloco.arguments import DiLoCoArguments
+from composer_replication.options import DiLoCoOptions
 from composer_replication.replica.factory import ManagerArguments, make_manager
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import SimulationError, simulate
 
 

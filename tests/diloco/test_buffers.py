@@ -10,7 +10,7 @@ from torch import nn
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_state import digest_of
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 

@@ -9,11 +9,10 @@ from common import plain_sgd
 from torch import nn
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.fingerprints import FIXED, SettingsMismatch
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import FIXED, DiLoCoSettings, SettingsMismatch
 
 CPU = torch.device("cpu")
 OUTER = {

@@ -12,8 +12,8 @@ import torch
 from common import Buffered, TinyMLP, batch, mse, run_scripted
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 STREAMING = {

@@ -13,7 +13,7 @@ from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import hang_watch
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.round_length import RoundLength
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
 
 SPEEDS = (1.0, 1.5, 3.0)

@@ -10,8 +10,7 @@ import torch
 from common import Constant, load, save, take_step
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.schedule import MAX_ROWS, value_at
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import MAX_ROWS, DiLoCoSettings, value_at
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 BASE = {"outer_lr": 0.5, "outer_momentum": 0.75}

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from composer_replication import DiLoCoSettings
-from composer_replication.diloco.fingerprints import SettingsMismatch, compare_fingerprints
+from composer_replication.settings import SettingsMismatch, compare_fingerprints
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

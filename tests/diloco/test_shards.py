@@ -24,8 +24,8 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import (
     nesterov_sgd,
 )
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.diloco.shards import Shards, count_shards, local_tensor
+from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from integration.groups import free_port
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fragments import model_fingerprint
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 
@@ -23,7 +23,7 @@ import sys, time
 import torch, torch.distributed as dist
 from composer_replication.coordinator.client import RejectedByCoordinatorError
 from composer_replication.coordinator.membership import Membership, ask_for_run
-from composer_replication.replica.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions
 
 dist.init_process_group("gloo")
 options = ReplicaOptions(replica_id="a", coordinator_addr=sys.argv[1])

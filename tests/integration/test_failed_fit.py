@@ -25,9 +25,9 @@ from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.lighthouse import start_lighthouse
+from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 
@@ -315,7 +315,7 @@ FAILED = """
 import sys
 from composer_jobs import Each, trainer_of
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import start_lighthouse
 
 lighthouse = start_lighthouse(bind="127.0.0.1:0")

@@ -35,10 +35,10 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication import simulate
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
+from composer_replication.options import DuplicateIdError
 from composer_replication.replica import messages, peer_client, rendezvous
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import can_connect, start_lighthouse
-from composer_replication.replica.options import DuplicateIdError
 from composer_replication.replica.peer_client import PeerError
 
 pytestmark = pytest.mark.integration

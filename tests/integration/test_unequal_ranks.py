@@ -20,7 +20,7 @@ from common import TinyMLP, batch, mse
 from integration.replicas import Group, run_groups
 from torch.distributed.fsdp import fully_shard
 
-from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.settings import SettingsMismatch
 
 pytestmark = pytest.mark.integration
 

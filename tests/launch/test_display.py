@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.text import Text
 
 from composer_replication.diloco import fence
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch import display as display_module
 from composer_replication.launch.display import Display, live_table, print_settings
 from composer_replication.launch.outcome import print_rows
 from composer_replication.launch.output import CurrentStderr
+from composer_replication.settings import DiLoCoSettings
 
 
 @pytest.fixture

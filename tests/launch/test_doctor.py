@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from composer_replication.cli import app
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco.settings import DiLoCoSettings
 from composer_replication.launch import doctor as checks
-from composer_replication.replica.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions
+from composer_replication.settings import DiLoCoSettings
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -14,8 +14,8 @@ import pytest
 from forked_commands import ForkedCommand, run
 
 from composer_replication.diloco.algorithm import SyncError
-from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.launch.output import ShortNames, report_error
+from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import SimulationError
 
 

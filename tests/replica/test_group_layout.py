@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from composer_replication.diloco.fingerprints import SettingsMismatch
 from composer_replication.replica.group_layout import (
     GroupLayout,
     check_ranks,
 )
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
 from composer_replication.replica.quorum_reports import Report
+from composer_replication.settings import SettingsMismatch
 
 
 class Store:

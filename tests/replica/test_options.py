@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from composer_replication.replica.options import (
+from composer_replication.options import (
     REMOVED_VARIABLES,
     ReplicaEnv,
     ReplicaOptions,

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from composer_replication.options import DuplicateIdError
 from composer_replication.replica import quorum_members
 from composer_replication.replica.group_layout import GroupLayout
 from composer_replication.replica.messages import proof
-from composer_replication.replica.options import DuplicateIdError
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.quorum_members import (
     MissingMembers,

@@ -259,7 +259,7 @@ def test_the_closest_name_is_offered_for_an_argument_of_ours(loaded, sections, m
 PROGRAM = """
 import os, sys
 from composer_replication import __main__
-from composer_replication.diloco.arguments import REMOVED
+from composer_replication.arguments import REMOVED
 REMOVED["gone"] = "use sync_every"
 sys.path = [each for each in sys.path if each != ""]  # as the script composer-replication has it
 leave = os._exit

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from composer_replication.diloco.arguments import REMOVED
-from composer_replication.diloco.settings import DiLoCoSettings
+from composer_replication.arguments import REMOVED
 from composer_replication.launch.coordinator_command import settings_of
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import ConfigError, load_config
 from composer_replication.training.settings_file import in_words, load_settings
 

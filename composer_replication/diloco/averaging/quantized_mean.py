@@ -17,9 +17,10 @@ from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.averaging.quantized_buckets import QuantizedBucket
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
-from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS
+from composer_replication.diloco.averaging.wire_sizes import PART
 from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.settings import WIRE_FORMATS
 
 LEAST_MESSAGES = 4
 """In a sync. gloo does not receive while it sends an all-gather or all-to-all: over 100 Mbit/s a

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.averaging.wire_sizes import SIZES, WIRE_FORMATS, encoded_bytes
+from composer_replication.diloco.averaging.wire_sizes import SIZES, encoded_bytes
+from composer_replication.settings import WireFormatName
 
 SMALLEST = 1e-30
 """A block whose largest value is below this becomes zeros: 1 / scale would overflow."""
@@ -19,7 +20,7 @@ class WireFormat(ABC):
     Values are rounded to the nearest. All lengths are multiples of ``wire_sizes.PART`` elements.
     """
 
-    name: str
+    name: WireFormatName
 
     def num_bytes(self, num_elements: int) -> int:
         """Return how many bytes ``num_elements`` take."""
@@ -119,12 +120,5 @@ class Fp4(WireFormat):
 
 
 def make_wire_format(name: str) -> WireFormat:
-    """Return the wire format of that name. float32 has none: it is summed directly.
-
-    Raises:
-        ValueError: There is no such format.
-    """
-    formats = {cls.name: cls for cls in (BFloat16, Int8, Fp4)}
-    if name not in formats:
-        raise ValueError(f"wire_format={name!r}: use one of {', '.join(WIRE_FORMATS)}")
-    return formats[name]()
+    """Return the wire format of that name. float32 has none: it is summed directly."""
+    return {cls.name: cls for cls in (BFloat16, Int8, Fp4)}[name]()

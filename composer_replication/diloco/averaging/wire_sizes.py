@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
-WireFormatName = Literal["float32", "bfloat16", "int8", "fp4"]
-WIRE_FORMATS: tuple[WireFormatName, ...] = get_args(WireFormatName)
+from composer_replication.settings import WireFormatName
 
 PART = 512
 """A part of a message has a multiple of this number of elements."""
@@ -30,7 +29,7 @@ class WireSize(NamedTuple):
     header: int = 0
 
 
-SIZES: dict[str, WireSize] = {
+SIZES: dict[WireFormatName, WireSize] = {
     "float32": WireSize(32),
     "bfloat16": WireSize(16),
     "int8": WireSize(8, block=256, scale=4),
@@ -44,11 +43,11 @@ BYTES_PER_PARAMETER = {
 """Bytes per parameter of a large message."""
 
 
-def encoded_bytes(wire_format: str, num_elements: int) -> int:
+def encoded_bytes(wire_format: WireFormatName, num_elements: int) -> int:
     """Return the bytes that ``num_elements`` take in a wire format.
 
     Args:
-        wire_format: One of ``WIRE_FORMATS``.
+        wire_format: Its name.
         num_elements: A multiple of ``PART``, unless the format is float32.
     """
     size = SIZES[wire_format]

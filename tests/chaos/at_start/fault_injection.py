@@ -200,7 +200,7 @@ def _group(member: str) -> str:
 
 def listen() -> None:
     """Make this process fail on request. Call it in the main thread, before a manager is built."""
-    from composer_replication.replica.options import ReplicaEnv
+    from composer_replication.options import ReplicaEnv
 
     env = ReplicaEnv.from_env()
     faults = GroupFaults(Path(env.run_dir or ".") / f"replica_{env.replica_id}")

@@ -18,9 +18,9 @@ from torch.distributed import ReduceOp
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.averaging.wire_formats import Int8
-from composer_replication.diloco.averaging.wire_sizes import PART, WIRE_FORMATS, encoded_bytes
-from composer_replication.diloco.fingerprints import SettingsMismatch
+from composer_replication.diloco.averaging.wire_sizes import PART, encoded_bytes
 from composer_replication.diloco.shards import Shards
+from composer_replication.settings import WIRE_FORMATS, SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 ENCODED = WIRE_FORMATS[1:]

@@ -1,19 +1,18 @@
-"""The options and names of replica groups, from arguments and the environment.
-
-Imports neither torch nor Composer.
-"""
+"""A replica group's own options, and the environment that fills them. Imports no torch."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
-from composer_replication.diloco.arguments import REMOVED
-from composer_replication.diloco.checks import check_choice, check_integer, check_seconds
-from composer_replication.diloco.options import DiLoCoOptions, WaitOptions
+from composer_replication.arguments import REMOVED, check_choice, check_integer, check_seconds
+
+if TYPE_CHECKING:
+    import torch
 
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
@@ -31,6 +30,77 @@ REMOVED_VARIABLES = {
 
 class DuplicateIdError(ValueError):
     """Another replica group has this one's ``replica_id``. The name may be free the next time."""
+
+
+OnStartTimeout = Literal["error", "start"]
+"""What a cold start does if too few replica groups are connected after ``start_timeout_s``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitOptions:
+    """For how many other replica groups a group waits, and for how long.
+
+    Args:
+        num_replicas: How many groups a cold start waits for, this one included. A group that finds
+            others in training joins them, whatever their number. None: 1.
+        give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
+            an error is raised, in seconds. None: without a limit. The log says what is missing.
+
+    Raises:
+        ValueError: A value is out of range; the message has the value and the fix.
+    """
+
+    num_replicas: int | None = None
+    give_up_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_replicas is not None:
+            check_integer("num_replicas", self.num_replicas, at_least=1)
+        if self.give_up_after_s is not None:
+            check_seconds("give_up_after_s", self.give_up_after_s)
+
+    @property
+    def num_awaited(self) -> int:
+        """How many groups a cold start waits for, this one included."""
+        return self.num_replicas or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoOptions(WaitOptions):
+    """One replica group's own options of ``DiLoCo``.
+
+    Args:
+        start_timeout_s: How long a cold start waits for the other groups, in seconds.
+        on_start_timeout: What happens after that: ``error``, or ``start`` with those connected.
+        hang_timeout_s: How long this group may go without a completed step, sync, save or
+            evaluation batch, in seconds. After that its process counts as hung and ends, with a
+            traceback of every thread in its log. A process that is busy gets five times as long,
+            and one that waits for other groups gets an hour and ``timeout`` in addition.
+            ``math.inf``, in YAML ``.inf``: no limit. None: 1800.
+        backup_device: Where global parameters and outer state are stored. None: in host memory.
+        digest_every: Every how many outer steps the groups compare digests of their global
+            parameters, and reports contain the ``global_digest``; 0: never.
+        same_samples: Whether this group is meant to train on the same samples as others. If it is
+            not, a warning at the first sync names the groups that do.
+
+    Raises:
+        ValueError: A value is out of range; the message has the value and the fix.
+    """
+
+    start_timeout_s: float = 600.0
+    on_start_timeout: OnStartTimeout = "error"
+    hang_timeout_s: float | None = None
+    backup_device: torch.device | str | None = None
+    digest_every: int = 0
+    same_samples: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seconds("start_timeout_s", self.start_timeout_s)
+        check_choice("on_start_timeout", self.on_start_timeout, get_args(OnStartTimeout))
+        if self.hang_timeout_s is not None and self.hang_timeout_s != math.inf:
+            check_seconds("hang_timeout_s", self.hang_timeout_s, alternative="inf for never")
+        check_integer("digest_every", self.digest_every, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,20 @@
-"""The settings that all replica groups of a run must agree on, checked before anything is sent."""
+"""The settings that all replica groups of a run must agree on, checked before anything is sent.
+
+Imports neither torch nor Composer.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from composer_replication.diloco.averaging.wire_sizes import (
-    WIRE_FORMATS,
-    WireFormatName,
-    encoded_bytes,
-)
-from composer_replication.diloco.checks import check_choice, check_integer, check_number
-from composer_replication.diloco.schedule import check_fits, check_rows, value_at
+from composer_replication.arguments import REMOVED, check_choice, check_integer, check_number
+
+WireFormatName = Literal["float32", "bfloat16", "int8", "fp4"]
+WIRE_FORMATS: tuple[WireFormatName, ...] = get_args(WireFormatName)
 
 WeightBy = Literal["uniform", "steps", "samples", "tokens"]
 SyncBuffers = Literal["mean", "none"]
@@ -114,7 +115,9 @@ class DiLoCoSettings:
             raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
         self._choose_weights()
         check_choice("sync_buffers", self.sync_buffers, get_args(SyncBuffers))
-        encoded_bytes(self.wire_format, 0)  # rejects an unknown one
+        if self.wire_format not in WIRE_FORMATS:
+            formats = ", ".join(WIRE_FORMATS)
+            raise ValueError(f"wire_format={self.wire_format!r}: use one of {formats}")
         self._check_patterns()
         self._check_schedule()
 
@@ -276,3 +279,190 @@ class DiLoCoSettings:
             for each in (agreed, *(agreed["schedule"] or ())):
                 each.pop("sync_every", None)
         return agreed
+
+
+# ---- the schedule: a step function of the outer step, equal in all groups, so that it needs no
+# message: a group that resumes, or that joins late, knows its row from the outer step alone.
+
+KEYS = ("sync_every", "outer_lr", "outer_momentum")
+"""What a row may change."""
+
+MAX_ROWS = 64
+"""Groups compare the whole schedule when they start, in a message of a fixed size."""
+
+_FORM = "{outer_step: 61, sync_every: 30}"
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def check_rows(schedule: object) -> Rows | None:
+    """Check a schedule.
+
+    Args:
+        schedule: Rows, each a mapping with ``outer_step`` and any of ``KEYS``; or None.
+
+    Returns:
+        The rows, with floats where numbers may be fractions; None if there are none.
+
+    Raises:
+        ValueError: It is no list of such rows, a number is out of range, or the outer steps do not
+            ascend. The message has the row, the value and the fix.
+    """
+    if schedule is None:
+        return None
+    if not isinstance(schedule, Sequence) or isinstance(schedule, str | bytes):
+        raise ValueError(f"schedule={schedule!r}: give a list of rows such as {_FORM}, or null")
+    if len(schedule) > MAX_ROWS:
+        raise ValueError(f"schedule has {len(schedule)} rows: use at most {MAX_ROWS}")
+    rows: list[Mapping[str, Any]] = []
+    for number, row in enumerate(schedule):
+        rows.append(_check_row(f"schedule[{number}]", row))
+        before = rows[-2]["outer_step"] if len(rows) > 1 else 0
+        if rows[-1]["outer_step"] <= before:
+            raise ValueError(
+                f"schedule[{number}]: outer_step={rows[-1]['outer_step']} does not come after "
+                f"{before}: put the rows in ascending order, one for each outer step"
+            )
+    return tuple(rows) or None
+
+
+def _check_row(where: str, row: object) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping) or "outer_step" not in row or len(row) < 2:
+        raise ValueError(
+            f"{where}={row!r}: write a row with outer_step and any of {', '.join(KEYS)}, such as "
+            f"{_FORM}"
+        )
+    known = ("outer_step", *KEYS)
+    for key in row:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"use {', '.join(KEYS)}"
+            raise ValueError(f"{where}: {key} cannot change during a run: {fix}")
+    check_integer(f"{where}: outer_step", row["outer_step"], at_least=1)
+    if "sync_every" in row:
+        check_integer(f"{where}: sync_every", row["sync_every"], at_least=1)
+    if "outer_lr" in row:
+        check_number(f"{where}: outer_lr", row["outer_lr"], 0.0, math.inf)
+    if "outer_momentum" in row:
+        check_number(f"{where}: outer_momentum", row["outer_momentum"], 0.0, 1.0, below=True)
+    fractions = ("outer_lr", "outer_momentum")
+    return {key: float(row[key]) if key in fractions else row[key] for key in known if key in row}
+
+
+def value_at(rows: Rows | None, key: str, outer_step: int, otherwise: Any) -> Any:
+    """Return the value of a key in force for an outer step.
+
+    Args:
+        rows: Of ``check_rows``.
+        key: One of ``KEYS``.
+        outer_step: The number of the step, from 1; a round's length is that of its outer step.
+        otherwise: The value before the first row that has the key.
+    """
+    in_force = (row[key] for row in rows or () if key in row and row["outer_step"] <= outer_step)
+    return [otherwise, *in_force][-1]
+
+
+def check_fits(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
+    """Check that every fragment gets its turn in a round, and that its sync ends within the turn.
+
+    One fragment is in flight at a time (torchft ``local_sgd.py``, ``DiLoCo.__init__``).
+
+    Raises:
+        ValueError: The rounds cannot be divided among the fragments, or the delay is too long.
+    """
+    if sync_every % num_fragments:
+        below = sync_every - sync_every % num_fragments
+        fits = f"{below} or {below + num_fragments}" if below else f"{num_fragments}"
+        raise ValueError(
+            f"sync_every={sync_every} is not divisible by num_fragments={num_fragments}: use {fits}"
+        )
+    between = sync_every // num_fragments
+    if fragment_sync_delay >= between:
+        fits = (p for p in range(num_fragments - 1, 0, -1) if not sync_every % p)
+        fewer = next((p for p in fits if fragment_sync_delay < sync_every // p), None)
+        others = f", or num_fragments={fewer}" if fewer else ""
+        raise ValueError(
+            f"fragment_sync_delay={fragment_sync_delay} is not below sync_every / num_fragments = "
+            f"{sync_every} / {num_fragments} = {between}, and one fragment is in flight at a time: "
+            f"use at most {between - 1}{others}"
+        )
+
+
+# ---- same settings?
+
+FIXED = ("num_fragments", "fragment_patterns", "wire_format")
+"""Settings that a resume cannot change: they define the fragments and the messages. Other groups
+that resume have them from their checkpoints, and a message of another size would abort these groups
+inside gloo before the settings could be compared."""
+
+FIXED_WITH_BUFFERS = (*FIXED, "sync_buffers")
+"""The same for a model of which ``sync_buffers`` decides what is synchronised."""
+
+COUNTED = ("samples", "tokens")
+"""Values of ``weight_by`` that need a count which a checkpoint of another ``weight_by`` lacks."""
+
+
+class SettingsMismatch(ValueError):
+    """Two replica groups of one run were started with different settings or models."""
+
+
+def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:
+    """Check that two groups have the same fingerprint.
+
+    Args:
+        mine: This group's fingerprint.
+        theirs: The other one.
+        whose: Who has the other one, for the message.
+
+    Raises:
+        SettingsMismatch: They differ. The message lists every differing key with both values.
+    """
+    keys = sorted(mine.keys() | theirs.keys())
+    differing = [key for key in keys if mine.get(key) != theirs.get(key)]
+    if differing:
+        both = [describe_difference(k, mine.get(k), theirs.get(k)) for k in differing]
+        raise SettingsMismatch(
+            f"this replica group's settings differ from those of {whose}, make them equal: "
+            + "; ".join(both)
+        )
+
+
+def describe_difference(name: str, mine: Any, theirs: Any) -> str:
+    """Describe two values that differ; of two models, the first of their tensors that does."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        name = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+        mine, theirs = mine.get(name, "missing"), theirs.get(name, "missing")
+    return f"{name}: {mine!r} here, {theirs!r} there"
+
+
+def check_fixed(mine: Mapping[str, Any], saved: Mapping[str, Any], fixed: Collection[str]) -> None:
+    """Check that a checkpoint was saved with the settings that a resume cannot change.
+
+    Raises:
+        SettingsMismatch: It was saved with others. The message has both values.
+    """
+    mine, saved = ({key: each.get(key) for key in fixed} for each in (mine, saved))
+    compare_fingerprints(mine, saved, "the checkpoint")
+
+
+def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Compare the settings of a resume with those of its checkpoint.
+
+    Returns:
+        One phrase for each change that is adopted.
+
+    Raises:
+        SettingsMismatch: A setting has changed that the saved state does not allow to change.
+    """
+    is_counted = mine.get("weight_by") in COUNTED
+    fixed = FIXED if mine["model"] == saved["model"] else (*FIXED_WITH_BUFFERS, "model")
+    check_fixed(mine, saved, (*fixed, *(["weight_by"] if is_counted else [])))
+    name = "outer_optimizer"
+    if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
+        compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
+    keys = sorted((mine.keys() | saved.keys()) - REMOVED.keys())
+    return [
+        f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now"
+        for key in keys
+        if mine.get(key) != saved.get(key)
+    ]
