@@ -2,7 +2,6 @@
 
 import contextlib
 import getpass
-import os
 import platform
 import re
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
+from debian import unpacked
 
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15"
 NODES = ("site0", "site1")
@@ -48,38 +48,13 @@ NODE = "NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=
 PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
 
 
-class MissingSlurm(Exception):
-    """Slurm cannot be had here; the message says why."""
-
-
 def fetch_slurm(folder: Path) -> Path:
     """Download and unpack Slurm into a folder, once.
 
     Raises:
-        MissingSlurm: This is no Debian, or its packages cannot be downloaded.
+        MissingProgram: This is no Debian, or its packages cannot be downloaded.
     """
-    root, part = folder / "root", folder / f"part-{os.getpid()}"
-    if root.exists():
-        return root
-    if not (shutil.which("apt-get") and shutil.which("dpkg")):
-        raise MissingSlurm("there is no apt-get here to download Slurm's packages with")
-    part.mkdir(parents=True)
-    download = ["apt-get", "download", *PACKAGES.split()]
-    # RES_OPTIONS: conftest.py keeps the name server from being asked.
-    environ = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
-    try:
-        subprocess.run(
-            download, cwd=part, env=environ, capture_output=True, text=True, timeout=120, check=True
-        )
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        shutil.rmtree(part)
-        raise MissingSlurm(f"Slurm's packages cannot be downloaded: {error.stderr}") from error
-    for package in part.glob("*.deb"):
-        subprocess.run(["dpkg", "-x", package, part / "root"], check=True)
-    if not (part / "root/usr/sbin/slurmctld-wlm").exists():
-        raise MissingSlurm("this system's packages of Slurm are not like Debian's")
-    (part / "root").replace(root)
-    return root
+    return unpacked(folder, *PACKAGES.split(), program="usr/sbin/slurmctld-wlm")
 
 
 class SlurmCluster:

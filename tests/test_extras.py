@@ -3,33 +3,28 @@
 Processes of their own, in which the modules that the extras bring cannot be found.
 """
 
-import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import requires
-from pathlib import Path
 
 import pytest
+from own_imports import PACKAGE, ROOT, imports_of, of_others
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from composer_replication import EXTRA_OF
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "composer_replication"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-CORE = (
-    "diloco/algorithm.py",
-    "settings.py",
-    "replica/factory.py",
-    "replica/process_group.py",
-    "simulation/simulation.py",
-)
+CORE = [
+    PACKAGE / f"{name}.py"
+    for name in "diloco/algorithm settings replica/factory replica/process_group "
+    "simulation/simulation".split()
+]
 """Where the public names that need no extra come from."""
 
 DISTRIBUTION = {
@@ -67,40 +62,6 @@ def run(program, *arguments, hidden, **environment):
     )
 
 
-def own_file(module):
-    path = ROOT / module.replace(".", "/")
-    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
-
-
-def imported_by(path):
-    """The names of the modules that a file imports, and numpy where it calls ``Tensor.numpy``."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-        elif isinstance(node, ast.Attribute) and node.attr == "numpy":
-            yield "numpy"
-
-
-def others_modules(files):
-    """The modules of other packages that these files of ours import, and those that they import."""
-    seen, todo, found = set(), [PACKAGE / name for name in files], set()
-    while todo:
-        path = todo.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        for name in imported_by(path):
-            if name == "composer_replication":
-                continue  # its public names are imported when they are asked for
-            if name.startswith("composer_replication."):
-                todo.append(own_file(name) or own_file(name.rpartition(".")[0]))
-            else:
-                found.add(name.partition(".")[0])
-    return found - sys.stdlib_module_names
-
-
 def distributions(requirements):
     names = {re.split(r"[<>=\[; ]", line)[0] for line in requirements}
     return {name.lower() for name in names}
@@ -115,14 +76,13 @@ def brought_by(extra):
 
 
 def test_the_core_depends_on_what_it_imports_and_on_no_more():
-    found = {DISTRIBUTION.get(name, name) for name in others_modules(CORE)}
+    found = {DISTRIBUTION.get(name, name) for name in of_others(*CORE)}
     assert found == distributions(PROJECT["dependencies"])
 
 
 @pytest.mark.slow
 def test_every_other_module_is_brought_by_the_extra_that_is_named():
-    everything = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
-    beyond_core = others_modules(everything) - others_modules(CORE)
+    beyond_core = of_others(*PACKAGE.rglob("*.py")) - of_others(*CORE)
     assert beyond_core == EXTRA_OF.keys()
     for module, extra in EXTRA_OF.items():
         assert DISTRIBUTION.get(module, module) in brought_by(extra), module
@@ -134,7 +94,7 @@ def test_every_other_module_is_brought_by_the_extra_that_is_named():
      ("coordinator", "coordinator"), ("launch", "launch")],
 )  # fmt: skip
 def test_an_extra_brings_what_its_package_imports(package, extra):
-    own = {name for path in (PACKAGE / package).rglob("*.py") for name in imported_by(path)}
+    own = {name for path in (PACKAGE / package).rglob("*.py") for name in imports_of(path)}
     needed = {
         DISTRIBUTION.get(top, top)
         for top in {name.partition(".")[0] for name in own}
@@ -192,7 +152,6 @@ from composer_replication.replica import backend_for, host_store, make_manager
 for module, name in [
     ("composer_replication", "DiLoCoCallback"),
     ("composer_replication.callback", "DiLoCoCallback"),
-    ("composer_replication", "ReplicaDataLoader"),
     ("composer_replication.training", "train"),
     ("composer_replication.launch", "launch_groups"),
 ]:
@@ -209,7 +168,6 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     assert [line.partition(" in a clone of")[0] for line in result.stdout.splitlines()] == [
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
-        "ReplicaDataLoader needs Composer: run pip install '.[composer]'",
         "train needs Composer: run pip install '.[composer]'",
         "launch_groups needs rich: run pip install '.[launch]'",
     ], result.stderr

@@ -1,33 +1,20 @@
 """A run's goodput, by traces computed by hand. Run: pytest tests/benchmarks/test_account.py
 
-In all of them a round has ten inner steps of 0.1 s, and a sync blocks for 0.2 s. The files are
-those of a run; no group has written them.
+A sync waits for nobody. The files are those of a run; no group has written them.
 """
 
 import json
+from functools import partial
 
 import pytest
+import traces
 from account import describe_goodput, fault_windows, measure_goodput
 from run_events import write_events
+from traces import start
 
 from composer_replication.launch.run_record import read_run
 
-
-def sync(at, outer_step, steps, blocked=0.2):
-    line = {"time": at, "diloco/outer_step": outer_step, "inner_steps": steps}
-    line |= {"diloco/sync_seconds": blocked, "diloco/wait_seconds": 0.0, "diloco/steps_lost": 0}
-    line |= {"diloco/bytes_sent": 0, "diloco/bytes_float32": 0, "diloco/fragment": 0}
-    return line | {"loss": 1.0, "diloco/compute_fraction": 0.8, "diloco/num_participants": 2}
-
-
-def rounds(began, number, outer_step=0, step_s=0.1):
-    each = 10 * step_s + 0.2
-    return [sync(began + each * i, outer_step + i, 10 * i) for i in range(1, number + 1)]
-
-
-def start(joined, started=0.0, trained_at=None, before=0):
-    line = {"joined": joined, "started": started, "inner_steps": 0}
-    return line | {"trained_at": trained_at, "steps_before": before}
+sync, rounds = (partial(line, waited=0.0) for line in (traces.sync, traces.rounds))
 
 
 def write_group(run_dir, replica_id, starts, syncs, status=None, *, is_finished=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from number_sources import read_results
 from run_events import write_events
+from traces import rounds, start, sync
 
 from composer_replication.launch.run_record import read_run
 
@@ -127,13 +128,7 @@ def test_failures_come_as_often_as_asked_and_a_seed_repeats_them(load):
 def chaos_run(folder):
     """The files of two groups, and a kill of group 1 in its third round."""
 
-    def sync(at, outer_step, steps, blocked=0.2, waited=0.05):
-        line = {"time": at, "diloco/outer_step": outer_step, "inner_steps": steps}
-        line |= {"diloco/sync_seconds": blocked, "diloco/wait_seconds": waited}
-        return line | {"diloco/steps_lost": 0}
-
-    start = {"started": 0.0, "joined": 10.0, "inner_steps": 0, "trained_at": None}
-    again = {"started": 14.0, "joined": 17.45, "trained_at": 13.0, "inner_steps": 0}
+    again = start(17.45, started=14.0, trained_at=13.0, before=26)
     files = {
         "config.yaml": {"callbacks": {"diloco": {"sync_every": 10}}},
         "chaos.json": {
@@ -145,11 +140,14 @@ def chaos_run(folder):
         (folder / name).write_text(json.dumps(content))
     # Group 0 has trained its third round at 13.4 s, and a quorum at 15.0 s.
     events = {
-        "replica_0/sync": [sync(11.2, 1, 10), sync(12.4, 2, 20)]
-        + [sync(15.15, 3, 30, 1.75, 1.6), sync(16.35, 4, 40), sync(17.55, 5, 50)],
-        "replica_1/sync": [sync(11.2, 1, 10), sync(12.4, 2, 20), sync(17.55, 5, 0, 0, 0)],
-        "replica_0/start": [start],
-        "replica_1/start": [start, again | {"steps_before": 26}],
+        "replica_0/sync": [
+            *rounds(10.0, 2),
+            sync(15.15, 3, 30, blocked=1.75, waited=1.6),
+            *rounds(15.15, 2, outer_step=3, steps=30),
+        ],
+        "replica_1/sync": [*rounds(10.0, 2), sync(17.55, 5, 0, blocked=0.0, waited=0.0)],
+        "replica_0/start": [start(10.0)],
+        "replica_1/start": [start(10.0), again],
         "replica_0/end": [{"global_digest": "ab"}],
         "replica_1/end": [{"global_digest": "ab"}],
     }

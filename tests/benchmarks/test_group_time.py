@@ -2,27 +2,12 @@
 
 Run: pytest tests/benchmarks/test_group_time.py.
 
-In all of them an inner step takes 0.1 s and a round has ten; a sync blocks for 0.2 s, of which it
-waits 0.05 s. The groups' files are stood in for by lists.
+The groups' files are stood in for by lists.
 """
 
 import pytest
 from group_time import PARTS, account
-
-
-def start(joined, *, started=0.0, steps=0, trained_at=None, before=0):
-    line = {"started": started, "joined": joined, "inner_steps": steps}
-    return line | {"trained_at": trained_at, "steps_before": before}
-
-
-def sync(at, outer_step, steps, *, blocked=0.2, waited=0.05, lost=0):
-    line = {"time": at, "diloco/outer_step": outer_step, "inner_steps": steps}
-    line |= {"diloco/sync_seconds": blocked, "diloco/wait_seconds": waited}
-    return line | {"diloco/steps_lost": lost}
-
-
-def rounds(began, number, *, outer_step=0, steps=0):
-    return [sync(began + 1.2 * i, outer_step + i, steps + 10 * i) for i in range(1, number + 1)]
+from traces import rounds, start, sync
 
 
 def parts(**seconds):

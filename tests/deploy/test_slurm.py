@@ -16,10 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from debian import MissingProgram
 from integration.groups import free_port
 from pace import paced
 from run_events import result_of, syncs_of
-from slurm_cluster import NODES, MissingSlurm, SlurmCluster, fetch_slurm, wait_for
+from slurm_cluster import NODES, SlurmCluster, fetch_slurm, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "slurm"
 TRAIN = DEPLOY.parents[1] / "examples" / "train.py"
@@ -121,7 +122,7 @@ def is_trainer(process):
 def slurm(pytestconfig, tmp_path):
     try:
         root = fetch_slurm(pytestconfig.cache.mkdir("slurm"))
-    except MissingSlurm as missing:
+    except MissingProgram as missing:
         pytest.skip(str(missing))
     environ = paced(0.05) | {
         "COMPOSER_REPLICATION_RUN_DIR": str(tmp_path / "slurm" / "run"),

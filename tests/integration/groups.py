@@ -1,4 +1,4 @@
-"""A replica group of several ranks: under a launcher, or as forks that need no import."""
+"""Replica groups of several ranks as processes, and runs that ``launch`` has started."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
-from forked import Script
 from forked_commands import ForkedCommand
 from pace import paced
 
@@ -24,14 +23,6 @@ DEADLINE_S = 600.0  # below pytest's timeout, after which nobody would stop the 
 COMPOSER = ["composer.cli.launcher", "--nproc", "--master_addr", "--master_port"]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "--master-addr", "--master-port"]
 """A module, and its options for the number of ranks, the address and the port."""
-
-
-class RunningGroup(Protocol):
-    def wait(self, deadline: float) -> None:
-        """Until all of it has ended, well and before this ``time.monotonic()``."""
-
-    def kill(self) -> None:
-        """End all of it with SIGKILL."""
 
 
 def free_port() -> int:
@@ -47,6 +38,28 @@ def free_port() -> int:
             return port
 
 
+class RunningGroup:
+    """The processes of a group, each with the file that has what it says."""
+
+    def __init__(self, processes: list[tuple[subprocess.Popen[bytes], Path]]) -> None:
+        self._processes = processes
+
+    def wait(self, deadline: float) -> None:
+        """Until all of it has ended, well and before this ``time.monotonic()``."""
+        for process, output in self._processes:
+            status = process.wait(max(1.0, deadline - time.monotonic()))
+            assert status == 0, f"exit status {status}\n{output.read_text()[-4000:]}"
+
+    def kill(self) -> None:
+        """End all of it with SIGKILL."""
+        for process, _ in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not lead its session yet
+        for process, _ in self._processes:
+            process.wait()
+
+
 def start(
     group: int,
     ranks: int,
@@ -57,14 +70,34 @@ def start(
     is_fresh: bool = False,
     **environ: str,
 ) -> RunningGroup:
-    """Start a script as the ranks of a group; without a launcher their output is in ``folder``.
+    """Start a script as the ranks of a group; what they say is in ``folder``.
 
     If it ``is_fresh``, launcher and ranks are new interpreters, else forks.
     """
-    environ |= {"REPLICA_GROUP_ID": str(group)}
+    paths = [str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ |= {"REPLICA_GROUP_ID": str(group), "PYTHONPATH": os.pathsep.join(paths)}
+    words, port = [str(script), *map(str, arguments)], str(free_port())
     if launcher is None:
-        return Ranks(group, ranks, script, *arguments, folder=folder, environ=environ)
-    return Launched(launcher, ranks, script, *arguments, environ=environ, is_fresh=is_fresh)
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0"}
+        environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    else:
+        module, nproc, address, port_option = launcher
+        options = [nproc, str(ranks), address, "127.0.0.1", port_option, port]
+        words, each = ["-m", module, *options, *words], [{}]
+    processes = []
+    for number, place in enumerate(each):
+        output = folder / f"output_{group}_{number}.txt"
+        with output.open("ab") as file:
+            process = (subprocess.Popen if is_fresh else ForkedCommand)(
+                [sys.executable, *words],
+                env=os.environ | environ | place,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a launcher's ranks too are ended with it
+            )
+        processes.append((process, output))
+    return RunningGroup(processes)
 
 
 class Launch:
@@ -136,71 +169,3 @@ class Launch:
             process.kill()
         psutil.wait_procs(processes, timeout=10)
         self.process.wait()
-
-
-class Launched:
-    """The ranks of a group under a launcher."""
-
-    def __init__(
-        self,
-        launcher: Sequence[str],
-        ranks: int,
-        script: Path,
-        *arguments: object,
-        environ: dict[str, str],
-        is_fresh: bool,
-    ) -> None:
-        module, nproc, address, port = launcher
-        options = [nproc, str(ranks), address, "127.0.0.1", port, str(free_port())]
-        paths = [str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        start = subprocess.Popen if is_fresh else ForkedCommand
-        self._process = start(
-            [sys.executable, "-m", module, *options, str(script), *map(str, arguments)],
-            env=os.environ | environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # its ranks too are ended with it
-        )
-
-    def wait(self, deadline: float) -> None:
-        output, _ = self._process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        assert self._process.returncode == 0, output[-4000:]
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-
-
-class Ranks:
-    """The ranks of a group, each a fork."""
-
-    def __init__(
-        self,
-        group: int,
-        ranks: int,
-        script: Path,
-        *arguments: object,
-        folder: Path,
-        environ: dict[str, str],
-    ) -> None:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
-        place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        self._ranks = [
-            Script(
-                script,
-                *arguments,
-                environ=environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                output=folder / f"output_{group}_{rank}.txt",
-            )
-            for rank in range(ranks)
-        ]
-
-    def wait(self, deadline: float) -> None:
-        for rank in self._ranks:
-            rank.wait(deadline)
-
-    def kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()

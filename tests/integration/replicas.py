@@ -108,6 +108,7 @@ class Group:
             The group; ``dist.get_rank()`` is this process's place in it.
         """
         number, rank = divmod(self.replica_id, ranks)
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/group_{number}",

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import copy
 import json
-import time
-from pathlib import Path
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from composer import Callback
+import torch.distributed as dist
+from common import batch
+from composer import Callback, Trainer
+from composer.loggers import InMemoryLogger
+from composer.utils import dist as composer_dist
 from composer_jobs import STREAMING, read_checkpoint, trainer_of
-from integration import groups
 from integration.replicas import Group, run_groups
+from integration.resume_group import TinyModel, digest_of
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
@@ -33,19 +37,90 @@ RANKS = 2
 # ---- its ranks ------------------------------------------------------------------------------
 
 
+class Batches(Callback):
+    """What this rank holds after every batch."""
+
+    def __init__(self, diloco: DiLoCoCallback) -> None:
+        self._diloco = diloco
+        self.held: list[tuple[str, str]] = []
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        own = digest_of(state.model.named_parameters())
+        self.held.append((own, self._diloco.diloco.global_digest()))
+
+
+class Failing(Callback):
+    """On rank 1 something fails in the sync that follows the fourth batch, once."""
+
+    def __init__(self, diloco: DiLoCoCallback, fail: Callable[[Any], None]) -> None:
+        self._diloco, self._fail = diloco, fail
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        if state.timestamp.batch != 3 or dist.get_rank() != 1:
+            return
+        manager = self._diloco._group.manager
+        begin = manager.start_quorum
+
+        def begin_and_fail() -> None:
+            begin()
+            manager.start_quorum = begin
+            self._fail(manager)
+
+        manager.start_quorum = begin_and_fail
+
+
+def report(manager: Any) -> None:
+    manager.report_error(RuntimeError("on this rank alone"))
+
+
+def fail(manager: Any) -> None:
+    raise RuntimeError("on this rank alone")
+
+
+def train_rank(is_sharded: bool, fault: Any = None, **place: Any) -> dict[str, Any]:
+    dataset = TensorDataset(*batch(0, 0, size=8 * 8))
+    diloco = DiLoCoCallback(num_replicas=1, sync_every=2, digest_every=1, timeout=30.0, **place)
+    batches, logged = Batches(diloco), InMemoryLogger()
+    model = TinyModel(seed=3)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        train_dataloader=DataLoader(dataset, 4, sampler=composer_dist.get_sampler(dataset)),
+        max_duration="7ba",
+        seed=1,
+        callbacks=[diloco, batches, *([Failing(diloco, fault)] if fault else [])],
+        loggers=[logged],
+        device="cpu",
+        parallelism_config={"fsdp": {}} if is_sharded else None,
+        progress_bar=False,
+        auto_log_hparams=False,
+    )
+    trainer.fit()
+    trainer.close()
+    retries = [value for _, value in logged.data["diloco/retries"]]
+    return {"batches": batches.held, "result": diloco.result, "retries": retries}
+
+
+def train_alone_and_as_one_group(process: Group, folder: str, is_sharded: bool) -> dict[str, Any]:
+    """The same job alone, alone with a fault, and as the one group of a lighthouse."""
+    os.environ["FSDP_VERSION"] = "2"
+    group = process.of_rank(folder, RANKS)
+    one_group = {"lighthouse_addr": group.lighthouse_addr, "hostname": "127.0.0.1"}
+    found: dict[str, Any] = {
+        "alone": train_rank(is_sharded),
+        "with a fault": train_rank(is_sharded, report),
+        "lighthouse": train_rank(is_sharded, replica_id=0, **one_group),
+    }
+    with pytest.raises(Exception) as caught:
+        train_rank(is_sharded, fail)
+    return found | {"error": str(caught.value)}
+
+
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_its_ranks_are_of_one_mind_and_bitwise_those_of_a_lighthouse(tmp_path, is_sharded):
-    script = Path(__file__).with_name("alone_group.py")
-    lighthouse = start_lighthouse(bind="127.0.0.1:0")
-    arguments = (tmp_path, int(is_sharded), lighthouse.address())
-    group = groups.Ranks(0, RANKS, script, *arguments, folder=tmp_path, environ={})
-    try:
-        began = time.monotonic()
-        group.wait(began + groups.DEADLINE_S)
-    finally:
-        group.kill()
-        lighthouse.shutdown()
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    ranks = run_groups(
+        train_alone_and_as_one_group, RANKS, folder=str(tmp_path), is_sharded=is_sharded
+    )
     alone = [rank["alone"] for rank in ranks]
     assert alone[0]["result"] == alone[1]["result"]
     assert alone[0]["result"]["outer_steps"] == 4
@@ -56,8 +131,7 @@ def test_its_ranks_are_of_one_mind_and_bitwise_those_of_a_lighthouse(tmp_path, i
         failed = rank["with a fault"]
         assert failed.pop("retries") == [0, 1, 0, 0]  # on the other rank too
         assert failed == {key: rank["alone"][key] for key in failed}
-        assert rank["lighthouse"] | {"result": None} == rank["alone"] | {"result": None}
-        assert rank["lighthouse"]["result"] == rank["alone"]["result"]
+        assert rank["lighthouse"] == rank["alone"]
     # One that raises ends the other, which would wait for its vote.
     assert ranks[1]["error"] == "on this rank alone"
     assert ranks[0]["error"]

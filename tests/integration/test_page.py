@@ -7,7 +7,8 @@ with the reason.
 import re
 
 import pytest
-from browser import MissingBrowser, chromium, fetch_axe
+from browser import chromium, fetch_axe
+from debian import MissingProgram
 from integration.groups import Launch
 from integration.test_coordinator import CONFIG, TOKEN
 from launch import recorded_run
@@ -22,7 +23,7 @@ def browser(pytestconfig):
     try:
         with chromium(pytestconfig.cache.mkdir("chromium")) as browser:
             yield browser
-    except MissingBrowser as missing:
+    except MissingProgram as missing:
         pytest.skip(str(missing))
 
 
@@ -30,7 +31,7 @@ def browser(pytestconfig):
 def axe(pytestconfig):
     try:
         return fetch_axe(pytestconfig.cache.mkdir("axe"))
-    except MissingBrowser as missing:
+    except MissingProgram as missing:
         pytest.skip(str(missing))
 
 

@@ -5,21 +5,18 @@ Real: the command `launch`, its groups, lighthouse and gloo, SIGKILL, Composer's
 
 import os
 import signal
-import time
-from pathlib import Path
+import sys
 
 import pytest
-from forked import Script
+from forked_commands import ForkedCommand, run
 from integration.groups import Launch
 from run_events import events_of, syncs_of
 
-import composer_replication
 from composer_replication.replica.lighthouse import read_status, start_lighthouse
 
 pytestmark = pytest.mark.integration
 
 LATEST = "latest-rank0.pt"
-PACKAGE = Path(composer_replication.__file__).parent
 CONFIG = """
 max_duration: 180ba
 global_train_batch_size: 8
@@ -78,20 +75,17 @@ def test_nobody_hears_of_a_group_whose_checkpoint_is_cut_off_and_an_earlier_one_
     folder = tmp_path / "run" / "replica_0" / "checkpoints"
     config.write_text(CONFIG.replace("180ba", "4ba").replace("67ba", "2ba"))
     environ = os.environ | {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
+    words = ["-m", "composer_replication", "train", str(config), f"run_dir={tmp_path / 'run'}"]
     lighthouse = start_lighthouse()
     try:
         environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
 
         def train(status, *overrides):
-            """In a fork; what it wrote."""
-            script, output = PACKAGE / "__main__.py", tmp_path / f"{time.monotonic_ns()}.out"
-            arguments = ["train", config, f"run_dir={tmp_path / 'run'}", *overrides]
-            process = Script(script, *arguments, environ=environ, output=output)
-            try:
-                assert process.status(time.monotonic() + 240) == status, output.read_text()[-4000:]
-            finally:
-                process.kill()
-            return output.read_text()
+            """What it says."""
+            command = [sys.executable, *words, *overrides]
+            ended = run(ForkedCommand, command, timeout=240, env=environ)
+            assert ended.returncode == status, ended.stderr[-4000:]
+            return ended.stdout + ended.stderr
 
         train(0)
         newest, earlier = folder / "ep0-ba4-rank0.pt", folder / "ep0-ba2-rank0.pt"
