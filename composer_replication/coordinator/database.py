@@ -90,8 +90,8 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Cursor]:
         """Run a block as one transaction: when it ends, all of it is on the disk, or nothing is.
 
-        Inside another transaction of the same thread, the block is a part of that one and durable
-        at its end. An error still undoes only the inner block.
+        Inside another transaction of the same thread, the block is a part of that one: durable at
+        its end, and undone with it.
 
         Yields:
             A cursor.
@@ -99,24 +99,19 @@ class Database:
         with self._lock, self._explained():
             if self._is_closed:
                 raise StorageError(f"{self._path} has been closed: open it again.")
-            is_inner = self._connection.in_transaction
             cursor = self._connection.cursor()
-            cursor.execute("SAVEPOINT part" if is_inner else "BEGIN IMMEDIATE")
+            if self._connection.in_transaction:
+                yield cursor
+                return
+            cursor.execute("BEGIN IMMEDIATE")
             try:
                 yield cursor
-                cursor.execute("RELEASE part" if is_inner else "COMMIT")
+                cursor.execute("COMMIT")
             except BaseException:
-                self._undo(is_inner)
+                # After some disk errors SQLite has ended the transaction itself.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
                 raise
-
-    def _undo(self, is_inner: bool) -> None:
-        # After some disk errors SQLite has ended the transaction itself.
-        if self._connection.in_transaction:
-            if is_inner:
-                self._connection.execute("ROLLBACK TO part")
-                self._connection.execute("RELEASE part")
-            else:
-                self._connection.execute("ROLLBACK")
 
     def execute_schema(self, sql: str) -> None:
         """Execute SQL statements, separated by semicolons, in one transaction.

@@ -91,7 +91,16 @@ class Membership:
         self.stream = 0
         self._timeout_s = info.heartbeat_timeout_s
         self._interval_s = self._timeout_s / self.HEARTBEATS_IN_LIMIT
-        self._registration = self._describe(synced, world_size)
+        self._registration = {
+            "replica_id": self.replica_id,
+            "session": self.session,
+            "host": socket.gethostname(),
+            "world_size": world_size,
+            "composer_replication": __version__,
+            "torchft": version("torchft-nightly"),
+            "model": model_fingerprint(synced),
+            "tensors": described_tensors(synced),
+        }
         # The thread and training share these. Each is replaced as a whole, so they need no lock.
         self._progress: Mapping[str, Any] = {}
         self._report: CommitReport | None = None
@@ -105,18 +114,6 @@ class Membership:
         except BaseException:
             self.client.close()
             raise
-
-    def _describe(self, synced: Sequence[Mapping[str, Tensor]], world_size: int) -> dict[str, Any]:
-        return {
-            "replica_id": self.replica_id,
-            "session": self.session,
-            "host": socket.gethostname(),
-            "world_size": world_size,
-            "composer_replication": __version__,
-            "torchft": version("torchft-nightly"),
-            "model": model_fingerprint(synced),
-            "tensors": described_tensors(synced),
-        }
 
     def _register(self) -> None:
         self._register_name()

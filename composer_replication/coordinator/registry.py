@@ -42,15 +42,18 @@ class Incarnation:
     """One incarnation of a replica group, from a registration to its end. It is in memory only.
 
     Attributes:
-        registered_at: When it registered, by the registry's clock.
-        last_seen: When its last heartbeat came.
-        progress: What its last heartbeat reported.
+        session: Its random name.
+        registered_at: When it registered, by the registry's clock; when this service began, if it
+            did so before.
+        last_seen: When its last heartbeat came, likewise.
+        progress: What its last heartbeat reported; None if none has come since this service began.
         left_at: When it left or its processes ended; None before.
     """
 
+    session: str
     registered_at: float
     last_seen: float
-    progress: dict[str, Any]
+    progress: dict[str, Any] | None = None
     left_at: float | None = None
 
 
@@ -81,18 +84,18 @@ class Registry:
         self.versions = versions
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.clock = clock
-        self._began = clock()
+        began = clock()
         # Heartbeats use memory alone, under a lock that nobody holds during a transaction. Under
         # the database's lock, heartbeats would wait for a slow disk, and all groups would look
         # dead.
         self._lock = threading.Lock()
-        self._incarnations: dict[str, Incarnation] = {}
         self._tensors: Mapping[str, str] = {}  # of the run's model, once a group has registered
         self.history = History()
         database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
             rows = cursor.execute("SELECT replica_id, session FROM replicas").fetchall()
-        self._sessions: dict[str, str] = dict(rows)
+        self._incarnations = {id: Incarnation(session, began, began) for id, session in rows}
+        self._unknown = Incarnation("", began, began)
 
     def register(
         self,
@@ -147,9 +150,10 @@ class Registry:
         self._tensors = tensors
         is_new = row is None or row[0] != session
         with self._lock:  # from here on requests of the previous session are rejected
-            since = self.clock() if is_new else self._registered_at(replica_id)
-            self._sessions[replica_id] = session
-            self._incarnations[replica_id] = Incarnation(since, self.clock(), {"phase": "joining"})
+            now = self.clock()
+            since = now if is_new else self._of(replica_id).registered_at
+            joining = {"phase": "joining"}
+            self._incarnations[replica_id] = Incarnation(session, since, now, joining)
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
         """Record that a group is alive, and its heartbeat's fields. It never waits for the disk.
@@ -158,9 +162,9 @@ class Registry:
             OutdatedError: Another session has registered under the name.
         """
         with self._lock:
-            self._check_session(replica_id, session)
-            since = self._registered_at(replica_id)
-            self._incarnations[replica_id] = Incarnation(since, self.clock(), dict(progress))
+            since = self._registered(replica_id, session).registered_at
+            told = Incarnation(session, since, self.clock(), dict(progress))
+            self._incarnations[replica_id] = told
         self.history.add(replica_id, progress)
 
     def end(self, replica_id: str) -> None:
@@ -169,9 +173,8 @@ class Registry:
         The caller is the launcher that started the group.
         """
         with self._lock:
-            incarnation = self._incarnations.get(replica_id)
-            if incarnation is not None:
-                incarnation.left_at = self.clock()
+            if replica_id in self._incarnations:
+                self._incarnations[replica_id].left_at = self.clock()
 
     def leave(self, replica_id: str, session: str) -> None:
         """Record that a group has finished.
@@ -180,19 +183,21 @@ class Registry:
             OutdatedError: Another session has registered under the name.
         """
         with self._lock:
-            self._check_session(replica_id, session)
-            incarnation = self._incarnations.setdefault(
-                replica_id, Incarnation(self._began, self.clock(), {})
-            )
+            incarnation = self._registered(replica_id, session)
             incarnation.left_at = self.clock()
-            incarnation.progress["phase"] = "finished"
+            incarnation.progress = {**(incarnation.progress or {}), "phase": "finished"}
         self._events.add(f"replica group {replica_id} has left")
 
-    def _check_session(self, replica_id: str, session: str) -> None:
-        if self._sessions.get(replica_id) != session:
+    def _registered(self, replica_id: str, session: str) -> Incarnation:
+        incarnation = self._of(replica_id)
+        if incarnation.session != session:
             raise OutdatedError(
                 f"replica group {replica_id!r} is not registered with this session: register again"
             )
+        return incarnation
+
+    def _of(self, replica_id: str) -> Incarnation:
+        return self._incarnations.get(replica_id, self._unknown)
 
     def is_alive(self, replica_id: str) -> bool:
         """Whether a group's last heartbeat is recent enough.
@@ -200,10 +205,9 @@ class Registry:
         Until this service itself is older than the timeout, groups that it has not heard of count
         as alive.
         """
-        incarnation = self._incarnations.get(replica_id)
-        if incarnation is not None and incarnation.left_at is not None:
-            return False
-        return self.clock() - self._last_seen(incarnation) < self.heartbeat_timeout_s
+        incarnation = self._of(replica_id)
+        is_silent = self.clock() - incarnation.last_seen >= self.heartbeat_timeout_s
+        return incarnation.left_at is None and not is_silent
 
     def ended_at(self, replica_id: str, session: str) -> float | None:
         """When an incarnation of a group ended, by ``clock``; None if it may be alive.
@@ -214,31 +218,20 @@ class Registry:
             replica_id: Name of the group.
             session: The session of the incarnation.
         """
-        incarnation = self._incarnations.get(replica_id)
+        incarnation = self._of(replica_id)
         if self._is_replaced(replica_id, session):
-            return self._registered_at(replica_id)
-        if incarnation is not None and incarnation.left_at is not None:
+            return incarnation.registered_at
+        if incarnation.left_at is not None or self.is_alive(replica_id):
             return incarnation.left_at
-        if self.is_alive(replica_id):
-            return None
-        return self._last_seen(incarnation) + self.heartbeat_timeout_s
+        return incarnation.last_seen + self.heartbeat_timeout_s
 
     def has_ended(self, replica_id: str, session: str) -> bool:
         """Whether an incarnation is known to have ended. One that is only silent may come back."""
-        incarnation = self._incarnations.get(replica_id)
-        has_left = incarnation is not None and incarnation.left_at is not None
+        has_left = self._of(replica_id).left_at is not None
         return has_left or self._is_replaced(replica_id, session)
 
     def _is_replaced(self, replica_id: str, session: str) -> bool:
-        return self._sessions.get(replica_id) not in (None, session)
-
-    def _last_seen(self, incarnation: Incarnation | None) -> float:
-        """When the last heartbeat came; the begin of this service if none has come since."""
-        return self._began if incarnation is None else incarnation.last_seen
-
-    def _registered_at(self, replica_id: str) -> float:
-        incarnation = self._incarnations.get(replica_id)
-        return self._began if incarnation is None else incarnation.registered_at
+        return replica_id in self._incarnations and self._of(replica_id).session != session
 
     def replicas(self) -> list[dict[str, Any]]:
         """All groups that ever registered, as the status page shows them."""
@@ -248,12 +241,12 @@ class Registry:
             ).fetchall()
         groups = []
         for replica_id, about, registrations in rows:
-            incarnation = self._incarnations.get(replica_id)
-            seen = None if incarnation is None else round(self.clock() - incarnation.last_seen, 1)
+            incarnation, progress = self._of(replica_id), self._of(replica_id).progress
+            seen = None if progress is None else round(self.clock() - incarnation.last_seen, 1)
             groups.append(
                 {"replica_id": replica_id, "registrations": registrations}
                 | json.loads(about)
                 | {"is_alive": self.is_alive(replica_id), "last_seen_s": seen}
-                | ({} if incarnation is None else incarnation.progress)
+                | (progress or {})
             )
         return groups

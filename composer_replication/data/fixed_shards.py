@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.options import ReplicaOptions, replica_id_of
@@ -24,19 +26,15 @@ class FixedShards:
     """
 
     def __init__(self, dataset: DatasetSpec, replica_rank: int, num_replicas: int) -> None:
-        self._dataset = dataset
-        self._rank, self._num_replicas = replica_rank, num_replicas
-        self._num_units = -(-dataset.length // dataset.unit_size)
-        if self._num_units < num_replicas:
+        num_units = -(-dataset.length // dataset.unit_size)
+        if num_units < num_replicas:
             raise ValueError(
                 f"{dataset.length} samples in units of unit_size={dataset.unit_size} are "
-                f"{self._num_units} units for num_replicas={num_replicas} groups: use a unit_size "
+                f"{num_units} units for num_replicas={num_replicas} groups: use a unit_size "
                 f"of at most {max(1, dataset.length // num_replicas)}"
             )
-        self._leases: list[Lease] = []
-        """The leases of one epoch."""
-        # Where the epoch after that begins.
-        self._epoch = self._number = self._samples = 0
+        self._leases = _leases(dataset, num_units, slice(replica_rank, None, num_replicas))
+        self._newest = next(self._leases)
 
     @classmethod
     def of_group(cls, options: ReplicaOptions, dataset: DatasetSpec) -> FixedShards:
@@ -56,21 +54,19 @@ class FixedShards:
     def lease(self, number: int, epoch: int) -> Lease:
         """The lease of a number, in ascending order; an empty one follows those of each epoch."""
         del epoch  # the number says it
-        while number >= self._number:
-            self._begin_epoch()
-        return self._leases[number - self._number]  # counted from the end
+        while self._newest.number < number:
+            self._newest = next(self._leases)
+        return self._newest
 
-    def _begin_epoch(self) -> None:
-        draw = random.Random(f"{self._dataset.seed} {self._epoch}").random
-        keys = [draw() for _ in range(self._num_units)]
-        order = sorted(range(self._num_units), key=keys.__getitem__)
-        self._leases = []
-        for unit in order[self._rank :: self._num_replicas]:
-            self._add(unit, self._dataset.size_of(unit))
-        self._add(0, 0)
-        self._epoch += 1
 
-    def _add(self, unit: int, size: int) -> None:
-        self._leases.append(Lease(self._number, self._epoch, unit, 0, size, self._samples))
-        self._number += 1
-        self._samples += size
+def _leases(dataset: DatasetSpec, num_units: int, shard: slice) -> Iterator[Lease]:
+    number = samples = 0
+    for epoch in itertools.count():
+        draw = random.Random(f"{dataset.seed} {epoch}").random
+        keys = [draw() for _ in range(num_units)]
+        order = sorted(range(num_units), key=keys.__getitem__)
+        sizes = [(unit, dataset.size_of(unit)) for unit in order[shard]]
+        for unit, size in (*sizes, (0, 0)):
+            yield Lease(number, epoch, unit, 0, size, samples)
+            number += 1
+            samples += size

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 from composer_replication.coordinator.client import CoordinatorAwayError
@@ -140,15 +139,6 @@ class GroupData:
         self._loader.pause()
 
 
-class Pause(Enum):
-    """What follows when a stream has no samples at the moment."""
-
-    MORE_SAMPLES = "more samples"
-    END_OF_EPOCH = "end of epoch"
-    WAIT = "wait"
-    """Other groups train on the last samples, which come back if these groups die."""
-
-
 class LeasedData(GroupData):
     """Reads samples that the coordinator leases to this group, and reports what was trained on.
 
@@ -270,9 +260,9 @@ class LeasedData(GroupData):
         """
         while True:
             with self._diloco.hang_watch.waiting_for_others():  # the coordinator may be away
-                pause = ask_on_rank_0(self._ask_what_follows)
-            if pause is not Pause.WAIT:
-                return pause is Pause.MORE_SAMPLES
+                has_more = ask_on_rank_0(self._ask_for_more)
+            if has_more is not None:
+                return has_more
             outer_step, reader = self._diloco.outer_step, self._reader
             self._sync_idle()
             if self._reader is not reader:
@@ -283,21 +273,24 @@ class LeasedData(GroupData):
             if self._diloco.outer_step == outer_step:
                 time.sleep(self.POLL_S)
 
-    def _ask_what_follows(self) -> Pause:
+    def _ask_for_more(self) -> bool | None:
+        """Whether there are more samples.
+
+        None: other groups train on the last ones, which come back if these groups die.
+        """
         if self._reader.is_closed:
             # The others have committed without this group, which the sync heals; or its leases
             # were lost with a state folder, and syncs bring in what it has trained on.
-            return Pause.WAIT
+            return None
         if not self._is_last_epoch:
-            return Pause.END_OF_EPOCH
+            return False
         self._membership.send_report(self._client)  # the answer to the next request depends on it
         self._client.create_dataset(self._loader.spec)  # the state folder may be a new one
         epochs = self._client.progress(self._loader.spec.dataset_id)
         begun = [epoch for epoch in epochs if epoch["epoch"] <= self._epoch]
         if begun and all(epoch["done"] == epoch["length"] for epoch in begun):
-            return Pause.END_OF_EPOCH
-        is_more = not begun or any(epoch["available"] for epoch in begun)
-        return Pause.MORE_SAMPLES if is_more else Pause.WAIT
+            return False
+        return True if not begun or any(epoch["available"] for epoch in begun) else None
 
     def end(self) -> None:
         """Training has ended: report the last sync, and release the stream."""

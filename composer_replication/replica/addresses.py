@@ -50,7 +50,7 @@ def own_address(hostname: str | None) -> str | None:
     if hostname is None:
         return None
     try:
-        addresses = [str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)]
+        addresses = _resolved(hostname)
     except OSError as error:
         raise ValueError(
             f"hostname={hostname!r} does not resolve here ({error}): {HOSTNAME_FIX}"
@@ -113,14 +113,11 @@ def listen(hostname: str | None) -> socket.socket:
             machine, the socket listens on all interfaces: nothing says which one peers use.
     """
     address = own_address(hostname)
-    if address is not None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family, backlog=4096)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
-        )
-    return socket.create_server(("", 0), backlog=4096)
+    is_dual = address is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in (address or "") else socket.AF_INET
+    return socket.create_server(
+        (address or "", 0), family=family, backlog=4096, dualstack_ipv6=is_dual
+    )
 
 
 def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
@@ -157,9 +154,13 @@ def _is_local(hostname: str) -> bool:
     return bool(_addresses(hostname) & _own_addresses().keys())
 
 
+def _resolved(hostname: str) -> list[str]:
+    return [str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)]
+
+
 def _addresses(hostname: str) -> set[str]:
     try:
-        return {str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)}
+        return set(_resolved(hostname))
     except (OSError, UnicodeError):
         return set()
 

@@ -2,7 +2,7 @@
 
 Run: pytest tests/coordinator/work_units/test_work_units.py. In one process, a file of SQLite in a
 temporary folder. The rules one by one; all calls in any order are in
-test_work_units_in_any_order.py.
+test_work_units_in_any_order.py, which holds what is leased and counted against the truth.
 """
 
 import threading
@@ -10,7 +10,6 @@ import threading
 import pytest
 from coordinator.small_units import (
     LENGTH,
-    NUM_UNITS,
     SEED,
     UNIT_SIZE,
     UNKNOWN,
@@ -20,7 +19,6 @@ from coordinator.small_units import (
     open_stream,
     samples,
     size_of,
-    twice,
     unit_order,
 )
 
@@ -116,18 +114,6 @@ def test_leases_follow_the_order_of_the_epoch_and_number_the_stream(units, a):
         stream_start += size_of(lease.unit)
 
 
-def test_a_lease_is_of_the_earliest_epoch_that_has_anything(units, a, b):
-    lease_all(units, a, epoch=0)
-    later = units.lease(a, NUM_UNITS, epoch=2)
-    assert (later.epoch, later.unit) == (2, unit_order(2)[0])
-    asked = units.lease(b, 0, epoch=1)
-    assert (asked.epoch, asked.unit) == (1, unit_order(1)[0]), "begun by asking"
-    units.close(a)
-    got = [units.lease(b, number, epoch=2) for number in range(1, 1 + 3 * NUM_UNITS)]
-    assert [lease.epoch for lease in got] == [0] * 5 + [1] * 4 + [2] * 5 + [2]
-    assert [p.epoch for p in units.dataset("c4").epochs] == [0, 1, 2]
-
-
 def test_an_epoch_that_is_not_asked_for_is_not_begun(units, a):
     units.lease(a, 0, epoch=5)
     assert [p.epoch for p in units.dataset("c4").epochs] == [5]
@@ -190,34 +176,6 @@ def test_empty_leases_between_others_do_not_disturb_the_stream(units, a, b):
         assert counts(units)[0] == position
 
 
-def test_what_has_come_back_goes_first_in_the_order_of_the_epoch(units, a, b, c):
-    for number, stream in enumerate((a, a, b, b)):
-        units.lease(stream, number % 2, 0)
-    units.close(b)
-    units.close(a)
-    assert [lease.unit for lease in lease_all(units, c)] == unit_order(0)
-
-
-def test_two_ranges_of_a_unit_come_back_in_its_order(units, a, b, c):
-    stop = units.lease(a, 0, 0).stop
-    units.commit({a: (1, 1)})
-    units.close(a)
-    units.lease(b, 0, 0)
-    units.commit({b: (1, 1)})
-    units.close(b)
-    units.rewind({b: (1, 1)})
-    leases = [units.lease(c, number, 0) for number in range(2)]
-    assert [(lease.start, lease.stop) for lease in leases] == [(0, 1), (2, stop)]
-
-
-def test_ranges_that_meet_come_back_as_one(units, a, b):
-    lease = units.lease(a, 0, 0)
-    units.commit({a: (2, 2)})
-    units.close(a)
-    units.rewind({})
-    assert samples(units.lease(b, 0, 0)) == samples(lease)
-
-
 def test_threads_get_each_sample_once(units):
     got = []
 
@@ -236,13 +194,6 @@ def test_threads_get_each_sample_once(units):
 
 
 # Commits and closing.
-
-
-def test_a_ledger_may_be_repeated_and_come_late(units, a):
-    units.lease(a, 0, 0)
-    for position, known in ((2, 2), (2, 2), (1, 2), (0, 2), (3, 3)):
-        assert units.commit({a: (position, position)}) == {}
-        assert counts(units)[0] == known
 
 
 def test_samples_of_leases_that_were_lost_are_counted(units, a, b):
@@ -272,15 +223,6 @@ def test_a_record_with_a_gap_lets_a_run_resume(units, a):
     assert not units.lease(a, 2, 0).is_open and not units.lease(UNKNOWN, 1, 0).is_open
 
 
-def test_closing_returns_what_is_not_committed_and_splits_a_unit(units, a, b):
-    first, second = units.lease(a, 0, 0), units.lease(a, 1, 0)
-    units.commit({a: (first.stop + 1, first.stop + 1)})
-    assert units.close(a) == (second.stop - 1, 0)
-    assert counts(units) == (first.stop + 1, 0, LENGTH - first.stop - 1)
-    rest = units.lease(b, 0, 0)
-    assert rest == Lease(0, 0, second.unit, 1, second.stop, 0)
-
-
 def test_what_was_left_in_part_of_the_model_is_counted_once(units, a, b):
     first, second = units.lease(a, 0, 0), units.lease(a, 1, 1)
     units.commit({a: (1, first.stop + 2)})
@@ -294,41 +236,3 @@ def test_what_was_left_in_part_of_the_model_is_counted_once(units, a, b):
     assert in_part(units) == 1
     units.reopen(a, first.stop, "one")
     assert in_part(units) == 0
-
-
-def test_samples_left_in_part_are_counted_by_epoch(units, a):
-    lease_all(units, a, epoch=0)
-    units.lease(a, NUM_UNITS, epoch=1)
-    units.commit({a: (LENGTH - 2, LENGTH + 1)})
-    units.close(a)
-    assert [p.trained_in_part for p in units.dataset("c4").epochs] == [2, 1]
-
-
-def test_a_late_commit_of_a_closed_stream_counts_if_nobody_has_the_samples(units, a, b):
-    units.lease(a, 0, 0)
-    units.close(a)
-    units.commit({a: (2, 2)})
-    assert counts(units)[:2] == (2, 0)
-    assert units.lease(b, 0, 0).start == 2, "the samples it covers are not given again"
-    assert twice(units) == 0
-
-
-def test_a_late_commit_of_samples_that_another_has_is_counted_and_changes_nothing(units, a, b):
-    stop = units.lease(a, 0, 0).stop
-    units.close(a)
-    units.lease(b, 0, 0)
-    before = counts(units)
-    units.commit({a: (2, 2)})
-    assert (counts(units), twice(units)) == (before, 2)
-    units.commit({a: (2, 2), b: (stop, stop)})
-    assert (counts(units)[0], twice(units)) == (stop, 2)
-
-
-def test_samples_are_not_given_a_third_time_after_both_streams_are_closed(units, a, b, c):
-    units.lease(a, 0, 0)
-    units.close(a)
-    units.lease(b, 0, 0)
-    units.commit({a: (2, 2)})
-    units.close(b)
-    assert (counts(units)[0], twice(units)) == (2, 0), "the model has had them once"
-    assert units.lease(c, 0, 0).start == 2
