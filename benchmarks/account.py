@@ -9,7 +9,7 @@ from typing import Any
 
 from group_time import PARTS, GroupTime, Window, account
 
-from composer_replication.group.run_folder import STATUS, log_path
+from composer_replication.group.run_folder import START, STATUS, log_path
 from composer_replication.launch.run_record import Run
 from composer_replication.replica.json_files import read_json
 
@@ -33,12 +33,12 @@ def measure_goodput(run: Run) -> dict[str, Any]:
         a death and a start cost, and ``goodput_outside_faults`` leaves out the time ``dead``.
     """
     chaos = read_json(run.run_dir / CHAOS)
-    end = max(syncs.ended_at for syncs in run.metrics.values())
+    end = max(syncs.newest.get("time", 0.0) for syncs in run.metrics.values())
     times = {}
     for id, syncs in run.metrics.items():
         status = read_json(log_path(run.run_dir, id).with_name(STATUS))
         times[id] = account(
-            syncs.starts,
+            syncs.others[START],
             syncs,
             faults=fault_windows(chaos, id),
             end=None if id in run.results else end,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ class _Interval:
 
 def account(
     starts: Sequence[Mapping[str, Any]],
-    syncs: Collection[Mapping[str, Any]],
+    syncs: Iterable[Mapping[str, Any]],
     *,
     faults: Sequence[Window] = (),
     end: float | None = None,
@@ -132,15 +132,13 @@ def account(
 
 
 def _events(
-    starts: Sequence[Mapping[str, Any]], syncs: Collection[Mapping[str, Any]]
+    starts: Sequence[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]
 ) -> Iterator[Mapping[str, Any]]:
     """Starts and syncs in the order of their times. A process's start precedes its syncs."""
     return heapq.merge(starts, syncs, key=lambda event: event.get("joined", event.get("time")))
 
 
-def _pace(
-    starts: Sequence[Mapping[str, Any]], syncs: Collection[Mapping[str, Any]]
-) -> float | None:
+def _pace(starts: Sequence[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]) -> float | None:
     if not starts:
         return None
     paces = array("d")
@@ -155,7 +153,7 @@ def _pace(
 
 
 def _rewinds(
-    starts: Sequence[Mapping[str, Any]], syncs: Collection[Mapping[str, Any]]
+    starts: Sequence[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]
 ) -> Iterator[tuple[int, int, int]]:
     """Where a group makes outer steps again, because all groups have resumed from a checkpoint.
 

@@ -292,5 +292,5 @@ def report(
     from composer_replication.launch.page_record import write_page
     from composer_replication.launch.run_record import describe, read_run
 
-    rows = describe(read_run(run_dir))
-    print_rows([*rows, ("page", str(write_page(run_dir)))])
+    run = read_run(run_dir)
+    print_rows([*describe(run), ("page", str(write_page(run)))])

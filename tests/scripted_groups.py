@@ -4,14 +4,15 @@ import json
 
 from run_events import write_events
 
-from composer_replication.launch.processes import Interrupts
+from composer_replication.launch.processes import Interrupts, ReplicaGroups
 from composer_replication.launch.supervision import Supervisor
 
 
-class Groups:
+class Groups(ReplicaGroups):
     """Exit statuses by script: what each life of a group ends with, None while it goes on."""
 
-    def __init__(self, lives):
+    def __init__(self, folder, lives):
+        self._run_dir, self.interrupts = folder, Interrupts()
         self.lives = {replica_id: list(each) for replica_id, each in lives.items()}
         self.started = []
         self.ended = []
@@ -36,11 +37,9 @@ def write(folder, replica_id, phase="training", syncs=1):
 
 
 def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):
-    groups = Groups(lives)
+    groups = Groups(folder, lives)
     looks = []
-    supervisor = Supervisor(
-        groups, folder, groups.start, list(lives), max_restarts, Interrupts(), **more
-    )
+    supervisor = Supervisor(groups, folder, groups.start, list(lives), max_restarts, **more)
 
     def show(statuses, is_last):
         looks.append(statuses)

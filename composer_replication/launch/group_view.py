@@ -8,18 +8,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_replication.group.run_folder import EVENTS, OUTER_STEP, REJECTED, STATUS, SYNC
+from composer_replication.group.run_folder import OUTER_STEP, REJECTED, STATUS, WARNING
 from composer_replication.group.words import (
     format_duration,
     format_roughly,
     listed_groups,
     plural,
 )
+from composer_replication.launch.group_events import GroupEvents
 from composer_replication.launch.supervision import LEFT_OUT, NOT_BACK, RESTARTING
-from composer_replication.replica.json_files import JsonLineReader, read_json
-
-MAX_DIGESTS = 1000
-"""Digests of a group that are kept, for comparison with those of slower groups."""
+from composer_replication.replica.json_files import read_json
 
 SILENT_AFTER_S = 10.0
 """A training group that has completed no step for so long is shown as silent. A group whose steps
@@ -39,21 +37,16 @@ class GroupView:
 
     Attributes:
         name: The group's id.
+        events: What it has recorded.
         status: The newest ``status.json``.
-        sync: The newest sync of ``events.jsonl``; empty before the first.
-        digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
-        warnings: Of the group's settings and samples.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._events = JsonLineReader(folder / EVENTS)
+        self._status_path = folder / STATUS
         self._began = time.time()  # a run that is continued has events before it
-        self.name = folder.name.removeprefix("replica_")
+        self.events = GroupEvents(folder)
+        self.name = self.events.name
         self.status: dict[str, Any] = {}
-        self.sync: dict[str, Any] = {}
-        self.digests: dict[int, str] = {}
-        self.warnings: list[str] = []
 
     def update(self, exit_status: int | None) -> None:
         """Read what the group has written since the last call.
@@ -64,22 +57,18 @@ class GroupView:
         Raises:
             OSError: A file cannot be read.
         """
-        self.status = read_json(self._folder / STATUS) or self.status
+        self.status = read_json(self._status_path) or self.status
         if exit_status == 0:
             self.status["phase"] = "finished"
         elif exit_status is not None and self.phase not in _ENDED_BADLY:
             self.status["phase"] = "failed"
-        for event in self._events.read():
-            if "warning" in event and event["time"] >= self._began:
-                self.warnings.append(event["warning"])
-            if event.get("event") != SYNC:
-                continue
-            self.sync = event
-            if event.get("diloco/global_digest"):
-                self.digests.pop(event[OUTER_STEP], None)  # repeated after a resume
-                self.digests[event[OUTER_STEP]] = event["diloco/global_digest"]
-                if len(self.digests) > MAX_DIGESTS:
-                    del self.digests[next(iter(self.digests))]
+        self.events.read()
+
+    @property
+    def warnings(self) -> list[str]:
+        """Of the group's settings and samples."""
+        warnings = self.events.others[WARNING]
+        return [event["warning"] for event in warnings if event["time"] >= self._began]
 
     @property
     def phase(self) -> str:
@@ -115,12 +104,12 @@ class GroupView:
     @property
     def outer_step(self) -> int:
         """The newest outer step that the group has taken or taken over."""
-        return int(max(self.status.get("outer_step") or 0, self.sync.get(OUTER_STEP, 0)))
+        return int(max(self.status.get("outer_step") or 0, self.events.newest.get(OUTER_STEP, 0)))
 
     @property
     def participants(self) -> int | None:
         """Groups in the newest sync of this group; None before any."""
-        number = self.sync.get("diloco/num_participants")
+        number = self.events.newest.get("diloco/num_participants")
         return None if number is None else int(number)
 
     @property
@@ -214,7 +203,7 @@ class Groups:
     @property
     def participants(self) -> int | None:
         """Groups in the newest sync, as those that were in it report; None before any."""
-        syncs = [view.sync for view in self.views if view.participants is not None]
+        syncs = [v.events.newest for v in self.views if v.participants is not None]
         newest = max((sync[OUTER_STEP] for sync in syncs), default=0)
         numbers = [s["diloco/num_participants"] for s in syncs if s[OUTER_STEP] == newest]
         return int(min(numbers)) if numbers else None
@@ -267,11 +256,13 @@ class Groups:
     def _agreement(self) -> str:
         """The comparison of digests at the newest outer step that all groups have one of."""
         present = self._present
-        common = set.intersection(*(set(view.digests) for view in present)) if present else set()
+        common = (
+            set.intersection(*(set(view.events.digests) for view in present)) if present else set()
+        )
         if not common or len(present) < 2:
             return ""
         step = max(common)
-        digests = {view.digests[step] for view in present}
+        digests = {view.events.digests[step] for view in present}
         if len(digests) > 1:
             return f"parameters DIFFER at step {step}"
         at = "" if step == self.outer_step else f" at step {step}"

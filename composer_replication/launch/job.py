@@ -7,9 +7,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from composer_replication.training.config import (
 from composer_replication.training.preflight import check_device
 from composer_replication.training.settings_file import SECTION, load_settings
 
-Command = Callable[[Path, int], list[str]]
-"""Returns the command line of a replica group, by the run's folder and the group's id."""
+TRAIN = [sys.executable, "-m", "composer_replication", "train", f"{{run_dir}}/{CONFIG}"]
+"""The command that trains a group from the config in the run's folder."""
 
 HANG_TIMEOUT = "COMPOSER_REPLICATION_HANG_TIMEOUT_S"
 """The environment variable that holds a group's ``hang_timeout_s``."""
@@ -61,9 +60,10 @@ class Job:
             if there is one, ``model``.
         source: Where the settings come from, for people.
         name: A file after which the run's folder is named, unless ``run_dir`` names it.
-        command: Returns the command line of a group, by the run's folder and the group's id.
-        nproc: Processes in each group, for their shares of cores and GPUs. None: a command starts
-            its own.
+        command: The command line of a group, with ``{replica_id}`` and ``{run_dir}`` where they are
+            to be replaced.
+        nproc: How many processes of the command each group has, one for each rank. None: the
+            command starts the ranks of its group itself, or it is the only one.
         environ: Further environment variables of the groups.
         advice: What is probably wrong with a group that never joins. Empty: nobody knows.
         start_retries: How often a group that fails before it has joined is started again.
@@ -72,7 +72,7 @@ class Job:
     config: dict[str, Any]
     source: str
     name: str | Path
-    command: Command
+    command: Sequence[str]
     nproc: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     advice: str = ""
@@ -86,14 +86,9 @@ def job_of(options: JobOptions) -> Job:
         ConfigError: It names both or neither, or one of them cannot be used.
     """
     command = command_after_dashes(options.context)
-    for_commands = {
-        "--settings": options.settings,
-        "--set": options.set,
-        "--run-dir": options.run_dir,
-        "--resume": options.resume or None,
-    }
     if command is None:
-        given = [name for name, value in for_commands.items() if value]
+        for_commands = ("settings", "set", "run_dir", "resume")
+        given = [f"--{name}".replace("_", "-") for name in for_commands if getattr(options, name)]
         if given:
             raise ConfigError(
                 f"{', '.join(given)} without a command after --: write key=value after CONFIG, or "
@@ -135,8 +130,7 @@ def config_job(config: dict[str, Any], path: str | Path, nproc: int | None = 1) 
         path: The file that it was read from.
         nproc: Processes in each group.
     """
-    command = partial(train_command, nproc)
-    return Job(config=config, source=str(path), name=path, command=command, nproc=nproc)
+    return Job(config=config, source=str(path), name=path, command=TRAIN, nproc=nproc)
 
 
 def read_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
@@ -181,8 +175,7 @@ def command_job(
         command: The command line. ``{replica_id}`` and ``{run_dir}`` in it are replaced.
         config: The settings of the run, from ``read_settings``.
         source: Where they come from.
-        nproc: How many processes of the command each group has, one for each rank. None: the
-            command starts the ranks of its group itself, or it is the only one.
+        nproc: See ``Job``.
         run_dir: The run's folder. None: that of the config, else a new one below ``runs``.
         resumes: Whether the run in that folder is continued.
 
@@ -200,7 +193,7 @@ def command_job(
         config=config | own,
         source=source,
         name=next((word for word in command if word.endswith((".py", ".yaml"))), command[0]),
-        command=partial(group_command, command, nproc),
+        command=command,
         nproc=nproc,
         advice=MISSING_CALLBACK,
         start_retries=START_RETRIES,
@@ -274,26 +267,14 @@ def check_launch(job: Job, replicas: int) -> None:
         )
 
 
-def train_command(nproc: int | None, run_dir: Path, replica_id: str | int) -> list[str]:
-    """The command line that trains a replica group from the config in the run's folder.
-
-    Args:
-        nproc: Processes in the group.
-        run_dir: The run's folder.
-        replica_id: The group's id.
-    """
-    command = [sys.executable, "-m", "composer_replication", "train", str(run_dir / CONFIG)]
-    return per_rank(command, nproc, log_path(run_dir, replica_id).parent)
-
-
 def group_command(
     command: Sequence[str], nproc: int | None, run_dir: Path, replica_id: str | int
 ) -> list[str]:
-    """Return the command line of one group.
+    """Return the command line of one group. With more ranks than one, Composer's launcher runs it.
 
     Args:
-        command: The user's, with ``{replica_id}`` and ``{run_dir}`` where they are to be replaced.
-        nproc: See ``command_job``.
+        command: As in ``Job``.
+        nproc: See ``Job``.
         run_dir: The run's folder.
         replica_id: The group's id.
     """
@@ -302,31 +283,20 @@ def group_command(
         word.replace("{replica_id}", str(replica_id)).replace("{run_dir}", str(run_dir))
         for word in command
     ]
-    return per_rank(own, nproc, log_path(run_dir, replica_id).parent)
-
-
-def per_rank(command: list[str], nproc: int | None, folder: Path) -> list[str]:
-    """Return the command line that runs a command once for each rank of a group.
-
-    Args:
-        command: The command.
-        nproc: Ranks of the group. With more than one, Composer's launcher starts them. None: the
-            command starts them itself, or there is only one.
-        folder: For the output of all ranks but the first.
-    """
     if nproc in (None, 1):
-        return command
+        return own
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     # Composer's launcher forwards the output of rank 0. Without a file, that of the other ranks
     # would be lost.
-    other_ranks = str(folder).replace("{", "{{").replace("}", "}}") + "/log_rank{rank}.txt"
+    folder = str(log_path(run_dir, replica_id).parent).replace("{", "{{").replace("}", "}}")
+    other_ranks = f"{folder}/log_rank{{rank}}.txt"
     return [
         *(sys.executable, "-m", "composer.cli.launcher"),
         *("--nproc", str(nproc), "--master_port", str(port)),
         *("--stdout", other_ranks, "--stderr", other_ranks),
-        *("--command_mode", *command),
+        *("--command_mode", *own),
     ]
 
 

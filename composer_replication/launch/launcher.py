@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,13 @@ from composer_replication.launch.coordinator_command import (
     write_token_file,
 )
 from composer_replication.launch.display import Display, print_settings
-from composer_replication.launch.job import Job, check_launch, environment, group_environment
+from composer_replication.launch.job import (
+    Job,
+    check_launch,
+    environment,
+    group_command,
+    group_environment,
+)
 from composer_replication.launch.outcome import (
     conclude,
     explain_failures,
@@ -115,39 +122,33 @@ def launch_groups(
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
     page = f"Page: {coordinator.address}/" + _token_hint(tokens[0], bool(tokens_of_env), run_dir)
     console.print(page, markup=False, soft_wrap=True)
-    with Interrupts() as interrupts:
-        try:
-            with ReplicaGroups(run_dir, interrupts) as groups:
-                ids = range(replicas)
+    with ExitStack() as opened:
+        interrupts = opened.enter_context(Interrupts())
+        opened.callback(coordinator.shutdown)
+        groups = opened.enter_context(ReplicaGroups(run_dir, interrupts))
 
-                def start(replica_id: int) -> None:
-                    # Without this a restarted group would be rejected as a duplicate until its
-                    # predecessor's heartbeats have timed out.
-                    coordinator.group_has_ended(replica_id)
-                    environ = environment(replica_id, replicas, job.nproc, coordinator)
-                    environ |= group_environment(replica_id, run_dir, hang_timeout_s)
-                    environ |= {TOKEN: ",".join(tokens), **job.environ}
-                    groups.start(replica_id, job.command(run_dir, replica_id), environ)
+        def start(replica_id: int) -> None:
+            # Without this a restarted group would be rejected as a duplicate until its
+            # predecessor's heartbeats have timed out.
+            coordinator.group_has_ended(replica_id)
+            environ = environment(replica_id, replicas, job.nproc, coordinator)
+            environ |= group_environment(replica_id, run_dir, hang_timeout_s)
+            environ |= {TOKEN: ",".join(tokens), **job.environ}
+            command = group_command(job.command, job.nproc, run_dir, replica_id)
+            groups.start(replica_id, command, environ)
 
-                supervisor = Supervisor(
-                    groups,
-                    run_dir,
-                    start,
-                    ids,
-                    max_restarts,
-                    interrupts,
-                    start_retries=min(job.start_retries, max_restarts),
-                )
-                for replica_id in ids:
-                    start(replica_id)
-                display = Display(console, run_dir, replicas)
-                starts = StartWatch(run_dir, ids, group.start_timeout_s, job.advice, say)
-                failed = _watch(supervisor, display, starts, on_poll)
-                explain_failures(run_dir, failed, supervisor)
-                if interrupts.count:
-                    console.print("Stopping the groups; Ctrl-C again kills them at once")
-        finally:
-            coordinator.shutdown()
+        start_retries = min(job.start_retries, max_restarts)
+        supervisor = Supervisor(
+            groups, run_dir, start, range(replicas), max_restarts, start_retries=start_retries
+        )
+        for replica_id in range(replicas):
+            start(replica_id)
+        display = Display(console, run_dir, replicas)
+        starts = StartWatch(run_dir, range(replicas), group.start_timeout_s, job.advice, say)
+        failed = _watch(supervisor, display, starts, on_poll)
+        explain_failures(run_dir, failed, supervisor)
+        if interrupts.count:
+            console.print("Stopping the groups; Ctrl-C again kills them at once")
     if failed or interrupts.count:
         keep_page(run_dir)
     if failed:

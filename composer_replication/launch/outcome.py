@@ -16,8 +16,15 @@ from composer_replication.group.run_folder import EVENTS, START, last_event, log
 from composer_replication.group.words import format_duration, listed_groups, plural
 from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.page_record import write_page
-from composer_replication.launch.run_record import describe, last_lines, read_run, write_summary
-from composer_replication.launch.supervision import Supervisor, describe_end, has_joined
+from composer_replication.launch.processes import last_lines
+from composer_replication.launch.run_record import describe, read_run, write_summary
+from composer_replication.launch.supervision import (
+    LEFT_OUT,
+    NOT_BACK,
+    Supervisor,
+    describe_end,
+    has_joined,
+)
 
 
 def conclude(run_dir: Path, supervisor: Supervisor, seconds: float, advice: str = "") -> int:
@@ -33,17 +40,17 @@ def conclude(run_dir: Path, supervisor: Supervisor, seconds: float, advice: str 
         An exit status: 1 if a group was left out, or for what ``finish`` returns 1, else 0.
     """
     records = supervisor.records
-    given_up = [id for id, record in records.items() if record.is_given_up]
+    given_up = [id for id, record in records.items() if record.end == NOT_BACK]
     if given_up:
         print_error(
             f"Replica groups {', '.join(map(str, given_up))} died while the others finished, and "
             "could not rejoin in time. The others' global parameters are complete"
         )
-    left_out = {id: record.deaths[-1] for id, record in records.items() if record.is_left_out}
-    finished = [id for id in records if id not in given_up and id not in left_out]
+    left_out = [id for id, record in records.items() if record.end == LEFT_OUT]
+    finished = [id for id, record in records.items() if not record.end]
     status = finish(run_dir, finished, seconds, supervisor.restarts, advice)
-    for replica_id, exit_status in left_out.items():
-        explain_failure(run_dir, replica_id, exit_status, "the others went on without it")
+    for id in left_out:
+        explain_failure(run_dir, id, records[id].deaths[-1], "the others went on without it")
     return FAILED if left_out else status
 
 
@@ -88,7 +95,7 @@ def finish(
         rows.append(("started again", each))
     rows.append(("time", format_duration(seconds)))
     with fence("the page of the run"):
-        rows.append(("page", str(write_page(run_dir))))
+        rows.append(("page", str(write_page(run))))
     print_rows([*rows, ("all files", str(run_dir))])
     if len(set(run.digests.values())) > 1:
         print_error(
@@ -102,7 +109,7 @@ def finish(
 def keep_page(run_dir: Path) -> None:
     """Write the page of a run that has failed or was interrupted, if any group has written."""
     with fence("the page of the run"), suppress(FileNotFoundError):
-        print(f"Page: {write_page(run_dir)}")
+        print(f"Page: {write_page(read_run(run_dir))}")
 
 
 @fence("what was saved")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import psutil
 
@@ -28,7 +30,6 @@ GRACE_S = 5.0
 
 POLL_S = 0.1
 
-
 # Every line that it reads lists the process groups that live. When the launcher is gone, however it
 # died, it ends those of the last line. It spares earlier ones: the kernel may have given their
 # numbers to other processes.
@@ -36,6 +37,22 @@ _WATCHDOG = """
 while read -r line; do groups=$line; done
 [ -z "$groups" ] || { kill -s TERM -- $groups; sleep 5; kill -s KILL -- $groups; }
 """
+
+
+# Colours, and the rank that torch writes before every line of a traceback.
+_DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
+
+# Lines that Composer's launcher adds below the error of a rank.
+_LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
+
+
+# As our command prints an error, or as Python does, with our own classes' modules left out.
+_ERROR = re.compile(
+    r"Error: (.+)|(?:composer_replication[.\w]*\.)?(\w[.\w]*(?:Error|Exception|Mismatch): .+)"
+)
+
+_END_BYTES = 2**16
+"""How much of a group's output is kept, or read, to find its error."""
 
 
 class Interrupts:
@@ -74,14 +91,18 @@ class ReplicaGroups:
         run_dir: The run's folder. A group's output is appended to ``replica_<id>/log.txt`` in it.
             None: it goes where this process's own goes.
         interrupts: A further interrupt while processes are being stopped kills them at once.
+
+    Attributes:
+        interrupts: The same.
     """
 
     def __init__(self, run_dir: Path | None, interrupts: Interrupts) -> None:
         self._run_dir = run_dir
-        self._interrupts = interrupts
+        self.interrupts = interrupts
         self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
         self._leaders: dict[ReplicaId, int] = {}
         """Pid, and so session id, of each group of which a process may be alive."""
+        self._errors: dict[ReplicaId, _Forwarded] = {}
         self._watchdog = _start_watchdog()
 
     def __enter__(self) -> ReplicaGroups:
@@ -103,23 +124,41 @@ class ReplicaGroups:
         Raises:
             OSError: The command cannot be started.
         """
-        with self._open_output(replica_id) as output:
+        with contextlib.ExitStack() as opened:
+            # Without a log the child inherits our stdout. What it writes on stderr passes through
+            # us, since its last error says whether it may be started again.
+            stdout, stderr = None, subprocess.PIPE
+            if self._run_dir is not None:
+                stdout = opened.enter_context(_open_log(log_path(self._run_dir, replica_id)))
+                stderr = subprocess.STDOUT
             process = subprocess.Popen(
                 command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
+                stdout=stdout,
+                stderr=stderr,
                 start_new_session=True,
             )
+        if process.stderr is not None:
+            self._errors[replica_id] = _Forwarded(process.stderr)
         self._processes[replica_id] = process
         self._leaders[replica_id] = process.pid
         self._update_watchdog()
 
-    def _open_output(self, replica_id: ReplicaId) -> AbstractContextManager[BinaryIO | None]:
+    def last_error(self, replica_id: ReplicaId) -> str:
+        """Return the last error of a group that has ended, in the one line that was printed.
+
+        Returns:
+            The line; empty if there is none, or no log.
+        """
+        lines: list[str] = []
         if self._run_dir is None:
-            return contextlib.nullcontext()  # the child inherits ours
-        return _open_log(log_path(self._run_dir, replica_id))
+            lines = _informative(self._errors[replica_id].end())
+        else:
+            with contextlib.suppress(OSError):
+                lines = last_lines(log_path(self._run_dir, replica_id), limit=100)
+        found = filter(None, map(_ERROR.match, reversed(lines)))
+        return next((match[1] or match[2] for match in found), "")
 
     def exit_statuses(self) -> dict[ReplicaId, int | None]:
         """The exit status of each group; None while it runs, negative if a signal ended it."""
@@ -151,9 +190,9 @@ class ReplicaGroups:
         _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
         _send(members, psutil.Process.terminate)
         deadline = time.monotonic() + GRACE_S
-        count_before = min(self._interrupts.count, 1)  # the interrupt that led here
+        count_before = min(self.interrupts.count, 1)  # the interrupt that led here
         while self._any_alive(members) and time.monotonic() < deadline:
-            if self._interrupts.count > count_before:
+            if self.interrupts.count > count_before:
                 break
             time.sleep(0.05)
         # Again: the processes may have started others meanwhile, which would be left behind.
@@ -188,6 +227,32 @@ def _start_watchdog() -> subprocess.Popen[bytes]:
     )
 
 
+class _Forwarded:
+    """Writes what comes from a pipe to stderr, and keeps the end of it.
+
+    It reads on if stderr is closed or its disk is full: the group must not wait for it.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._kept = b""
+        self._thread = threading.Thread(target=self._forward, daemon=True)
+        self._thread.start()
+
+    def _forward(self) -> None:
+        with self._pipe:
+            while chunk := os.read(self._pipe.fileno(), _END_BYTES):
+                self._kept = (self._kept + chunk)[-_END_BYTES:]
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.buffer.write(chunk)
+                    sys.stderr.flush()
+
+    def end(self) -> bytes:
+        """Return the end, once all processes that could write have ended."""
+        self._thread.join(GRACE_S)  # a process that has left the session may hold the pipe
+        return self._kept
+
+
 def _open_log(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(exist_ok=True)
@@ -209,3 +274,25 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def last_lines(path: Path, limit: int = 12) -> list[str]:
+    """The last informative lines of a log, without traceback frames and without duplicates.
+
+    Args:
+        path: The log file.
+        limit: Most lines to return.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        return _informative(file.read())[-limit:]
+
+
+def _informative(output: bytes) -> list[str]:
+    lines: dict[str, None] = {}  # a set that keeps the order
+    in_traceback = False
+    for line in _DECORATION.sub("", output.decode(errors="replace")).splitlines():
+        in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
+        if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
+            lines[line.rstrip()] = None
+    return list(lines)

@@ -92,7 +92,6 @@ def run_group(
             start,
             [replica_id],
             restarts,
-            interrupts,
             start_retries=sys.maxsize,  # the coordinator may not be there yet
             first_pause_s=backoff_s,
         )

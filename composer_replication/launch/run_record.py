@@ -5,116 +5,45 @@ It reads that folder only, so it also works for a run that goes on or was killed
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA
-from composer_replication.group import run_folder
-from composer_replication.group.run_folder import EVENTS, OUTER_STEP, SUMMARY, SYNC
+from composer_replication.group.run_folder import EVENTS, RESUME, SUMMARY
 from composer_replication.group.words import format_bytes, plural
-from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
-
-# Colours, and the rank that torch writes before every line of a traceback.
-_DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
-
-# Lines that Composer's launcher adds below the error of a rank.
-_LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
-
-
-# As our command prints an error, or as Python does, with our own classes' modules left out.
-_ERROR = re.compile(
-    r"Error: (.+)|(?:composer_replication[.\w]*\.)?(\w[.\w]*(?:Error|Exception|Mismatch): .+)"
-)
+from composer_replication.launch.group_events import GroupEvents
+from composer_replication.replica.json_files import read_json, replace_json
 
 _SHARE = "share_of_time_in_inner_steps"
-_KEPT = {
-    run_folder.START: "starts",
-    run_folder.RESUME: "resumes",
-    run_folder.EVALUATION: "evaluations",
-    run_folder.ERROR: "errors",
-    run_folder.REJECTION: "errors",
-}
 
 
-class GroupEvents(Collection[dict[str, Any]]):
-    """What a replica group has recorded: a collection of its committed syncs, and its other events.
-
-    The syncs are read from the file at every iteration, since millions do not fit into memory.
+class Run:
+    """What the groups of a run have recorded in its folder.
 
     Args:
-        path: The group's ``events.jsonl``.
-
-    Attributes:
-        starts: Each start of a process, or of a further fit.
-        resumes: Each resume from a checkpoint and what it repeated.
-        evaluations: Each evaluation: its batch, and what it found.
-        errors: The errors with which it ended.
-        result: Its final result; empty if it has none.
-        num_damaged: Lines that cannot be read. They are left out.
-        outer_steps: The highest outer step.
-        ended_at: When the last sync was over, in seconds since the epoch; 0 without one.
-        inner_share: The share of time in inner steps, from the group's first start to its last
-            sync, without the time in which the run was stopped; None if it has made none.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._length = self.outer_steps = 0
-        self.ended_at = 0.0
-        self.starts: list[dict[str, Any]] = []
-        self.resumes: list[dict[str, Any]] = []
-        self.evaluations: list[dict[str, Any]] = []
-        self.errors: list[dict[str, Any]] = []
-        self.result: dict[str, Any] = {}
-        reader = JsonLineReader(path)
-        position, inner_s, all_s = 0.0, 0.0, 0.0
-        for line in reader.read():
-            kind, at = line.get("event"), line.get("time", 0.0)
-            if kind in (run_folder.START, run_folder.CONTINUED):
-                self.result = {}
-            if kind == run_folder.CONTINUED:
-                position = 0.0
-            elif kind == run_folder.END:
-                self.result = {k: v for k, v in line.items() if k not in ("time", "event")}
-            elif kind in _KEPT:
-                getattr(self, _KEPT[kind]).append(line)
-            if kind not in (run_folder.START, SYNC):
-                continue
-            since = max(0.0, at - position) if position else 0.0  # a clock may be set back
-            all_s, position = all_s + since, at
-            if kind == SYNC:
-                self._length += 1
-                self.outer_steps = max(self.outer_steps, int(line[OUTER_STEP]))
-                self.ended_at = max(self.ended_at, at)
-                inner_s += max(0.0, since - line.get("diloco/sync_seconds", 0.0))
-        self.inner_share = inner_s / all_s if all_s else None
-        self.num_damaged = reader.num_damaged
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (line for line in JsonLineReader(self._path).read() if line.get("event") == SYNC)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __contains__(self, line: object) -> bool:
-        return any(line == other for other in self)
-
-
-@dataclass(frozen=True)
-class Run:
-    """The contents of a run folder.
-
-    Attributes:
         run_dir: The folder.
+
+    Attributes:
+        run_dir: The same.
         metrics: By replica group, its committed syncs in their order, and its other events.
     """
 
-    run_dir: Path
-    metrics: Mapping[str, GroupEvents]
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.metrics: dict[str, GroupEvents] = {}
+
+    def read(self) -> None:
+        """Read what the groups have written since the last call.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        groups = map(GroupEvents, self.run_dir.glob("replica_*/"))
+        known = {group.name: group for group in groups} | self.metrics
+        self.metrics = dict(sorted(known.items(), key=lambda each: _by_number(each[0])))
+        for group in self.metrics.values():
+            group.read()
 
     @property
     def outer_steps(self) -> int:
@@ -164,76 +93,18 @@ def read_run(run_dir: str | Path) -> Run:
             f"{run_dir} is not a folder: give the run folder that `composer-replication launch` "
             "printed, e.g. runs/<config>-<time>"
         )
-    folders = {path.name.removeprefix("replica_"): path for path in run_dir.glob("replica_*/")}
-    if not folders:
+    run = Run(run_dir)
+    run.read()
+    if not run.metrics:
         raise FileNotFoundError(
             f"{run_dir} holds no replica_<id> folder, so no run was made in it: give a run folder, "
             "or start one with `composer-replication launch CONFIG --replicas 2`"
         )
-    ids = sorted(folders, key=lambda id: (not id.isdecimal(), int(id) if id.isdecimal() else id))
-    groups = {id: GroupEvents(folders[id] / EVENTS) for id in ids}
-    return Run(run_dir, groups)
+    return run
 
 
-def thin_out(
-    lines: Iterable[dict[str, Any]], keys: Collection[str], most: int
-) -> list[dict[str, Any]]:
-    """Select evenly spaced syncs of a group, without those that a resume repeated.
-
-    However many syncs there are, no more than ``most`` of them are held in memory.
-
-    Args:
-        lines: The group's syncs.
-        keys: What to keep of each sync, and ``diloco/outer_step``.
-        most: Most syncs to select.
-    """
-    kept: list[dict[str, Any]] = []
-    every = 1
-    for index, line in enumerate(lines):
-        while kept and kept[-1][OUTER_STEP] >= line[OUTER_STEP]:
-            kept.pop()
-        if index % every:
-            continue
-        kept.append({key: line[key] for key in (OUTER_STEP, *keys) if key in line})
-        if len(kept) > most:
-            kept = kept[::2]
-            every *= 2
-    return kept
-
-
-def last_lines(path: Path, limit: int = 12) -> list[str]:
-    """The last informative lines of a log, without traceback frames and without duplicates.
-
-    Args:
-        path: The log file.
-        limit: Most lines to return.
-    """
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2**16))
-        text = _DECORATION.sub("", file.read().decode(errors="replace"))
-    lines: dict[str, None] = {}  # a set that keeps the order
-    in_traceback = False
-    for line in text.splitlines():
-        in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
-        if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
-            lines[line.rstrip()] = None
-    return list(lines)[-limit:]
-
-
-def last_error(path: Path) -> str:
-    """Return the last error in a log, in the one line in which Python or our command prints it.
-
-    Args:
-        path: The log file.
-
-    Returns:
-        The line; empty if there is none, or no such file.
-    """
-    with contextlib.suppress(OSError):
-        for line in reversed(last_lines(path, limit=100)):
-            if found := _ERROR.match(line):
-                return found[1] or found[2]
-    return ""
+def _by_number(id: str) -> tuple[bool, int | str]:
+    return (False, int(id)) if id.isdecimal() else (True, id)
 
 
 def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
@@ -295,7 +166,9 @@ def describe(run: Run) -> list[tuple[str, str]]:
         text += f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
         rows.append(("samples", text))
     for id, group in run.metrics.items():
-        rows += [("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.resumes]
+        rows += [
+            ("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.others[RESUME]
+        ]
         rows += [("error", f"group {id}: {error['error']}") for error in group.errors]
         if group.num_damaged:
             damaged = plural(group.num_damaged, "line")

@@ -23,8 +23,7 @@ from composer_replication.group.run_folder import (
 )
 from composer_replication.group.words import plural
 from composer_replication.launch.output import BAD_INPUT
-from composer_replication.launch.processes import POLL_S, Interrupts, ReplicaGroups, ReplicaId
-from composer_replication.launch.run_record import last_error
+from composer_replication.launch.processes import POLL_S, ReplicaGroups, ReplicaId
 from composer_replication.replica.json_files import read_json, replace_json
 
 log = logging.getLogger(__name__)
@@ -65,8 +64,7 @@ class GroupRecord:
         due: When it is started again, by ``time.monotonic``; None while it runs or has ended for
             good.
         status: The exit status with which it ended for good; None before.
-        is_given_up: Whether it died when no group was left that it could join.
-        is_left_out: Whether it failed too often, and the others went on without it.
+        end: ``LEFT_OUT`` or ``NOT_BACK`` if it ended for good while the run went on.
         failed_starts: How often it had an error of its own before it joined.
         error: The last of these errors, in the line that its log has; empty without one.
         deaths: The exit statuses of all its early ends.
@@ -77,8 +75,7 @@ class GroupRecord:
     committed: float = 0.0
     due: float | None = None
     status: int | None = None
-    is_given_up: bool = False
-    is_left_out: bool = False
+    end: str = ""
     failed_starts: int = 0
     error: str = ""
     deaths: list[int] = field(default_factory=list)
@@ -102,7 +99,6 @@ class Supervisor:
         start: Starts a group, by its id.
         ids: The groups.
         max_restarts: Most restarts in a row; 0 for none.
-        interrupts: Ends the watch.
         start_retries: How often a group that had an error of its own before it joined is started
             again nevertheless, because the reason may be outside of it.
         first_pause_s: Seconds before the first restart; each in a row waits twice as long.
@@ -113,7 +109,6 @@ class Supervisor:
     start: Callable[[Any], None]
     ids: Collection[ReplicaId]
     max_restarts: int
-    interrupts: Interrupts
     start_retries: int = 0
     first_pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
     records: dict[Any, GroupRecord] = field(init=False)
@@ -133,17 +128,14 @@ class Supervisor:
         """
         while True:
             self._poll()
-            failed = {
-                replica_id: record.status
-                for replica_id, record in self.records.items()
-                if record.status and not (record.is_given_up or record.is_left_out)
-            }
             statuses = {replica_id: record.status for replica_id, record in self.records.items()}
-            is_over = None not in statuses.values()
-            if failed or is_over or self.interrupts.count:
-                show(statuses, True)
+            failed = {
+                id: status for id, status in statuses.items() if status and not self.records[id].end
+            }
+            is_last = bool(failed or None not in statuses.values() or self.groups.interrupts.count)
+            show(statuses, is_last)
+            if is_last:
                 return failed
-            show(statuses, False)
             time.sleep(POLL_S)
 
     def begin(self, replica_id: ReplicaId) -> None:
@@ -200,14 +192,14 @@ class Supervisor:
         has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         is_hopeless = has_failed and not may_pass
         if is_hopeless and self._phase(replica_id) not in JOINED:
-            record.error = last_error(log_path(self.run_dir, replica_id))
+            record.error = self.groups.last_error(replica_id)
             if self._would_fail_again(record):
                 status = BAD_INPUT
         if is_hopeless or record.in_a_row >= self.max_restarts:
             record.status = status
-            record.is_left_out = record.restarts > 0 and any(map(self.is_training, self.records))
             then = ", and is not started again"
-            if record.is_left_out:
+            if record.restarts > 0 and any(map(self.is_training, self.records)):
+                record.end = LEFT_OUT
                 self._write_phase(replica_id, LEFT_OUT)
                 then = "; the others go on without it"
             self._ends.append(end + then)
@@ -233,7 +225,7 @@ class Supervisor:
         if is_signal or has_died or self._phase(replica_id) in JOINED:
             return False
         own.failed_starts += 1
-        own.error = last_error(log_path(self.run_dir, replica_id))
+        own.error = self.groups.last_error(replica_id)
         return own.failed_starts > self.start_retries or self._would_fail_again(own)
 
     def _would_fail_again(self, own: GroupRecord) -> bool:
@@ -266,7 +258,7 @@ class Supervisor:
 
     def _give_up(self, replica_id: ReplicaId, record: GroupRecord) -> None:
         self.groups.end(replica_id)
-        record.is_given_up, record.due, record.status = True, None, 1
+        record.end, record.due, record.status = NOT_BACK, None, 1
         self._write_phase(replica_id, NOT_BACK)
 
     def _last_commit(self, replica_id: ReplicaId) -> float:

@@ -85,7 +85,7 @@ def test_only_training_can_be_silent(tmp_path):
 def test_a_group_keeps_its_last_digests_only(tmp_path):
     steps = [*range(1, 1500), *range(1400, 1600)]  # 100 made again after a resume
     view = view_of(write_group(tmp_path, 0, syncs=[sync_line(step) for step in steps]))
-    assert list(view.digests) == list(range(600, 1600))
+    assert list(view.events.digests) == list(range(600, 1600))
 
 
 def test_lines_that_are_no_syncs_are_passed_over(tmp_path):

@@ -14,13 +14,13 @@ import typer
 from composer_replication.group.run_folder import STATUS
 from composer_replication.launch.command_options import JobOptions
 from composer_replication.launch.job import (
+    TRAIN,
     command_job,
     environment,
     group_command,
     group_environment,
     job_of,
     read_settings,
-    train_command,
 )
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.supervision import StartWatch
@@ -31,9 +31,17 @@ def test_a_command_gets_its_group_and_the_runs_folder(tmp_path):
     command = ["llmfoundry", "train", "a.yaml", "data={run_dir}/{replica_id}", '{"lr": 1}', "{x}"]
     own = group_command(command, None, tmp_path, 3)
     assert own == [*command[:3], f"data={tmp_path}/3", '{"lr": 1}', "{x}"]
-    ranks = group_command(command, 2, tmp_path, 3)
-    assert ranks[:5] == [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2"]
-    assert ranks[-7:] == ["--command_mode", *own]
+    assert group_command(TRAIN, 1, tmp_path, 3)[-2:] == ["train", f"{tmp_path}/config.yaml"]
+
+
+def test_several_ranks_start_under_composers_launcher(tmp_path):
+    run_dir = tmp_path / "{odd}"
+    command = group_command(TRAIN, 2, run_dir, 1)
+    assert command[:5] == [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2"]
+    # Composer formats this name: the folder's own braces must survive that.
+    output = command[command.index("--stdout") + 1]
+    assert output.format(rank=1) == str(run_dir / "replica_1" / "log_rank1.txt")
+    assert command[-6:] == ["--command_mode", *group_command(TRAIN, 1, run_dir, 1)]
 
 
 def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
@@ -124,18 +132,6 @@ def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, monke
     assert "callbacks=[DiLoCoCallback()]" in said.out
     assert said.err.startswith("Error: replica group 0 has ended without a result. What trains")
     assert "callbacks=[DiLoCoCallback()]" in said.err and len(said.err) < 300
-
-
-def test_several_processes_start_under_composers_launcher(tmp_path):
-    run_dir = tmp_path / "{odd}"
-    command = train_command(2, run_dir, 1)
-    assert command[:5] == [sys.executable, "-m", "composer.cli.launcher", "--nproc", "2"]
-    # Composer formats this name: the folder's own braces must survive that.
-    output = command[command.index("--stdout") + 1]
-    assert output.format(rank=1) == str(run_dir / "replica_1" / "log_rank1.txt")
-    alone = train_command(1, run_dir, 1)
-    assert alone[-2:] == ["train", str(run_dir / "config.yaml")]
-    assert command[-6:] == ["--command_mode", *alone]
 
 
 class Addresses:

@@ -95,7 +95,7 @@ def launch_script(folder, body, *arguments, replicas=2, advice=""):
         config=config,
         source="tiny.yaml",
         name="tiny.yaml",
-        command=lambda *place: [sys.executable, str(script), *arguments],
+        command=[sys.executable, str(script), *arguments],
         advice=advice,
     )
     return launch_groups(job, replicas=replicas)
@@ -106,8 +106,8 @@ import sys
 from composer_replication.launch import launcher
 from composer_replication.launch.job import Job
 script, run_dir = sys.argv[1:]
-command = lambda *place: [sys.executable, script]
-job = Job(config={"run_dir": run_dir}, source="tiny", name="tiny", command=command)
+config, command = {"run_dir": run_dir}, [sys.executable, script]
+job = Job(config=config, source="tiny", name="tiny", command=command)
 sys.exit(launcher.launch_groups(job, replicas=2))
 """
 

@@ -11,7 +11,8 @@ from launch.recorded_run import BACK_AT, KILLED_AFTER, SYNCS, sync_time
 from run_events import write_events
 
 from composer_replication.coordinator.page import page_html, write_report_html
-from composer_replication.launch.page_record import RunRecord, read_record, write_page
+from composer_replication.launch.page_record import RunRecord, write_page
+from composer_replication.launch.run_record import read_run
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def data_of(html):
 
 
 def test_the_record_has_what_the_groups_have_written(run_dir):
-    record = read_record(run_dir)
+    record = RunRecord(run_dir)()
     assert record["run_name"] == "run"
     assert record["losses"].keys() == {"0", "1", "2"}
     assert len(record["losses"]["0"]) == SYNCS and len(record["losses"]["1"]) < SYNCS
@@ -40,7 +41,7 @@ def test_the_record_has_what_the_groups_have_written(run_dir):
 
 
 def test_losses_faults_and_joins_are_events(run_dir):
-    events = read_record(run_dir)["events"]
+    events = RunRecord(run_dir)()["events"]
     died = sync_time(KILLED_AFTER) + 0.5
     assert [(e["time"], e["text"]) for e in events if e["time"] > recorded_run.BEGAN + 20] == [
         (died, "replica group 1 ended with an error: OSError: the link is down"),
@@ -52,9 +53,9 @@ def test_losses_faults_and_joins_are_events(run_dir):
 
 
 def test_an_error_stands_beside_its_group_until_that_starts_again(run_dir):
-    assert "error" not in read_record(run_dir)["groups"]["1"]
+    assert "error" not in RunRecord(run_dir)()["groups"]["1"]
     write_events(run_dir / "replica_1", "error", {"time": sync_time(41), "error": "KeyError: 3"})
-    assert read_record(run_dir)["groups"]["1"]["error"] == "KeyError: 3"
+    assert RunRecord(run_dir)()["groups"]["1"]["error"] == "KeyError: 3"
 
 
 def test_parameters_that_differ_are_told(run_dir):
@@ -62,28 +63,29 @@ def test_parameters_that_differ_are_told(run_dir):
     path = run_dir / "replica_2" / "events.jsonl"
     path.write_text(path.read_text().replace("1e" * 32, "ff" * 32))
     assert other["diloco/global_digest"] in path.read_text()
-    agreement = read_record(run_dir)["agreement"]
+    agreement = RunRecord(run_dir)()["agreement"]
     assert (agreement["outer_step"], agreement["differing"]) == (40, [30])
 
 
 def test_a_run_without_groups_has_no_record_and_one_without_a_sync_no_losses(tmp_path):
-    assert read_record(tmp_path) == {}
+    assert RunRecord(tmp_path)() == {}
     (tmp_path / "replica_0").mkdir()
-    record = read_record(tmp_path)
+    record = RunRecord(tmp_path)()
     assert "losses" not in record and "agreement" not in record
     assert record["groups"] == {"0": {}}  # and so heartbeats have the word
 
 
-def test_the_folder_is_not_read_at_every_question(run_dir):
+def test_what_the_groups_write_while_the_page_is_open_is_added(run_dir):
     record = RunRecord(run_dir)
-    first = record()
-    (run_dir / "replica_0" / "events.jsonl").unlink()
-    assert record() is first
-    assert RunRecord(run_dir)()["losses"]["0"] == []
+    assert len(record()["losses"]["0"]) == SYNCS
+    write_events(run_dir / "replica_0", "sync", recorded_run.sync(0, SYNCS + 1))
+    write_events(run_dir / "replica_7", "error", {"time": sync_time(SYNCS + 1), "error": "no"})
+    assert len(record()["losses"]["0"]) == SYNCS + 1
+    assert record()["events"][-1]["text"] == "replica group 7 ended with an error: no"
 
 
 def test_the_report_is_the_page_with_its_data(run_dir):
-    html = write_page(run_dir).read_text()
+    html = write_page(read_run(run_dir)).read_text()
     data = data_of(html)
     [text] = EMBEDDED.findall(html)
     assert html.replace(text, "") == page_html()
@@ -97,7 +99,7 @@ def test_the_report_is_the_page_with_its_data(run_dir):
 
 def test_the_report_of_a_run_whose_coordinator_was_killed_has_the_folders_part(run_dir):
     (run_dir / "page.json").unlink()
-    data = data_of(write_page(run_dir).read_text())
+    data = data_of(write_page(read_run(run_dir)).read_text())
     assert len(data["replicas"]) == 3 and len(data["losses"]["0"]) == SYNCS
 
 

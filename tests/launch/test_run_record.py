@@ -7,13 +7,9 @@ import pytest
 from run_events import write_events
 
 from composer_replication.group.words import format_duration
-from composer_replication.launch.run_record import (
-    describe,
-    last_lines,
-    read_run,
-    thin_out,
-    write_summary,
-)
+from composer_replication.launch.group_events import Curve
+from composer_replication.launch.processes import last_lines
+from composer_replication.launch.run_record import describe, read_run, write_summary
 from composer_replication.replica.json_files import JsonLineReader
 
 
@@ -198,17 +194,21 @@ def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("number", [1, 999, 1000, 1001, 50_000])
-def test_of_a_long_run_evenly_spaced_syncs_are_selected(number):
-    drawn = thin_out((sync(step) for step in range(1, number + 1)), ["loss"], MAX_POINTS)
-    steps = [line["diloco/outer_step"] for line in drawn]
+def test_of_a_long_run_evenly_spaced_points_are_kept(number):
+    curve = Curve(MAX_POINTS)
+    for step in range(1, number + 1):
+        curve.add(step, step)
+    steps = curve.points
     assert min(number, MAX_POINTS // 2) <= len(steps) <= MAX_POINTS
     assert len({later - earlier for earlier, later in pairwise(steps)}) <= 1
     assert steps[0] == 1 and number - steps[-1] < 2 * number / MAX_POINTS + 1
 
 
-def test_syncs_that_were_made_again_after_a_resume_are_selected_once():
-    lines = [sync(1), sync(2, loss=9.0), sync(3, loss=9.0), sync(2), sync(3)]
-    assert [line["loss"] for line in thin_out(lines, ["loss"], MAX_POINTS)] == [4.9, 4.8, 4.7]
+def test_syncs_that_were_made_again_after_a_resume_are_kept_once():
+    curve = Curve(MAX_POINTS)
+    for step, loss in [(1, 4.9), (2, 9.0), (3, 9.0), (2, 4.8), (3, 4.7)]:
+        curve.add(step, loss)
+    assert curve.points == [4.9, 4.8, 4.7]
 
 
 def test_the_end_of_a_log_is_its_error_without_the_frames(tmp_path):

@@ -49,7 +49,7 @@ def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tm
     failed, supervisor, groups = supervise(
         tmp_path, {0: [None], 1: lives}, on_look=finish_when_left_out
     )
-    assert failed == {} and supervisor.records[1].is_left_out
+    assert failed == {} and supervisor.records[1].end == supervision.LEFT_OUT
     assert groups.started == [1] * (len(lives) - 1) and supervisor.records[0].status == 0
     last = f"group 1 ended with exit status {lives[-1]}; the others go on without it"
     assert supervisor.new_ends()[-1] == last
@@ -106,7 +106,7 @@ def test_what_was_accepted_once_is_tried_again_when_it_is_rejected(tmp_path, liv
             groups.lives[0][0] = 0
 
     seen, supervisor, _ = supervise(tmp_path, {0: [None], 1: lives}, on_look=finish_when_back)
-    left_out = {id: r.status for id, r in supervisor.records.items() if r.is_left_out}
+    left_out = {id: r.status for id, r in supervisor.records.items() if r.end}
     assert seen | left_out == failed and supervisor.restarts["1"] == len(lives) - 1
 
 
@@ -212,7 +212,7 @@ def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
     write(tmp_path, 0), write(tmp_path, 1)
     failed, supervisor, groups = supervise(tmp_path, {0: [0], 1: [-9]})
     assert failed == {} and groups.started == []
-    assert supervisor.records[1].is_given_up
+    assert supervisor.records[1].end == supervision.NOT_BACK
     (said,) = supervisor.new_ends()
     assert said == "group 1 was ended by SIGKILL; it is too late to join the others again"
 
@@ -232,7 +232,7 @@ def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_
         on_look=the_first_finishes_while_they_start,
     )
     assert failed == {}
-    assert supervisor.records[1].is_given_up and supervisor.records[2].is_given_up
+    assert {supervisor.records[id].end for id in (1, 2)} == {supervision.NOT_BACK}
 
 
 @pytest.mark.parametrize("status", [b"", b'{"phase": "tr', bytes(40), b"[]"])
