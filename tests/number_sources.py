@@ -55,7 +55,8 @@ def code(name: str, within: str = "") -> Any:
         within: A part of their paths.
     """
     line = re.compile(rf"^ *{name}\b[^=\n]*= (\(?[-\d.e*, ]+\)?)", re.MULTILINE)
-    modules = [path for path in PACKAGE.rglob("*.py") if within in path.relative_to(PACKAGE).as_posix()]
+    found = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    modules = [PACKAGE / path for path in found if within in path.as_posix()]
     values = {value for path in modules for value in line.findall(path.read_text())}
     if len(values) != 1:
         raise ValueError(f"the package has {sorted(values) or 'no number'} for {name}: name one")
