@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from composer_replication import DiLoCo
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.simulation.simulation import SimulatedReplica
 from composer_replication.training.muon import Muon, is_matrix
 
@@ -49,6 +50,18 @@ def run_scripted(
             diloco.final_sync()
             trace.append((round(model.weight.item(), 5), round(theta.item(), 5)))
     return trace
+
+
+def mean_of(share, groups, weights=(1.0,)):
+    """The mean of groups' values as this group has it, with the sums that a network would give."""
+    means = [WeightedMean(share, torch.device("cpu")) for _ in groups]
+    for mean, values, weight in zip(means, groups, weights, strict=True):
+        mean.pack(lambda value, into: into.copy_(value), (share.own(values),), weight)
+    for one, *others in zip(*(mean.messages for mean in means), strict=True):
+        for other in others:
+            one += other
+    means[0].finish()
+    return means[0]
 
 
 def muon_by_shape(parameters, **arguments):

@@ -11,7 +11,7 @@ from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.fragments import split_all
 from composer_replication.diloco.global_state import digest_of
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.simulation.simulation import Fault, SimulationError
+from composer_replication.simulation.simulation import Fault
 
 
 class WithBuffers(Constant):
@@ -138,14 +138,6 @@ def test_a_joiner_has_the_global_buffers(late):
     first, second = simulate(replica, num_replicas=2, faults=[fault])
     assert first == second
     assert first["count"] > 2**60 + 4
-
-
-def test_groups_of_which_one_averages_buffers_and_one_does_not_do_not_start():
-    def replica(sim):
-        return run(sim, sync_buffers=("mean", "none")[sim.replica_id], start_timeout_s=2.0)
-
-    with pytest.raises(SimulationError, match="sync_buffers: 'none' here, 'mean' there"):
-        simulate(replica, num_replicas=2)
 
 
 def test_buffers_of_modules_given_one_by_one_go_with_theirs():

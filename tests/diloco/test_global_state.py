@@ -5,10 +5,9 @@ No network: two groups' global states, of which one goes to the other.
 
 import pytest
 import torch
-from common import plain_sgd
+from common import mean_of, plain_sgd
 from torch import nn
 
-from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
@@ -43,11 +42,8 @@ class Group:
     def take_outer_step(self):
         self.state.begin_outer_step()
         for fragment in self.fragments:
-            mean = WeightedMean(fragment.share, CPU)
-            values = [torch.sin(theta.detach()).view(-1) for theta in fragment.theta.values()]
-            mean.pack(lambda value, into: into.copy_(value), (values,), 1.0)
-            mean.finish()
-            fragment.take_outer_step(mean)
+            values = [torch.sin(theta.detach()) for theta in fragment.theta.values()]
+            fragment.take_outer_step(mean_of(fragment.share, [values]))
         self.state.end_outer_step([])
 
     def numbers(self):

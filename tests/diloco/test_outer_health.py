@@ -9,14 +9,13 @@ import math
 
 import pytest
 import torch
-from common import Constant
+from common import Constant, mean_of
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.diloco.shards import Shards
 from composer_replication.group.reports import numbers_of
 
 COSINES = ("momentum_cosine", "group_cosine", "mean_norm_ratio")
@@ -188,10 +187,7 @@ def test_the_momentum_is_compared_with_what_the_outer_optimizer_moves(is_chunked
     for still in (set(), {"c"}, set()):  # in the second step c has been frozen
         sums = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
         sums |= {name: torch.zeros(sizes[name]) for name in still}
-        mean = WeightedMean(Shards(map(torch.empty, sizes.values())), torch.device("cpu"))
-        mean.pack(lambda value, into: into.copy_(value), (list(sums.values()),), 2.0)
-        mean.finish()
-        globals_.take_outer_step(mean)
+        globals_.take_outer_step(mean_of(globals_.share, [sums.values()], [2.0]))
         before = torch.cat([m for name, m in momentum.items() if name not in still])
         moved = torch.cat([d.double() for name, d in sums.items() if name not in still])
         for name, delta in sums.items():
@@ -211,8 +207,5 @@ def test_momentum_that_was_off_for_a_while_is_compared_again():
     deltas = [torch.tensor(d) for d in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 0.0))]
     for delta, decay in zip(deltas, (0.9, 0.0, 0.9), strict=True):
         built.optimizer.param_groups[0].update(momentum=decay, nesterov=decay > 0)
-        mean = WeightedMean(Shards([torch.empty(3)]), torch.device("cpu"))
-        mean.pack(lambda value, into: into.copy_(value), ([delta],), 1.0)
-        mean.finish()
-        built.take_outer_step(mean)
+        built.take_outer_step(mean_of(built.share, [[delta]]))
     assert built.step_norms().momentum_cosine == pytest.approx(math.sqrt(0.5), abs=1e-5)

@@ -5,14 +5,12 @@ are simulated, as threads in each process that have a process group of their own
 """
 
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from common import TinyMLP, batch, mse
-from forked import context
+from forked_ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -65,14 +63,7 @@ def train(settings, groups_of_ranks=None, meshes=None):
     return one
 
 
-def one_rank(rank, folder):
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
+def one_rank(rank, world):
     groups = [dist.new_group(range(RANKS)) for _ in range(GROUPS)]
     # Torch cannot connect two of these at a time in one process, of which real groups have one.
     host = {f"replica_{i}": dist.new_group(range(RANKS)) for i in range(GROUPS)}
@@ -85,10 +76,7 @@ def one_rank(rank, folder):
         for ranks in (train(settings, groups), train(settings, groups, meshes)):
             for mine, theirs in zip(alone, ranks, strict=True):
                 assert mine == pytest.approx(theirs, abs=tolerance), name
-    dist.destroy_process_group()
 
 
 def test_ranks_have_the_numbers_of_one_process(tmp_path):
-    torch.multiprocessing.start_processes(
-        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
-    )
+    run_ranks(one_rank, RANKS, tmp_path)

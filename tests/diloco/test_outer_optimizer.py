@@ -52,13 +52,6 @@ def test_without_momentum_nesterov_is_plain_sgd():
     assert theta.item() == 8.0
 
 
-def test_global_parameters_are_fp32_copies_also_of_a_bf16_model():
-    model = Constant(0.02, dtype=torch.bfloat16)
-    held = own(model)
-    theta = held.theta["weight"]
-    assert theta.dtype == torch.float32 and theta.data_ptr() != model.weight.data_ptr()
-
-
 def test_a_bf16_model_loses_no_small_update():
     # 100 outer steps of 1e-5 at 0.02: bf16 state rounds most of each away, fp32 keeps all.
     model = Constant(0.02, dtype=torch.bfloat16)
@@ -70,23 +63,20 @@ def test_a_bf16_model_loses_no_small_update():
     assert start - held.theta["weight"].item() == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_write_back_mixes_as_the_streaming_paper_says():
-    model = Constant(4.0)
+@pytest.mark.parametrize(
+    ("local", "alpha", "back"),
+    [
+        (4.0, 0.25, 0.25 * 4.0 + 0.75 * 8.0),  # as the streaming paper says
+        (float("nan"), 0.0, 8.0),  # torchft's lerp_ keeps it: 0 * nan is nan
+    ],
+)
+def test_write_back_mixes_and_cures_a_nan(local, alpha, back):
+    model = Constant(local)
     held = own(model)
     with torch.no_grad():
         held.theta["weight"].fill_(8.0)
-    held.write_back(alpha=0.25)
-    assert model.weight.item() == 0.25 * 4.0 + 0.75 * 8.0
-
-
-def test_write_back_with_alpha_0_cures_a_nan():
-    # torchft's lerp_ keeps it: 0 * nan is nan.
-    model = Constant(float("nan"))
-    held = own(model)
-    with torch.no_grad():
-        held.theta["weight"].fill_(8.0)
-    held.write_back(alpha=0.0)
-    assert model.weight.item() == 8.0
+    held.write_back(alpha)
+    assert model.weight.item() == back
 
 
 def test_layouts_survive_the_way_there_and_back():
@@ -107,30 +97,22 @@ def test_an_outer_optimizer_over_anything_else_is_refused(factory, message):
         own(Constant(), factory)
 
 
-def test_what_was_loaded_is_its_own():
+def test_a_state_is_a_copy_comes_back_whole_and_what_was_loaded_is_its_own():
     # A joiner's next download may be written into the memory of the one before.
     held, other = own(Constant(10.0)), own(Constant(99.0))
-    held.theta["weight"].grad = torch.ones(1)
-    held.optimizer.step()
+
+    def step(globals_):
+        globals_.theta["weight"].grad = torch.ones(1)
+        globals_.optimizer.step()
+
+    step(held)
     state = outer_state(held)
+    step(held)
     load_outer_state(other, state)
     (momentum,) = state["optimizer"]["state"].values()
     momentum["momentum_buffer"].fill_(7.0)
     state["theta"]["weight"].fill_(7.0)
     assert other.step_norms().momentum == 1.0
-    assert other.theta["weight"].item() == held.theta["weight"].item()
-
-
-def test_a_state_dict_is_a_copy_and_comes_back_whole():
-    held, other = own(Constant(10.0)), own(Constant(99.0))
-    held.theta["weight"].grad = torch.ones(1)
-    held.optimizer.step()
-    state = outer_state(held)
-    held.theta["weight"].grad = torch.ones(1)
-    held.optimizer.step()
-    load_outer_state(other, state)
     assert other.theta["weight"].item() == pytest.approx(10 - 0.7 * 1.9)
-    assert other.step_norms().momentum == 1.0
-    other.theta["weight"].grad = torch.ones(1)
-    other.optimizer.step()
+    step(other)
     assert torch.equal(other.theta["weight"], held.theta["weight"])

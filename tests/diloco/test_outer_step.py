@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from common import mean_of
 from torch import nn
 
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
+from composer_replication.diloco.averaging.weighted_mean import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_step import is_plain_sgd
 
@@ -30,19 +31,6 @@ class Model(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3, dtype=dtype).to(memory_format=torch.channels_last)
 
 
-def summed(globals_, deltas, weights):
-    """The mean as it stands after the allreduce of two groups."""
-    means = [WeightedMean(globals_.share, CPU) for _ in deltas]
-    for mean, values, weight in zip(means, deltas, weights, strict=True):
-        flat = [value.reshape(-1) for value in values]
-        mean.pack(lambda value, into: into.copy_(value), (flat,), weight)
-    for one, *others in zip(*(mean.messages for mean in means), strict=True):
-        for other in others:
-            one += other
-    means[0].finish()
-    return means[0]
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
@@ -58,7 +46,7 @@ def test_every_bit_is_that_of_torch(outer, dtype, alpha):
     draw = torch.Generator().manual_seed(1)
     for _ in range(3):
         deltas = [[torch.randn(t.shape, generator=draw) for t in theta] for _ in range(2)]
-        globals_.take_outer_step(summed(globals_, deltas, [1.0, 2.0]), alpha)
+        globals_.take_outer_step(mean_of(globals_.share, deltas, [1.0, 2.0]), alpha)
         for t, one, other in zip(theta, *deltas, strict=True):
             t.grad = (one + 2 * other) / 3
         reference.step()
@@ -94,18 +82,9 @@ def test_any_other_outer_optimizer_takes_its_own_step(other):
     reference = other(theta)
     deltas = [[torch.full(t.shape, 0.5) for t in theta]]
     for _ in range(2):
-        globals_.take_outer_step(summed(globals_, deltas, [1.0]))
+        globals_.take_outer_step(mean_of(globals_.share, deltas))
         for t in theta:
             t.grad = torch.full_like(t, 0.5)
         reference.step()
         for mine, t, local in zip(globals_.theta.values(), theta, model.parameters(), strict=True):
             assert torch.equal(mine, t) and torch.equal(local, t)
-
-
-def test_buffers_become_the_mean_and_are_not_the_optimizers():
-    parameters = {"weight": nn.Parameter(torch.ones(2))}
-    buffers = {"running_mean": torch.tensor([5.0, 7.0])}
-    globals_ = GlobalParameters(parameters, lambda p: torch.optim.SGD(p, lr=1.0), CPU, buffers)
-    globals_.take_outer_step(summed(globals_, [[torch.ones(2), torch.tensor([1.0, 0.0])]], [1.0]))
-    assert parameters["weight"].tolist() == [0.0, 0.0]
-    assert buffers["running_mean"].tolist() == [4.0, 7.0]

@@ -135,24 +135,6 @@ def test_one_group_in_flight_and_one_not_yet_are_bitwise_uninterrupted_too():
     assert_equal(ends, simulate(replica, num_replicas=2))
 
 
-def test_what_was_in_flight_matters():
-    # The tests above would be worth nothing if forming it anew gave the same.
-    ends, saved = run_whole(STREAMING)
-
-    def replica(sim):
-        replica = Replica(sim, STREAMING | {"num_replicas": 2}, seed=5)
-        state, *others = torch.load(io.BytesIO(saved[sim.replica_id][7]), weights_only=True)
-        assert state["in_flight"]["fragment"] == 1
-        file = io.BytesIO()
-        torch.save([state | {"in_flight": None}, *others], file)
-        replica.load(file.getvalue())
-        replica.diloco.__enter__()
-        replica.train(7, STEPS)
-        return replica.end()
-
-    assert simulate(replica, num_replicas=2)[0][0] != ends[0][0]
-
-
 def test_a_sync_in_flight_survives_being_saved_again_before_it_is_sent():
     ends, saved = run_whole(STREAMING)
     again = simulate(

@@ -6,14 +6,14 @@ rank that holds all.
 """
 
 import math
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from forked import context
+from common import mean_of
+from forked_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -21,9 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_optimizer import (
-    nesterov_sgd,
-)
+from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.shards import Shards, count_shards, local_tensor
 from composer_replication.settings import DiLoCoSettings
 
@@ -31,16 +29,11 @@ pytestmark = pytest.mark.integration
 
 RANKS = 4
 CPU = torch.device("cpu")
+SIZES = [[5, 1, 70_000, 3], [2], [RANKS * 16], [200_000]]
 
 
-def one_rank(rank, folder):
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=30),
-    )
+def one_rank(rank, world):
+    compare_shares(rank, world)
     compare(rank, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)], 2)
     compare(rank, init_device_mesh("cpu", (RANKS,)), [Shard(0)], RANKS)
     with pytest.raises(ValueError, match="divided into 4 shards, and ranks has 1 ranks: pass"):
@@ -50,12 +43,40 @@ def one_rank(rank, folder):
     parameters = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
-        mean = WeightedMean(Shards([local], dist.group.WORLD, are_held=True), CPU)
+        mean = WeightedMean(Shards([local], world, are_held=True), CPU)
         mean.pack(lambda value, into: into.copy_(value), ([local.view(-1)],), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
-    backend = dist.group.WORLD._get_backend(CPU)
-    dist.destroy_process_group()
-    del backend  # after all that has the group, or torch 2.7 may hang: see Gloo.abort
+
+
+def compare_shares(rank, world):
+    """Ranks that hold the same send a share each, and all end with the whole mean, to the bit."""
+    draw = torch.Generator().manual_seed(0)
+    for sizes in SIZES:
+        ours = [torch.randn(size, generator=draw) for size in sizes]
+        theirs = [torch.randn(size, generator=draw) for size in sizes]
+        for weights in ((1.0, 1.0), (2.0, 5.0), (0.0, 1.0), (0.0, 0.0)):
+            if len(ours) == 4:  # as channels_last makes them
+                ours[2] = ours[2].reshape(-1, 7).t()
+            shared, alone = (
+                mean_of(shares_of(ours, ranks), (ours, theirs), weights) for ranks in (world, None)
+            )
+            assert shared.total == alone.total == sum(weights)
+            assert shared.norm == pytest.approx(alone.norm, rel=1e-5)
+            assert shared.num_bytes < alone.num_bytes / RANKS + 4 * 17
+            pairs = zip(shared.unpack(), alone.unpack(), strict=True) if sum(weights) else ()
+            for one, other in pairs:
+                assert torch.equal(one, other), sizes
+    # One rank alone finds a value that is not finite: none of the group contributes.
+    ours = [torch.full((100,), float("nan") if rank == 1 else 1.0)]
+    mean = mean_of(shares_of(ours, world), (ours, [torch.ones(100)]), (1.0, 3.0))
+    assert not mean.is_finite and mean.total == 3.0
+    assert next(mean.unpack()).tolist() == [1.0] * 100
+
+
+def shares_of(tensors, ranks):
+    share = Shards(tensors, ranks)
+    share.bucket = 1000
+    return share
 
 
 def whole():
@@ -100,9 +121,7 @@ def step(parameters, ranks):
     shards_of = partial(Shards, ranks=ranks, are_held=ranks is not None)
     owned = GlobalParameters(parameters, outer, CPU, None, shards_of)
     local = [local_tensor(t).reshape(-1) for t in parameters.values()]
-    mean = WeightedMean(owned.share, CPU)
-    mean.pack(lambda value, into: into.copy_(value), (local,), 1.0)
-    mean.finish()
+    mean = mean_of(owned.share, [local])
     if mean.is_finite:
         owned.take_outer_step(mean, alpha=1.0)
     return mean, owned
@@ -114,7 +133,35 @@ def one_of_all(value):
     return all(other == gathered[0] for other in gathered)
 
 
-def test_norms_digest_and_finiteness_are_of_all_shards_and_equal_on_all_ranks(tmp_path):
-    torch.multiprocessing.start_processes(
-        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
-    )
+def test_norms_digest_and_finiteness_are_of_all_ranks_and_shares_make_up_the_whole(tmp_path):
+    run_ranks(one_rank, RANKS, tmp_path)
+
+
+@dataclass
+class OneOf:
+    """Stands in for a process group of which nobody sends anything."""
+
+    place: int
+    num_ranks: int
+
+    def rank(self):
+        return self.place
+
+    def size(self):
+        return self.num_ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("sizes", [[5], [3, 40], [1, 100, 1], [0, 33, 0], [16, 16], [2] * 50])
+def test_every_element_is_in_the_share_of_one_rank_in_order(sizes, ranks):
+    whole = torch.arange(sum(sizes))
+    tensors = whole.split(sizes)
+    seen = []
+    for rank in range(ranks):
+        share = Shards(tensors, OneOf(rank, ranks))
+        own = list(share.own(tensors))
+        assert [part.numel() for part in own] == share.sizes
+        assert torch.equal(torch.cat(own), whole[share.start : share.stop])
+        assert share.stop - share.start == share.padded / ranks
+        seen += [element for part in own for element in part.tolist()]
+    assert seen == whole.tolist()

@@ -8,10 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from common import take_step
-from forked import context
+from forked_ranks import run_ranks
 from torch import nn
 
 from composer_replication import DiLoCo
@@ -22,7 +20,6 @@ from composer_replication.simulation.simulation import simulate
 pytestmark = pytest.mark.integration
 
 RANKS = 4
-CPU = torch.device("cpu")
 CASES = {
     "vanilla": {"sync_every": 2},
     "streaming": {
@@ -101,15 +98,7 @@ def are_equal(one, other):
     return one == other
 
 
-def one_rank(rank, folder):
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    world = dist.group.WORLD
+def one_rank(rank, world):
     num_parameters = sum(p.numel() for p in Model().parameters())
     for name, settings in CASES.items():
         alone, shared = train(None, settings), train(world, settings)
@@ -128,9 +117,6 @@ def one_rank(rank, folder):
     keep_step(rank, world)
     heal_together(rank, world)
     ask_alone(rank, world)
-    backend = world._get_backend(CPU)
-    dist.destroy_process_group()
-    del backend  # after all that has the group, or torch 2.7 may hang: see Gloo.abort
 
 
 def keep_step(rank, world):
@@ -220,6 +206,4 @@ def ask_alone(rank, world):
 
 
 def test_shares_of_four_ranks_are_together_what_one_rank_holds(tmp_path):
-    torch.multiprocessing.start_processes(
-        one_rank, (str(tmp_path),), nprocs=RANKS, start_method=context.get_start_method()
-    )
+    run_ranks(one_rank, RANKS, tmp_path)
