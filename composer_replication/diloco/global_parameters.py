@@ -66,8 +66,9 @@ class GlobalParameters:
             self.shards = Shards(held.values())
         # Pinned, copies to an accelerator run beside its kernels.
         pin = backup_device.type == "cpu" and torch.accelerator.is_available()
-        size, memory = sum(self.shards.sizes), {"device": backup_device, "pin_memory": pin}
-        self.flat = torch.empty(size, dtype=torch.float32, **memory)
+        self.flat = torch.empty(
+            sum(self.shards.sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
+        )
         with torch.no_grad():
             pairs = zip(self.views(self.flat), self.shards.own(held.values()), strict=True)
             views = [nn.Parameter(view.copy_(part.view(view.shape))) for view, part in pairs]
