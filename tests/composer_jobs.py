@@ -100,6 +100,12 @@ def read_checkpoint(path):
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
+def final_theta(callback):
+    """The global parameters that the last fit has left, by name."""
+    fragments = callback._group.continuation.ended["fragments"]
+    return {name: theta for each in fragments for name, theta in each["theta"].items()}
+
+
 def fit_alone(max_duration="4ba", *, others=(), diloco=(), **arguments):
     """Train one simulated replica group; its callback and trainer, closed."""
 

@@ -88,8 +88,8 @@ class DiLoCoCallback(Callback):
 
     @takes(CallbackArguments)
     def __init__(self, **arguments: Any) -> None:
-        self._job = ComposerJob()
-        self._group = self._job.group = ReplicaGroup(self._job, arguments)
+        self._job = job = ComposerJob()
+        self._group = job.group = job.averages.group = ReplicaGroup(job, arguments)
         self._manager = arguments.get("manager")
         self._is_loading = False
         name_the_node()
@@ -117,7 +117,8 @@ class DiLoCoCallback(Callback):
     # ---- Composer's events, in the order in which they come ---------------------------------
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        self._job.state, self._job.logger = state, logger
+        self._job.state = self._job.averages.state = state
+        self._job.logger = logger
         if self.diloco is not None:
             self.diloco.hang_watch.note_progress()
         try:
@@ -147,19 +148,19 @@ class DiLoCoCallback(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Composer loads checkpoints before fit_start, where DiLoCo is built that it is loaded into.
-        self._group.load_state_dict(state)
+        self._group.continuation.load(state)
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._is_loading = False
-        self._group.check_loaded(state.load_path)
-        self._job.after_load()
+        self._group.continuation.check_loaded(state.load_path)
+        self._job.averages.after_load()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         check_loads(state)
         self._job.before_join()
         self._group.join(self._manager)
         when_fit_is_over(functools.partial(self._group.leave_after_error, self._group.manager))
-        self._job.after_join()
+        self._job.averages.after_join()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         if self._group.data is not None:
@@ -196,7 +197,8 @@ class DiLoCoCallback(Callback):
         # A collective under FSDP. Composer calls it on every rank.
         saved = self._group.state_dict()
         if not saved and self._is_loading and self._job.is_sharded:
-            return self._group.template()  # Composer loads a sharded checkpoint into this
+            # Composer loads a sharded checkpoint into this.
+            return self._group.continuation.template(self.settings)
         return saved
 
     def fit_end(self, state: State, logger: Logger) -> None:

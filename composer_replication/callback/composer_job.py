@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +15,11 @@ from composer import Event, Logger, State, Timestamp, TimeUnit
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
-from torch import Tensor, nn
+from torch import nn
 
 from composer_replication.callback.schedules import Schedules
 from composer_replication.callback.trainer_watch import trainer_in_fit
-from composer_replication.callback.weight_averages import WeightAverages, averages_in
+from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.fence import fence
 from composer_replication.group import Host, ReplicaGroup
@@ -38,11 +37,11 @@ class ComposerJob(Host):
     Attributes:
         state: Composer's, of the Trainer that calls the callback.
         logger: Composer's.
-        averages: The job's EMA and SWA, during a fit and after it.
     """
 
     name = "composer"
     load_weights_only = "its weights alone (load_weights_only: true)"
+    load_checkpoint = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
     tokens_fix = (
         "give the loader's DataSpec a get_num_tokens_in_batch (Composer's own counts input_ids)"
     )
@@ -51,10 +50,16 @@ class ComposerJob(Host):
     group: ReplicaGroup
 
     def __init__(self) -> None:
-        self.averages: WeightAverages | None = None
-        self._loads_active_ema = self._had_active_ema = False
+        self.averages = WeightAverages()
         self._received_averages: tuple[list[Any], bool] = [], False
         self._has_healed = False
+
+    def before_join(self) -> None:
+        """A fit begins, in ``Trainer.fit``."""
+        self.averages.before_join()
+        self._schedules = Schedules(self.state)
+        self._is_new = self.steps == 0
+        self._ends_by_epoch = self.epochs < math.inf
 
     # ---- what is trained --------------------------------------------------------------------
 
@@ -142,60 +147,9 @@ class ComposerJob(Host):
                     bar.total = max(bar.n, in_epoch, round(end / self.epochs))
                 bar.set_description_str(position, refresh=False)  # drawn with the next loss
 
-    # ---- averages of weights ----------------------------------------------------------------
-
-    @property
-    def has_averages(self) -> bool:
-        return bool(averages_in(self.state))
-
-    @property
-    def saves_as_is(self) -> bool:
-        return self.averages is not None and self.averages.is_ema_active
-
-    @property
-    def evaluates_as_is(self) -> bool:
-        return self.averages is not None and self.averages.has_ema_started
-
-    def after_load(self) -> None:
-        """Composer has loaded a checkpoint, or there is none."""
-        self._loads_active_ema = WeightAverages(self.state, self.group).is_ema_active
-
-    def before_join(self) -> None:
-        """A fit begins: the model holds what its checkpoint has."""
-        self.averages = WeightAverages(self.state, self.group)
-        if self._loads_active_ema:  # an evaluation before the fit may have swapped it out
-            self.averages.put_in()
-        self._loads_active_ema = False
-
-    def begin(self, is_resumed: bool) -> None:
-        assert self.averages is not None, "before_join has made them"
-        self._had_active_ema = self.averages.take_out(is_resumed)
-        self.averages.wrap()
-        self._schedules = Schedules(self.state)
-        self._is_new = self.steps == 0
-        self._ends_by_epoch = self.epochs < math.inf
-
-    def after_join(self) -> None:
-        """The group has joined the others: EMA's weights are in the model if they were."""
-        if self._had_active_ema and self.averages is not None:
-            self.averages.put_in()
-
-    def without_averages(self) -> AbstractContextManager[None]:
-        assert self.averages is not None, "begin has made them"
-        return self.averages.out_of_the_model()
-
-    def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        assert self.averages is not None, "begin has made them"
-        return self.averages.local(live)
-
-    def leave(self) -> None:
-        if self.averages is not None:
-            self.averages.unwrap()
-
     # ---- what a joiner gets -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        assert self.averages is not None, "begin comes first"
         is_in_batch = self.group.is_in_step
         return {
             "timestamp": _counts(self.state.timestamp),
@@ -223,13 +177,12 @@ class ComposerJob(Host):
         """
         if not self._has_healed:
             return
-        assert self.averages is not None, "begin comes first"
         self._has_healed = False
         counts, self.state.max_duration = broadcast(
             (_counts(self.state.timestamp), self.state.max_duration)
         )
         self._adopt(counts, counts["epoch"])
-        if self.has_averages:
+        if self.averages.exist:
             averages, misses_an_update = broadcast(self._received_averages)
             self.averages.load_state_dict(averages, misses_an_update, self.logger)
         self._received_averages = [], False

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.group import ReplicaGroup
+from composer_replication.group import Averages, ReplicaGroup
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +23,7 @@ UPDATES = (Event.BATCH_END, Event.EPOCH_END)
 """The events at which EMA and SWA update their averages."""
 
 
-def averages_in(state: State) -> list[Algorithm]:
-    """Return the EMA and SWA of a job."""
-    return [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA | SWA)]
-
-
-class WeightAverages:
+class WeightAverages(Averages):
     """The EMA and SWA of a Composer job.
 
     While they update their averages, the model holds the global weights, so that the averages are
@@ -38,84 +33,105 @@ class WeightAverages:
     EMA swaps its weights with the trained ones, in place. "Active" means that the model holds EMA's
     weights, and EMA holds the trained ones. EMA is active from a checkpoint to the next batch.
 
-    Args:
-        state: Composer's state.
+    Attributes:
         group: The job's group, whose global weights are averaged.
+        state: Composer's state.
     """
 
-    def __init__(self, state: State, group: ReplicaGroup) -> None:
-        self._state, self._group = state, group
-        self._algorithms = averages_in(state)
-        self._ema = next((a for a in self._algorithms if isinstance(a, EMA)), None)
+    group: ReplicaGroup
+    state: State
+    _is_loaded_active = _was_active = False
+
+    @property
+    def _algorithms(self) -> list[Algorithm]:
+        return [each for each in self.state.algorithms if isinstance(each, EMA | SWA)]
+
+    @property
+    def _ema(self) -> EMA | None:
+        return next((each for each in self._algorithms if isinstance(each, EMA)), None)
+
+    @property
+    def exist(self) -> bool:
+        return bool(self._algorithms)
 
     # ---- EMA's weights in the model ---------------------------------------------------------
 
     @property
-    def has_ema_started(self) -> bool:
+    def are_saved(self) -> bool:
+        """Whether EMA is active."""
+        return self._ema is not None and self._ema.ema_weights_active
+
+    @property
+    def are_evaluated(self) -> bool:
         """Whether EMA has weights of its own. Composer then evaluates these."""
         return self._ema is not None and self._ema.ema_started
 
-    @property
-    def is_ema_active(self) -> bool:
-        """Whether the model holds EMA's weights, and EMA the local ones."""
-        return self._ema is not None and self._ema.ema_weights_active
+    def after_load(self) -> None:
+        """Composer has loaded a checkpoint, or there is none."""
+        self._is_loaded_active = self.are_saved
+
+    def before_join(self) -> None:
+        """Put EMA's weights back that an evaluation before the fit may have swapped out."""
+        if self._is_loaded_active:
+            self._put_in()
+        self._is_loaded_active = False
+
+    def begin(self, is_resumed: bool) -> None:
+        self._was_active = self._take_out(is_resumed)
+        self._wrap()
+
+    def after_join(self) -> None:
+        """Put EMA's weights back that were in the model when the fit began."""
+        if self._was_active:
+            self._put_in()
 
     @contextmanager
     def out_of_the_model(self) -> Iterator[None]:
         """A context in which the model holds the local weights. EMA is swapped back after it."""
-        was_active = self.is_ema_active
+        was_active = self.are_saved
         if was_active:
             self._swap()
         try:
             yield
         finally:
             if was_active:
-                self.put_in()
+                self._put_in()
 
-    def put_in(self) -> None:
+    def _put_in(self) -> None:
         """Put EMA's weights into the model, which holds the local ones."""
-        if not self.is_ema_active:
+        if not self.are_saved:
             self._swap()
 
-    def take_out(self, is_resumed: bool) -> bool:
-        """Take EMA's weights out of the model when training starts.
-
-        Args:
-            is_resumed: Whether EMA was loaded from a checkpoint.
-
-        Returns:
-            Whether EMA's weights were in the model.
-        """
-        if self._ema is None or self._ema.ema_model is None:
+    def _take_out(self, is_resumed: bool) -> bool:
+        """Take EMA's weights out of the model. Returns whether they were in it."""
+        ema = self._ema
+        if ema is None or ema.ema_model is None:
             return False
-        self._adapt(self._ema)
+        self._adapt(ema)
         if is_resumed and self._is_sharded:
-            self._take_from_model(self._ema)
-        was_active = self.is_ema_active
+            self._take_from_model(ema)
+        was_active = self.are_saved
         if was_active:
             self._swap()
         return was_active
 
     def _swap(self) -> None:
-        assert self._ema is not None and self._ema.ema_model is not None, "it is active, or was"
-        self._ema.ema_model.swap_params(model=self._state.model)
-        self._ema.ema_weights_active = not self._ema.ema_weights_active
+        ema = self._ema
+        assert ema is not None and ema.ema_model is not None, "it is active, or was"
+        ema.ema_model.swap_params(model=self.state.model)
+        ema.ema_weights_active = not ema.ema_weights_active
 
-    def local(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the local weights, not copies.
-
-        Args:
-            live: The weights that the model holds, by name.
-        """
-        if not self.is_ema_active:
-            return dict(live)
-        assert self._ema is not None and self._ema.ema_model is not None, "it is active"
-        kept = dict([*self._ema.ema_model.named_parameters(), *self._ema.ema_model.named_buffers()])
+    def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        ema = self._ema
+        if ema is None or not self.are_saved:
+            return live
+        assert ema.ema_model is not None, "it is active"
+        kept = dict([*ema.ema_model.named_parameters(), *ema.ema_model.named_buffers()])
         return {name: local_tensor(kept.get(self._wrapped(name), t)) for name, t in live.items()}
 
     def _wrapped(self, name: str) -> str:
         """Return the name of a tensor in ``state.model``, which may be wrapped in DDP."""
-        return f"module.{name}" if self._state.is_model_ddp else name
+        return f"module.{name}" if self.state.is_model_ddp else name
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.
@@ -130,7 +146,7 @@ class WeightAverages:
                 "EMA restarts from the global weights: Composer saves sharded weights of EMA only "
                 "while they are in the model, as in the checkpoints of save_interval"
             )
-        own = EMAParameters(self._state.model)
+        own = EMAParameters(self.state.model)
         ema.ema_model.named_parameters_dict.update(own.named_parameters_dict)
 
     def _adapt(self, ema: EMA) -> None:
@@ -142,7 +158,7 @@ class WeightAverages:
         therefore they are copied.
         """
         assert ema.ema_model is not None, "INIT has made it"
-        model, ema_model = self._state.model, ema.ema_model
+        model, ema_model = self.state.model, ema.ema_model
         for kept, own in (
             (ema_model.named_parameters_dict, dict(model.named_parameters())),
             (ema_model.named_buffers_dict, dict(model.named_buffers())),
@@ -155,16 +171,15 @@ class WeightAverages:
 
     # ---- updates ----------------------------------------------------------------------------
 
-    def wrap(self) -> None:
-        """Make EMA and SWA average the global weights, until ``unwrap``."""
+    def _wrap(self) -> None:
+        """Make EMA and SWA average the global weights, until ``leave``."""
         wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
         for algorithm in self._algorithms:
             for name, wrapper in wrappers.items():
                 original = getattr(algorithm, name)
                 setattr(algorithm, name, functools.partial(wrapper, algorithm, original))
 
-    def unwrap(self) -> None:
-        """Undo ``wrap``."""
+    def leave(self) -> None:
         for algorithm in self._algorithms:
             for name in ("match", "apply", "state_dict"):
                 vars(algorithm).pop(name, None)
@@ -203,7 +218,7 @@ class WeightAverages:
 
     @contextmanager
     def _global_weights(self, algorithm: Algorithm) -> Iterator[None]:
-        weights, diloco = self._group.weights, self._group.diloco
+        weights, diloco = self.group.weights, self.group.diloco
         assert weights is not None and diloco is not None, "the group trains"
         was_completed = getattr(algorithm, "swa_completed", False)
         weights.show()
@@ -250,20 +265,20 @@ class WeightAverages:
                     self._adapt(algorithm)
         if misses_an_update:
             for algorithm in self._algorithms:
-                if algorithm.match(Event.BATCH_END, self._state):
-                    algorithm.apply(Event.BATCH_END, self._state, logger)
+                if algorithm.match(Event.BATCH_END, self.state):
+                    algorithm.apply(Event.BATCH_END, self.state, logger)
 
     def _load(self, algorithm: Algorithm, state: dict[str, Any]) -> None:
         if isinstance(algorithm, SWA):
             if state["swa_started"] and not algorithm.swa_started:
-                algorithm._initialize_swa(self._state)  # as SWA does at its start, under DDP
+                algorithm._initialize_swa(self.state)  # as SWA does at its start, under DDP
             own = algorithm.swa_model.state_dict() if algorithm.swa_model else {}
             state["swa_model"] = _named_as(own, state["swa_model"] or {})
         algorithm.load_state_dict(state)
 
     @property
     def _is_sharded(self) -> bool:
-        return any(isinstance(p, DTensor) for p in self._state.model.parameters())
+        return any(isinstance(p, DTensor) for p in self.state.model.parameters())
 
 
 def _named_as(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:

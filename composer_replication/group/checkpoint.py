@@ -22,21 +22,18 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_replication.diloco.copied_buffers import has_mean
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.group.checkpoint_layout import (
-    BadStateError,
-    CheckpointLayout,
-    checksums,
-    replaced,
-)
+from composer_replication.group.checksums import checksums, replaced
+from composer_replication.group.global_weights import as_dtensor
 from composer_replication.settings import FIXED, FIXED_WITH_BUFFERS, DiLoCoSettings, check_fixed
 
 FORMAT = 3
@@ -51,6 +48,90 @@ _PLAIN = (
     "replaces_global",
     "round_length",
 )
+
+
+class BadStateError(ValueError):
+    """A checkpoint from which this group cannot continue."""
+
+
+class CheckpointLayout:
+    """How the tensors of a group's ranks are stored in its checkpoint.
+
+    Args:
+        fragments: The model's parameters and buffers in each fragment, by name.
+        is_sharded: Whether each rank writes its shards (DCP), or rank 0 writes whole tensors.
+        has_averages: Whether the saved model may hold other weights than the global ones.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Mapping[str, Tensor]],
+        is_sharded: bool,
+        has_averages: bool = False,
+    ) -> None:
+        self.fragments = [list(fragment) for fragment in fragments]
+        self.live = {name: t for fragment in fragments for name, t in fragment.items()}
+        self.is_sharded = is_sharded
+        self.theta_beside = [
+            name for name, t in self.live.items() if has_averages or t.dtype != torch.float32
+        ]
+        """The global parameters that are saved beside the model."""
+
+    @property
+    def first_names(self) -> list[str]:
+        """The name of the first tensor in each fragment."""
+        return [names[0] for names in self.fragments]
+
+    def check_cut(self, saved: Sequence[str]) -> None:
+        """Check that a checkpoint has the same parameters in each fragment.
+
+        Args:
+            saved: What ``first_names`` was.
+
+        Raises:
+            BadStateError: It was saved with another cut, which its counts per fragment are of.
+        """
+        pairs = zip(saved, self.first_names, strict=True)
+        for index, (theirs, mine) in enumerate(pairs):
+            if theirs != mine:
+                raise BadStateError(
+                    f"its fragment {index} begins with {theirs}, and with {mine} here: the model's "
+                    "blocks have changed. Continue with the model's code, and the version of "
+                    "composer-replication, that wrote it"
+                )
+
+    def save(self, name: str, shard: Tensor) -> Tensor:
+        """Return what the checkpoint stores of a tensor. A collective if it has to be gathered."""
+        like = self.live[name]
+        if not isinstance(like, DTensor):
+            return shard.detach()
+        return as_dtensor(shard.detach(), like) if self.is_sharded else self.save_whole(name, shard)
+
+    def load(self, name: str, saved: object) -> Tensor:
+        """Return this rank's part of what ``save`` returned, on any number of ranks.
+
+        Raises:
+            BadStateError: It is missing, or has another shape than in the model.
+        """
+        like = self.live[name]
+        if not isinstance(saved, Tensor) or saved.shape != like.shape:
+            what = f"is {tuple(saved.shape)}" if isinstance(saved, Tensor) else "is missing"
+            raise BadStateError(f"{name} {what} in it, and {tuple(like.shape)} in the model")
+        if isinstance(saved, DTensor):
+            return saved.to_local()
+        if not isinstance(like, DTensor):
+            return saved
+        mesh, placements = like.device_mesh, like.placements
+        on_device = saved.to(mesh.device_type)
+        return distribute_tensor(on_device, mesh, placements, src_data_rank=None).to_local()
+
+    def save_whole(self, name: str, shard: Tensor) -> Tensor:
+        """Return the whole tensor in rank 0's host memory, empty elsewhere. A collective."""
+        like = self.live[name]
+        if not isinstance(like, DTensor):
+            return shard.detach()
+        whole = as_dtensor(shard.detach(), like).full_tensor()
+        return whole.cpu() if torch.distributed.get_rank() == 0 else whole.new_empty(0)
 
 
 def pack(

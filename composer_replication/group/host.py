@@ -11,6 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer_replication.replica.ranks import world_size
+
+
+class Averages:
+    """The averages of weights that a trainer keeps: this one has none."""
+
+    exist = False
+    """Whether the model may hold an average when it is saved or evaluated."""
+    are_saved = False
+    """Whether the model is to be saved as it is, since it holds an average."""
+    are_evaluated = False
+    """Whether evaluators see an average, which the trainer puts into the model for them."""
+
+    def begin(self, is_resumed: bool) -> None:
+        """A fit begins, and its checkpoint has been read. From now on the model is local."""
+
+    def leave(self) -> None:
+        """The group counts no more steps."""
+
+    def out_of_the_model(self) -> AbstractContextManager[None]:
+        """A context in which the model holds the local weights."""
+        return nullcontext()
+
+    def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The local weights by name, given those that the model holds; not copies."""
+        return live
+
 
 class Host:
     """A trainer, as its replica group sees it.
@@ -23,8 +50,12 @@ class Host:
     """Of the trainer, for what it sends to a joiner."""
     load_weights_only = "its weights alone"
     """How to load no more of a checkpoint than the weights, for an error."""
+    load_checkpoint = "load a checkpoint"
+    load_from = "load_path"
+    """How to load a checkpoint, and the argument that names it."""
     tokens_fix = "give each batch its tokens"
     """What to do about a batch of which nobody can tell the tokens, for an error."""
+    averages = Averages()
     is_sharded = False
     """Whether each rank saves its own shards, or rank 0 whole tensors."""
 
@@ -48,6 +79,25 @@ class Host:
     def size_of(self, batch: Any, what: str) -> int:
         """The number of ``samples`` or ``tokens`` in a batch of this rank; 0 if nobody can tell."""
         raise NotImplementedError
+
+    def size_of_all(self, batch: Any, what: str) -> int:
+        """The number of samples or tokens in a batch, over all ranks of the group.
+
+        Raises:
+            ValueError: On all ranks, if the batch of one has no tokens.
+        """
+        own = self.size_of(batch, what)
+        device = next(self.model.parameters()).device
+        counts = torch.tensor([own, int(own == 0)], device=device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(counts)
+        total, num_without = counts.tolist()
+        if num_without and what == "tokens":
+            raise ValueError(
+                f"weight_by='tokens', and {num_without} of the group's {world_size()} ranks have a "
+                f"batch of 0 tokens: {self.tokens_fix}, or use weight_by='samples'"
+            )
+        return total
 
     # ---- where it is ------------------------------------------------------------------------
 
@@ -105,26 +155,3 @@ class Host:
 
     def after_heal(self) -> None:
         """Called on every rank when a sync may have healed this group; collectives are allowed."""
-
-    # ---- weights that are neither local nor global ------------------------------------------
-
-    has_averages = False
-    """Whether the model may hold an average of weights when it is saved."""
-    saves_as_is = False
-    """Whether it does at the moment."""
-    evaluates_as_is = False
-    """Whether evaluators see an average that the trainer puts into the model for them."""
-
-    def begin(self, is_resumed: bool) -> None:
-        """A fit begins, and its checkpoint has been read. From now on the model is local."""
-
-    def leave(self) -> None:
-        """The group counts no more steps."""
-
-    def without_averages(self) -> AbstractContextManager[None]:
-        """A context in which the model holds the local weights."""
-        return nullcontext()
-
-    def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The local weights by name, given those that the model holds; not copies."""
-        return live

@@ -6,10 +6,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from composer_replication.arguments import pick
@@ -18,25 +17,15 @@ from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fence import fence
-from composer_replication.diloco.fragments import listed, persistent_buffers, synced_tensors
-from composer_replication.diloco.global_state import digest_of
-from composer_replication.diloco.shards import local_tensor
-from composer_replication.group.checkpoint import pack, template, unpack
-from composer_replication.group.checkpoint_layout import (
-    BadStateError,
-    CheckpointLayout,
-    checksums,
-    replaced,
-)
+from composer_replication.diloco.fragments import synced_tensors
+from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import Host
 from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import (
     ERROR,
     EVALUATION,
-    WARNING,
     ReplicaFolder,
-    last_outer_step,
 )
 from composer_replication.options import (
     DiLoCoOptions,
@@ -46,7 +35,7 @@ from composer_replication.options import (
 )
 from composer_replication.replica.factory import backend_for, make_manager
 from composer_replication.replica.ranks import broadcast, rank, world_size
-from composer_replication.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -70,7 +59,7 @@ class ReplicaGroup:
         data: The samples that the group trains on, during a fit, if the loader is one of ours.
         weights: Shows the global weights, from the first fit on.
         manager: Connects with the other groups, until this one leaves.
-        is_resumed: Whether this fit continues from a checkpoint.
+        continuation: What a fit continues from, and what it leaves.
         result: Of the last fit; empty before its end.
 
     Raises:
@@ -88,7 +77,6 @@ class ReplicaGroup:
         self.data: GroupData | None = None
         self.weights: GlobalWeights | None = None
         self.manager: Any = None
-        self.is_resumed = False
         self.result: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
         """Of the last evaluation, by name; they become a part of the result."""
@@ -96,13 +84,7 @@ class ReplicaGroup:
         self._membership: Membership | None = None
         self._folder: ReplicaFolder | None = None
         self._reports: Reports | None = None
-        self._loaded: dict[str, Any] | None = None
-        self._path: str | None = None
-        self._ended: dict[str, Any] | None = None
-        """DiLoCo's state at the end of the fit before this one."""
-        self._left: dict[str, int] | None = None
-        """Checksums of what that fit has left in the model; None if nobody knows."""
-        self._layout: CheckpointLayout | None = None
+        self.continuation = Continuation(host)
         self._generators = Generators()
         self._parent = os.getppid()
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
@@ -115,31 +97,6 @@ class ReplicaGroup:
             self._run = ask_for_run(self.options)
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._arguments)
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep what ``state_dict`` has returned until ``join``.
-
-        A checkpoint is checked before this group contacts any other, so that none waits for a group
-        that cannot start.
-        """
-        self._loaded = saved or None
-
-    def check_loaded(self, path: str | None) -> None:
-        """The trainer has loaded its checkpoint, if there is one: refuse it if it is not a group's.
-
-        Args:
-            path: Of the checkpoint, for errors.
-
-        Raises:
-            BadStateError: It has training state, but no DiLoCo state.
-        """
-        self._path = path
-        if self._loaded is None and self.host.steps > 0:
-            raise self._rejection(
-                f"it is of batch {self.host.steps} and has no DiLoCo state: no global parameters, "
-                "no outer momentum",
-                f"Load {self.host.load_weights_only}",
-            )
 
     def reject(self, error: ValueError) -> None:
         """Say in the run's folder that this group would be refused again."""
@@ -168,88 +125,49 @@ class ReplicaGroup:
             self._keep(has_failed=True)
             self._drop()
             log.info("Continuing from the state of the fit that failed")
-        if manager is not None and self._ended is not None:
+        if manager is not None and self.continuation.ended is not None:
             raise ValueError(
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
-        resumed, also_synced = self._read()
-        self._folder = ReplicaFolder(
-            None if rank() else self.options.run_dir, replica_id_of(self.options)
-        )
-        self._reports = Reports(self._folder, self.settings, self.host)
+        self.continuation.begin(self.settings)
+        name, is_resumed = replica_id_of(self.options), self.continuation.is_resumed
+        self._folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
+        self._reports = reports = Reports(self._folder, self.settings, self.host)
+        source = "" if self._run is None else self._run.settings_source
+        reports.settings(f"The coordinator's settings ({source})" if source else "Settings")
         try:
-            diloco = self._connect(manager, also_synced)
-            self._continue(diloco, resumed)
+            self.diloco = diloco = self._connect(manager)
             diloco.counts_steps = False
-            self._reports.position("joining", diloco)
+            reading = self.continuation.restore(diloco)
+            if self.data is not None and reading:
+                self.data.load_state_dict(reading)
+            if self.weights is not None:
+                self.weights.remove()
+            self.weights = GlobalWeights(
+                self.host.model,
+                diloco.global_parameters(),
+                lambda: self.host.averages.are_saved or self._replaces_global,
+            )
+            reports.position("joining", diloco)
             diloco.__enter__()
-            self._reports.started(diloco)
-            name = replica_id_of(self.options)
-            self._reports.joined(diloco, self.manager, name, self.is_resumed)
+            reports.started(diloco)
+            reports.joined(diloco, self.manager, name, is_resumed)
             if self.data is not None:
                 self.data.start()
-            if self.is_resumed:
-                self._reports.resumed(diloco)
+            if is_resumed:
+                reports.resumed(diloco)
             self._report("training")
         except BaseException:
             self.leave()  # the others would wait for this group while it sends heartbeats
             self._drop()
             raise
 
-    def _read(self) -> tuple[tuple[dict[str, Any], Mapping[str, Any]] | None, set[str]]:
-        """What this fit continues from, if anything, and the tensors that are synced besides."""
-        # What belonged to the global state before; some of it may be frozen by now.
-        before = self._ended["fragments"] if self._ended is not None else ()
-        loaded, self._loaded = self._loaded, None
-        names = () if loaded is None else loaded.get("local", {})
-        also_synced = {*names, *(name for f in before for name in f["theta"])}
-        resumed = None if loaded is None else self._unpack(loaded)
-        self.is_resumed = resumed is not None
-        self.host.begin(self.is_resumed)
-        self._layout = self._layout_of(also_synced)
-        if self._ended is not None and not self.is_resumed:
-            self._check_unchanged(self._layout, before)
-        return resumed, also_synced
-
-    def _layout_of(self, also_synced: Sequence[str] | set[str] = ()) -> CheckpointLayout:
-        fragments = synced_tensors(self.host.model, self.settings, also_synced)
-        return CheckpointLayout(fragments, self.host.is_sharded, self.host.has_averages)
-
-    def _unpack(self, loaded: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        try:
-            layout = self._layout_of([*loaded.get("local", {})])
-            return unpack(loaded, self.settings, layout)
-        except SettingsMismatch as error:
-            raise self._rejection(str(error), "Use the settings that it was saved with") from error
-        except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            fix = f"Load another one, or {self.host.load_weights_only}"
-            raise self._rejection(problem, fix) from error
-
-    def _rejection(self, problem: str, fix: str) -> BadStateError:
-        path = self._path or "the checkpoint"
-        return BadStateError(f"cannot continue from {path}: {problem}. {fix}")
-
-    def _check_unchanged(self, layout: CheckpointLayout, before: Sequence[Any]) -> None:
-        known = {name for fragment in before for name in fragment["theta"]}
-        changed = [] if self._left is None else replaced(self._left, layout.live)
-        kinds = {
-            "were not trained in the fit before": [n for n in layout.live if n not in known],
-            "were replaced since the fit before": [name for name in changed if name in known],
-        }
-        if found := [f"{listed(names)} {what}" for what, names in kinds.items() if names]:
-            raise ValueError(
-                f"{', and '.join(found)}: this fit cannot continue with its outer momentum. Give a "
-                "new Trainer of this model a new DiLoCoCallback, in all replica groups"
-            )
-
-    def _connect(self, manager: Any, also_synced: set[str]) -> DiLoCo:
+    def _connect(self, manager: Any) -> DiLoCo:
         host, options = self.host, self.options
-        self._say_settings()
-        refusal = None
-        if not self.is_resumed and self._ended is None:
-            refusal = broadcast(None if rank() else self._start_refusal())
+        also_synced = self.continuation.also_synced
+        known_step = 0 if self._run is None else self._run.outer_step
+        refusal = self.continuation.start_refusal(options.run_dir, known_step)
         if self._run is not None:
             synced = synced_tensors(host.model, self.settings, also_synced)
             self._membership = Membership(options, self._run, synced, world_size())
@@ -275,68 +193,11 @@ class ReplicaGroup:
         )
         return diloco
 
-    def _say_settings(self) -> None:
-        assert self._folder is not None, "join has made it"
-        momentum = self.settings.momentum_warning(self.host.last_step(is_bound=True))
-        if not rank():
-            source = "Settings"
-            if self._run is not None:
-                source = f"The coordinator's settings ({self._run.settings_source})"
-            log.info("%s: %s", source, self.settings)
-            if momentum:
-                log.warning("%s", momentum)
-        for text in filter(None, (momentum, self.settings.overlap_warning)):  # DiLoCo warns of it
-            self._folder.append(WARNING, {"warning": text})
-
-    def _start_refusal(self) -> str | None:
-        """Why a group without a checkpoint must not begin this run; None if it may.
-
-        If the run has made outer steps already, a group with fresh parameters would become the
-        donor of every group that comes back, and the run's training would be lost.
-        """
-        step, source = last_outer_step(self.options.run_dir), self.options.run_dir
-        if self._run is not None and self._run.outer_step > step:
-            step, source = self._run.outer_step, "the coordinator"
-        if not step:
-            return None
-        fix = "load a checkpoint (load_path, or autoresume: true with a save_folder)"
-        latest = self.host.latest_checkpoint
-        if latest is not None and latest.exists():
-            fix = f"continue from this group's last checkpoint (load_path={latest})"
-        return (
-            f"{source} says that this run has made {step} outer steps, and this group starts "
-            f"without a checkpoint: it can join other groups, but it cannot begin the run. If no "
-            f"other group is left, {fix}, or begin another run: use another run_dir, and another "
-            "state folder for its coordinator"
-        )
-
     def _backend(self) -> str:
         device = next(self.host.model.parameters()).device
         if self.options.backend == "nccl" and device.type != "cuda":
             raise ValueError(f"backend='nccl', but the model is on {device}: use 'gloo'")
         return self.options.backend or backend_for(device)
-
-    def _continue(
-        self, diloco: DiLoCo, resumed: tuple[dict[str, Any], Mapping[str, Any]] | None
-    ) -> None:
-        """Give a new DiLoCo what a checkpoint or the fit before has left, if there is either."""
-        assert self._layout is not None, "it has been read"
-        self.diloco = diloco
-        if self.weights is not None:
-            self.weights.remove()
-        before, local = resumed or (self._ended, {})
-        if before is not None:
-            diloco.load_state_dict(before)
-            if self.data is not None:
-                self.data.load_state_dict(before["reading"])
-        with torch.no_grad():
-            for name, tensor in local.items():
-                local_tensor(self._layout.live[name]).copy_(tensor)
-        self.weights = GlobalWeights(
-            self.host.model,
-            diloco.global_parameters(),
-            lambda: self.host.saves_as_is or self._replaces_global,
-        )
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -364,32 +225,9 @@ class ReplicaGroup:
             return
         self.diloco.note_batch(batch)
         if self.settings.weight_by == "samples":
-            self.diloco.count_samples(self.size_of_all(batch, "samples"))
+            self.diloco.count_samples(self.host.size_of_all(batch, "samples"))
         elif self.settings.weight_by == "tokens":
-            self.diloco.count_tokens(self.size_of_all(batch, "tokens"))
-
-    def size_of_all(self, batch: Any, what: str) -> int:
-        """The number of samples or tokens in a batch, over all ranks of the group.
-
-        Args:
-            batch: Of this rank.
-            what: ``samples`` or ``tokens``.
-
-        Raises:
-            ValueError: On all ranks, if the batch of one has no tokens.
-        """
-        own = self.host.size_of(batch, what)
-        device = next(self.host.model.parameters()).device
-        counts = torch.tensor([own, int(own == 0)], device=device)
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        total, num_without = counts.tolist()
-        if num_without and what == "tokens":
-            raise ValueError(
-                f"weight_by='tokens', and {num_without} of the group's {world_size()} ranks have a "
-                f"batch of 0 tokens: {self.host.tokens_fix}, or use weight_by='samples'"
-            )
-        return total
+            self.diloco.count_tokens(self.host.size_of_all(batch, "tokens"))
 
     def end_step(self, loss: float | None = None) -> bool:
         """The step is over, also if the optimizer was not called because of an overflow.
@@ -435,7 +273,7 @@ class ReplicaGroup:
     def sync_idle(self) -> None:
         """Take part in the others' next sync: there are no samples to train on at the moment."""
         assert self.diloco is not None, "it is asked while training"
-        with self.host.without_averages():
+        with self.host.averages.out_of_the_model():
             self.diloco.sync_idle()
         if not self._report("training") and self.data is not None:
             self.data.after_sync()
@@ -469,7 +307,7 @@ class ReplicaGroup:
             return
         self._generators.save()
         if self.options.eval_weights == "global":
-            if not self.host.evaluates_as_is and not self._replaces_global:
+            if not self.host.averages.are_evaluated and not self._replaces_global:
                 self.weights.show()
 
     def show_local(self) -> None:
@@ -494,36 +332,27 @@ class ReplicaGroup:
         """Whether an average is in the model that is not yet in the global weights."""
         if self.diloco is not None:
             return self.diloco.replaces_global
-        return self._ended is not None and any(self._ended["replaces_global"])
-
-    # ---- what is saved ----------------------------------------------------------------------
+        ended = self.continuation.ended
+        return ended is not None and any(ended["replaces_global"])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, for a checkpoint: empty before training. Under FSDP a collective.
+        """This group's part of a checkpoint: empty before training. Under FSDP a collective.
 
         It has to be written before the next inner step. The checkpoint's model is the global one:
-        its ``state_dict`` returns the global weights.
+        ``state_dict`` of the model returns the global weights.
         """
-        if self.diloco is not None:
-            return self._packed(self._diloco_state())
-        return (self._loaded or {}) if self._ended is None else self._packed(self._ended)
+        state = self.continuation.ended if self.diloco is None else self._diloco_state(self.diloco)
+        if state is None or self.weights is None:
+            return self.continuation.loaded
+        local = self.host.averages.local(self.weights.local())
+        return self.continuation.packed(state, local, self.weights.saved)
 
-    def template(self) -> dict[str, Any]:
-        """An empty state, to load a sharded checkpoint into."""
-        return template(self.settings, self._layout_of())
-
-    def _diloco_state(self) -> dict[str, Any]:
+    def _diloco_state(self, diloco: DiLoCo) -> dict[str, Any]:
         """DiLoCo's state with its own tensors, valid until the next inner step."""
-        assert self.diloco is not None, "while there is one"
-        diloco_state = self.diloco.state_dict(copies=False)
+        state = diloco.state_dict(copies=False)
         if self.data is not None:
-            diloco_state["reading"] |= self.data.state_dict()
-        return diloco_state
-
-    def _packed(self, diloco_state: dict[str, Any]) -> dict[str, Any]:
-        assert self.weights is not None and self._layout is not None, "join has made them"
-        local = self.host.local(self.weights.local())
-        return pack(diloco_state, local, self.weights.saved, self._layout)
+            state["reading"] |= self.data.state_dict()
+        return state
 
     # ---- a fit ends -------------------------------------------------------------------------
 
@@ -531,21 +360,13 @@ class ReplicaGroup:
         """The fit has ended well: sync what has not been synced, and leave the others."""
         if self.diloco is None or self._folder is None or self._reports is None:
             return
-        assert self._layout is not None, "join has made it"
-        with self.host.without_averages():
+        with self.host.averages.out_of_the_model():
             if self.options.final_sync:
                 self.diloco.final_sync()
-            self._left = checksums(self._layout.live)
+            self.continuation.note_left()
         self._report("evaluating")
-        self.result = {
-            "replica_id": replica_id_of(self.options),
-            "inner_steps": self.diloco.inner_steps,
-            "outer_steps": self.diloco.outer_step,
-            "global_digest": self.diloco.global_digest(),
-            "final_loss": self._reports.final_loss,
-            "own_buffers": self._own_buffers(),
-            "eval": self._metrics,
-        }
+        name = replica_id_of(self.options)
+        self.result = self._reports.result(self.diloco, name) | {"eval": self._metrics}
         if self.data is not None:
             self.data.end()
         self._keep()
@@ -558,22 +379,13 @@ class ReplicaGroup:
             self.result["global_digest"][:8],
         )
 
-    def _own_buffers(self) -> dict[str, str]:
-        """A digest of each buffer of the model that the groups do not synchronise."""
-        if self.settings.sync_buffers != "none":
-            return {}
-        buffers = persistent_buffers(self.host.model)
-        return {name: digest_of({name: buffer})[:8] for name, buffer in buffers.items()}
-
     def _keep(self, *, has_failed: bool = False) -> None:
-        """Keep what the fit has left, for the next one; without copies, as no step follows."""
-        self._ended = self._diloco_state()
-        if has_failed:
-            self._left = None
-        if self.weights is not None:
-            # Under DDP these have been gathered, so that rank 0 alone may save the model from now.
-            fragments = self._ended["fragments"]
-            self.weights.read_from({name: t for f in fragments for name, t in f["theta"].items()})
+        """Keep what the fit has left, for the next one."""
+        assert self.diloco is not None and self.weights is not None, "join has made them"
+        state = self._diloco_state(self.diloco)
+        self.continuation.end(state, has_failed=has_failed)
+        # Under DDP these have been gathered, so that rank 0 alone may save the model from now.
+        self.weights.read_from({n: t for f in state["fragments"] for n, t in f["theta"].items()})
 
     def leave(self) -> None:
         """Count no more steps and send no more heartbeats, else the others would wait.
@@ -583,7 +395,7 @@ class ReplicaGroup:
         if sys.is_finalizing():
             return  # the threads have ended: no heartbeats are sent, and a wait would not return
         with self._leaving:
-            self.host.leave()
+            self.host.averages.leave()
             if self.diloco is not None:
                 self.diloco.__exit__(None, None, None)
             if self.data is not None:

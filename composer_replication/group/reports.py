@@ -12,6 +12,8 @@ import psutil
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.fence import fence
+from composer_replication.diloco.fragments import persistent_buffers
+from composer_replication.diloco.global_state import digest_of
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
 from composer_replication.group.words import listed_groups, on_same_samples, plural
@@ -29,8 +31,6 @@ class Reports:
         settings: The run's settings.
         host: The group's trainer.
 
-    Attributes:
-        final_loss: The mean training loss of the last round that had steps; None before.
     """
 
     def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings, host: Host) -> None:
@@ -45,12 +45,28 @@ class Reports:
         self._members: dict[str, str] = {}
         self._num_groups = 1
         self.final_loss: float | None = None
+        """The mean training loss of the last round that had steps; None before."""
 
     def note_loss(self, loss: float) -> None:
         """Note the loss of a step, a mean over the group's ranks."""
         self._losses.append(loss)
 
     # ---- it has joined ----------------------------------------------------------------------
+
+    @fence("the settings")
+    def settings(self, source: str) -> None:
+        """Say what the settings are, and warn of some.
+
+        Args:
+            source: Whose they are.
+        """
+        momentum = self._settings.momentum_warning(self._host.last_step(is_bound=True))
+        if not rank():
+            log.info("%s: %s", source, self._settings)
+            if momentum:
+                log.warning("%s", momentum)
+        for text in filter(None, (momentum, self._settings.overlap_warning)):  # DiLoCo warns of it
+            self._folder.append(WARNING, {"warning": text})
 
     @fence("the start of this group")
     def started(self, diloco: DiLoCo) -> None:
@@ -155,6 +171,20 @@ class Reports:
         """Rounds so far. Where they have another length in each group, whole turns count."""
         steps = self._steps_of_all
         return inner_steps / steps if steps else outer_step / self._settings.fragment_count
+
+    def result(self, diloco: DiLoCo, replica_id: str) -> dict[str, Any]:
+        """How the fit has ended. Every rank of the group has to call it."""
+        buffers = {}
+        if self._settings.sync_buffers == "none":  # each group has its own
+            buffers = persistent_buffers(self._host.model)
+        return {
+            "replica_id": replica_id,
+            "inner_steps": diloco.inner_steps,
+            "outer_steps": diloco.outer_step,
+            "global_digest": diloco.global_digest(),
+            "final_loss": self.final_loss,
+            "own_buffers": {name: digest_of({name: b})[:8] for name, b in buffers.items()},
+        }
 
     # ---- where it is ------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from composer_jobs import (
     Exporting,
     callback_of,
     data,
+    final_theta,
     fit,
     fit_alone,
     trainer_of,
@@ -325,7 +326,7 @@ def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
 
 def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():
     callback, _ = fit_alone("4ba")
-    kept = {name: t for f in callback._group._ended["fragments"] for name, t in f["theta"].items()}
+    kept = final_theta(callback)
     assert kept and all(
         t.data_ptr() == callback._group.weights._theta[n].data_ptr() for n, t in kept.items()
     )
@@ -363,7 +364,7 @@ def test_a_group_in_mid_round_ends_on_the_same_global_parameters_as_its_peer():
         trainer = trainer_of(callback, look, replica_id=sim.replica_id, max_duration="6ba")
         trainer.fit()
         trainer.close()
-        theta = callback._group._ended["fragments"][0]["theta"]
+        theta = final_theta(callback)
         local = dict(trainer.state.model.named_parameters())
         assert local.keys() == theta.keys()
         assert all(torch.equal(local[name], value) for name, value in theta.items())
@@ -381,7 +382,7 @@ def test_without_a_final_sync_the_last_steps_stay_local():
     before, after = callback.state_dict()["local"], dict(trainer.state.model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], local) for name, local in before.items())
-    theta = callback._group._ended["fragments"][0]["theta"]
+    theta = final_theta(callback)
     assert not any(torch.equal(after[name], value) for name, value in theta.items())
 
 

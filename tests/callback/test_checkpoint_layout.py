@@ -14,7 +14,7 @@ import torch
 from composer_jobs import Each, building, callback_of, train_and_save, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.group.checkpoint_layout import checksums
+from composer_replication.group.checksums import checksums
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import SimulationError, simulate
 

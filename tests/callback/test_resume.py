@@ -24,6 +24,7 @@ from composer_jobs import (
     building,
     callback_of,
     data,
+    final_theta,
     fit,
     fit_alone,
     read_checkpoint,
@@ -115,7 +116,7 @@ def test_composer_without_our_callback_and_torch_alone_load_the_global_weights(t
         auto_log_hparams=False,
     )
     trainer.close()
-    theta = callback._group._ended["fragments"][0]["theta"]
+    theta = final_theta(callback)
     assert all(torch.equal(p, theta[name]) for name, p in model.named_parameters())
     weights = torch.load(path, weights_only=False)["state"]["model"]
     TinyModel().load_state_dict(weights)  # strict
@@ -270,7 +271,7 @@ def test_the_evaluated_loss_is_that_of_the_saved_weights(tmp_path, eval_weights)
 def test_after_the_fit_evaluators_and_savers_see_the_global_weights(tmp_path, final_sync):
     def replica(sim):
         callback, trainer = evaluating(sim, "100ba", diloco={"final_sync": final_sync})
-        theta = {n: t for f in callback._group._ended["fragments"] for n, t in f["theta"].items()}
+        theta = final_theta(callback)
         before = {n: p.detach().clone() for n, p in trainer.state.model.named_parameters()}
         trainer.eval()
         seen = float(trainer.state.eval_metrics["eval"]["MeanSquaredError"].compute())

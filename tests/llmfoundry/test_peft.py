@@ -116,5 +116,5 @@ def test_fragments_may_be_given_as_peft_names_the_adapters(tmp_path):
     [(callback, _, _)] = simulate(
         lambda sim: fit(sim, tmp_path, fragment_patterns=patterns), num_replicas=1
     )
-    sizes = [len(fragment["theta"]) for fragment in callback._group._ended["fragments"]]
+    sizes = [len(fragment["theta"]) for fragment in callback._group.continuation.ended["fragments"]]
     assert sizes == [2, 2]

@@ -1,0 +1,212 @@
+"""What a fit continues from: nothing, a checkpoint, or the fit before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.fragments import listed, synced_tensors
+from composer_replication.diloco.shards import local_tensor
+from composer_replication.group.checkpoint import (
+    BadStateError,
+    CheckpointLayout,
+    pack,
+    template,
+    unpack,
+)
+from composer_replication.group.checksums import checksums, replaced
+from composer_replication.group.host import Host
+from composer_replication.group.run_folder import last_outer_step
+from composer_replication.replica.ranks import broadcast, rank
+from composer_replication.settings import DiLoCoSettings, SettingsMismatch
+
+
+class Continuation:
+    """Keeps DiLoCo's state from one fit to the next, and from a checkpoint to the fit after it.
+
+    A trainer may load a checkpoint before there is a DiLoCo. It is checked before this group
+    contacts any other, so that none waits for a group that cannot start.
+
+    Args:
+        host: The group's trainer.
+
+    Attributes:
+        is_resumed: Whether this fit continues from a checkpoint.
+        ended: DiLoCo's state at the end of the fit before this one.
+        also_synced: What belonged to the global state before; some of it may be frozen by now.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.is_resumed = False
+        self.ended: dict[str, Any] | None = None
+        self.also_synced: Collection[str] = ()
+        self._loaded: dict[str, Any] | None = None
+        self._path: str | None = None
+        self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
+        self._layout: CheckpointLayout | None = None
+        self._left: dict[str, int] | None = None
+        """Checksums of what the fit before has left in the model; None if nobody knows."""
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Keep what a checkpoint has until the next fit begins."""
+        self._loaded = saved or None
+
+    def check_loaded(self, path: str | None) -> None:
+        """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
+
+        Args:
+            path: Of the checkpoint, for errors.
+
+        Raises:
+            BadStateError: It has training state, but no DiLoCo state.
+        """
+        self._path = path
+        if self._loaded is None and self._host.steps > 0:
+            raise self._rejection(
+                f"it is of batch {self._host.steps} and has no DiLoCo state: no global "
+                "parameters, no outer momentum",
+                f"Load {self._host.load_weights_only}",
+            )
+
+    def begin(self, settings: DiLoCoSettings) -> None:
+        """Read what a fit continues from, and have averages taken out of the model.
+
+        Raises:
+            BadStateError: The checkpoint is damaged, or is one of another model.
+            SettingsMismatch: It was saved with other fragments.
+            ValueError: The fit before trained other parameters, or left other values of them.
+        """
+        before = () if self.ended is None else self.ended["fragments"]
+        known = {name for fragment in before for name in fragment["theta"]}
+        names = () if self._loaded is None else self._loaded.get("local", {})
+        self.also_synced = {*names, *known}
+        self._resumed, self._loaded = self._read(settings), None
+        self.is_resumed = self._resumed is not None
+        self._host.averages.begin(self.is_resumed)
+        self._layout = self._layout_of(settings, self.also_synced)
+        if self.ended is not None and not self.is_resumed:
+            self._check_unchanged(self._layout, known)
+
+    def _layout_of(
+        self, settings: DiLoCoSettings, also_synced: Collection[str] = ()
+    ) -> CheckpointLayout:
+        fragments = synced_tensors(self._host.model, settings, also_synced)
+        return CheckpointLayout(fragments, self._host.is_sharded, self._host.averages.exist)
+
+    def _read(self, settings: DiLoCoSettings) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
+        if self._loaded is None:
+            return None
+        try:
+            layout = self._layout_of(settings, self._loaded.get("local", {}))
+            return unpack(self._loaded, settings, layout)
+        except SettingsMismatch as error:
+            raise self._rejection(str(error), "Use the settings that it was saved with") from error
+        except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            fix = f"Load another one, or {self._host.load_weights_only}"
+            raise self._rejection(problem, fix) from error
+
+    def _rejection(self, problem: str, fix: str) -> BadStateError:
+        path = self._path or "the checkpoint"
+        return BadStateError(f"cannot continue from {path}: {problem}. {fix}")
+
+    def _check_unchanged(self, layout: CheckpointLayout, known: Collection[str]) -> None:
+        changed = [] if self._left is None else replaced(self._left, layout.live)
+        kinds = {
+            "were not trained in the fit before": [n for n in layout.live if n not in known],
+            "were replaced since the fit before": [name for name in changed if name in known],
+        }
+        if found := [f"{listed(names)} {what}" for what, names in kinds.items() if names]:
+            raise ValueError(
+                f"{', and '.join(found)}: this fit cannot continue with its outer momentum. Give a "
+                "new Trainer of this model a new DiLoCoCallback, in all replica groups"
+            )
+
+    def start_refusal(self, run_dir: str | None, known_step: int) -> str | None:
+        """Why this group must not begin the run; None if it may. A collective of its ranks.
+
+        If the run has made outer steps already, a group with fresh parameters would become the
+        donor of every group that comes back, and the run's training would be lost.
+
+        Args:
+            run_dir: The run's folder.
+            known_step: The number of outer steps that the coordinator knows of.
+        """
+        if self.is_resumed or self.ended is not None:
+            return None
+        is_first = rank() == 0
+        return broadcast(self._start_refusal(run_dir, known_step) if is_first else None)
+
+    def _start_refusal(self, run_dir: str | None, known_step: int) -> str | None:
+        step, source = last_outer_step(run_dir), run_dir
+        if known_step > step:
+            step, source = known_step, "the coordinator"
+        if not step:
+            return None
+        fix = self._host.load_checkpoint
+        latest = self._host.latest_checkpoint
+        if latest is not None and latest.exists():
+            fix = f"continue from this group's last checkpoint ({self._host.load_from}={latest})"
+        return (
+            f"{source} says that this run has made {step} outer steps, and this group starts "
+            f"without a checkpoint: it can join other groups, but it cannot begin the run. If no "
+            f"other group is left, {fix}, or begin another run: use another run_dir, and another "
+            "state folder for its coordinator"
+        )
+
+    def restore(self, diloco: DiLoCo) -> Mapping[str, int]:
+        """Give a new DiLoCo, and the model, what a checkpoint or the fit before has left.
+
+        Returns:
+            Where the group has read its samples; empty if it begins with nothing.
+        """
+        assert self._layout is not None, "begin has made it"
+        state, local = self._resumed or (self.ended, {})
+        self._resumed = None
+        with torch.no_grad():
+            for name, tensor in local.items():
+                local_tensor(self._layout.live[name]).copy_(tensor)
+        if state is None:
+            return {}
+        diloco.load_state_dict(state)
+        return state["reading"]
+
+    def note_left(self) -> None:
+        """The model holds what this fit leaves in it."""
+        assert self._layout is not None, "begin has made it"
+        self._left = checksums(self._layout.live)
+
+    def end(self, state: dict[str, Any], *, has_failed: bool = False) -> None:
+        """Keep what the fit has left, for the next one; without copies, as no step follows.
+
+        Args:
+            state: Of DiLoCo.
+            has_failed: Whether the fit has raised, so that nobody knows what the model holds.
+        """
+        self.ended = state
+        if has_failed:
+            self._left = None
+
+    @property
+    def loaded(self) -> dict[str, Any]:
+        """What a checkpoint has, until the next fit begins; else empty."""
+        return self._loaded or {}
+
+    def packed(
+        self,
+        state: dict[str, Any],
+        local: Mapping[str, Tensor],
+        in_model: Callable[[str], Tensor],
+    ) -> dict[str, Any]:
+        """DiLoCo's part of a checkpoint. For the arguments see ``pack``."""
+        assert self._layout is not None, "begin has made it"
+        return pack(state, local, in_model, self._layout)
+
+    def template(self, settings: DiLoCoSettings) -> dict[str, Any]:
+        """An empty state, to load a sharded checkpoint into."""
+        return template(settings, self._layout_of(settings))
