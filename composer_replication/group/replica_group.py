@@ -22,11 +22,7 @@ from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import Host
 from composer_replication.group.reports import Reports
-from composer_replication.group.run_folder import (
-    ERROR,
-    EVALUATION,
-    ReplicaFolder,
-)
+from composer_replication.group.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.options import (
     DiLoCoOptions,
     ManagerOptions,
@@ -60,6 +56,8 @@ class ReplicaGroup:
         weights: Shows the global weights, from the first fit on.
         manager: Connects with the other groups, until this one leaves.
         continuation: What a fit continues from, and what it leaves.
+        generators: The random generators, saved while the global weights are shown. A trainer that
+            saves after an evaluation, before it goes on, has to restore them first.
         result: Of the last fit; empty before its end.
 
     Raises:
@@ -85,7 +83,7 @@ class ReplicaGroup:
         self._folder: ReplicaFolder | None = None
         self._reports: Reports | None = None
         self.continuation = Continuation(host)
-        self._generators = Generators()
+        self.generators = Generators()
         self._parent = os.getppid()
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
 
@@ -305,7 +303,7 @@ class ReplicaGroup:
         """
         if self.weights is None:
             return
-        self._generators.save()
+        self.generators.save()
         if self.options.eval_weights == "global":
             if not self.host.averages.are_evaluated and not self._replaces_global:
                 self.weights.show()
@@ -314,7 +312,7 @@ class ReplicaGroup:
         """Put the local weights and the random generators back. It may be repeated."""
         if self.weights is not None:
             self.weights.hide()
-            self._generators.restore()
+            self.generators.restore()
 
     def note_evaluation(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation for the run's folder and the result."""
