@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
 from typing import Any
 
-from composer import Callback, Event, Logger, State
+from composer import Callback, Event, Logger, State, Trainer
 from composer.loggers import LoggerDestination
 
 from composer_replication.arguments import takes
@@ -18,22 +17,12 @@ from composer_replication.callback.composer_job import (
     metrics_of,
     name_the_node,
 )
-from composer_replication.callback.trainer_watch import end_if_stuck_in_close, when_fit_is_over
+from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group import ReplicaGroup
+from composer_replication.group import GroupArguments, ReplicaGroup
+from composer_replication.group.call_watch import when_over
 from composer_replication.options import DuplicateIdError, ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallbackArguments(ReplicaOptions, DiLoCoSettings):
-    """All arguments of :class:`DiLoCoCallback`.
-
-    Args:
-        manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
-    """
-
-    manager: Any = None
 
 
 class DiLoCoCallback(Callback):
@@ -86,7 +75,7 @@ class DiLoCoCallback(Callback):
     ===============================  ===================================================
     """
 
-    @takes(CallbackArguments)
+    @takes(GroupArguments)
     def __init__(self, **arguments: Any) -> None:
         self._job = job = ComposerJob()
         self._group = job.group = job.averages.group = ReplicaGroup(job, arguments)
@@ -159,7 +148,10 @@ class DiLoCoCallback(Callback):
         check_loads(state)
         self._job.before_join()
         self._group.join(self._manager)
-        when_fit_is_over(functools.partial(self._group.leave_after_error, self._group.manager))
+        # Composer may fail to close the Trainer: Engine.__del__ of any other one unregisters the
+        # closes of all from atexit, which compares static methods.
+        leave = functools.partial(self._group.leave_after_error, self._group.manager)
+        when_over(Trainer.fit, leave)
         self._job.averages.after_join()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:

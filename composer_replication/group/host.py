@@ -1,17 +1,31 @@
-"""What a replica group asks of its trainer."""
+"""What a replica group asks of its trainer, and what a user may say to it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from composer_replication.options import ReplicaOptions
 from composer_replication.replica.ranks import world_size
+from composer_replication.settings import DiLoCoSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupArguments(ReplicaOptions, DiLoCoSettings):
+    """All arguments of a trainer's callback.
+
+    Args:
+        manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
+    """
+
+    manager: Any = None
 
 
 class Averages:

@@ -1,0 +1,90 @@
+"""Notices when a function call is over, where a trainer has no event.
+
+A fit that raises ends without an event. If the process lives on, as in a notebook or a sweep, no
+code closes the trainer: the group would keep sending heartbeats, and the others would wait for it.
+A trainer may also not be closed when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+
+_running: set[Callable[[], None]] = set()
+"""The ``leave`` of each fit that has not ended."""
+
+os.register_at_fork(after_in_child=_running.clear)  # a forked child is no replica group
+
+
+def when_over(function: Callable[..., object], leave: Callable[[], None]) -> None:
+    """Call ``leave`` when the call of a function that calls this has ended, or the process ends.
+
+    It is called on another thread, at most ``POLL_S`` seconds later. If the function does not call
+    this, nothing happens.
+
+    Args:
+        function: Such as ``Trainer.fit``.
+        leave: Has no effect if the group has already left.
+    """
+    fit = caller(function)
+    if fit is not None:
+        _running.add(leave)
+        threading.Thread(
+            target=_watch_fit, args=(fit, leave), name="fit watch", daemon=True
+        ).start()
+
+
+def _watch_fit(fit: FrameType, leave: Callable[[], None]) -> None:
+    while is_running(fit):
+        time.sleep(POLL_S)
+    try:
+        leave()
+    finally:
+        _running.discard(leave)
+
+
+@atexit.register
+def _leave_all() -> None:
+    for leave in list(_running):
+        try:
+            leave()
+        except Exception:
+            log.exception("A replica group could not leave cleanly at the end of its process")
+
+
+def caller(function: Callable[..., object]) -> FrameType | None:
+    """The frame of a function that calls this, on this thread."""
+    code = function.__code__
+    return next((frame for frame in stack(sys._getframe()) if frame.f_code is code), None)
+
+
+def is_running(frame: FrameType) -> bool:
+    """Whether a function call has not returned yet, asked from any thread.
+
+    To look for its frame in ``sys._current_frames()`` would mean to walk the frames of a thread
+    that creates and drops them meanwhile, which has crashed the interpreter (Python 3.11).
+    ``clear`` is one call, under the interpreter's lock: it raises while the frame is in use. Then
+    it drops the frame's local variables, which only a debugger could still read.
+    """
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller, and so on to the first frame of the thread."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
