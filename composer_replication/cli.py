@@ -30,9 +30,6 @@ from composer_replication.launch.command_options import (
     TakesCommand,
     command_after_dashes,
 )
-from composer_replication.launch.command_options import (
-    Set as Set,  # typer looks up the annotations of inherited options in this module
-)
 from composer_replication.launch.output import (
     BAD_INPUT,
     INTERRUPTED,

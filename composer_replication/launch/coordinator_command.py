@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
-import threading
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fence import fence
 from composer_replication.launch.command_options import CoordinatorOptions
+from composer_replication.launch.processes import POLL_S, Interrupts
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
 from composer_replication.replica.addresses import is_loopback
 from composer_replication.replica.json_files import read_json
@@ -44,49 +45,44 @@ def coordinate(options: CoordinatorOptions) -> None:
     tokens = choose_tokens(options.token_file, options.no_token, bind, state_dir)
     group = pick(ReplicaOptions, diloco_section(config))
     count = options.replicas or group.num_replicas or 1
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     settings = settings_of(config)
-    try:
-        coordinator = Coordinator(
-            settings,
-            source,
-            num_replicas=count,
-            min_replicas=group.min_replica_size,
-            digest_every=group.digest_every,
-            state_dir=state_dir,
-            bind=bind,
-            hostname=options.hostname,
-            tokens=tokens,
-            heartbeat_timeout_s=options.heartbeat_timeout_s,
-            model_section=config.get("model"),
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile,
-            all_start=options.new_settings,
-        )
-    except OSError as error:  # the address or the folder cannot be used
-        raise ConfigError(str(error)) from error
     console = Console(highlight=False)
-    for line in (
-        f"COMPOSER_REPLICATION_COORDINATOR={coordinator.address}  (for {count} replica groups)",
-        f"page: {coordinator.address}/",
-        f"lighthouse: {coordinator.lighthouse_addr}    state: {state_dir.absolute()}",
-        f"settings: {in_words(settings)}  (from {source})",
-    ):
-        console.print(line, markup=False, soft_wrap=True)
-    if left_out := ", ".join(config["left_out"]):
-        text = f"left to the groups: {left_out}  (callbacks.diloco of {options.file})"
-        console.print(text, markup=False, soft_wrap=True)
-    if not tokens:
-        console.print(
-            f"No token: everybody who reaches this address can change the run. Set {TOKEN}."
-        )
-    try:
-        while not ended.wait(0.5) and coordinator.is_serving:
-            pass
-    finally:
-        coordinator.shutdown()
+    with Interrupts() as interrupts, ExitStack() as opened:
+        try:
+            coordinator = Coordinator(
+                settings,
+                source,
+                num_replicas=count,
+                min_replicas=group.min_replica_size,
+                digest_every=group.digest_every,
+                state_dir=state_dir,
+                bind=bind,
+                hostname=options.hostname,
+                tokens=tokens,
+                heartbeat_timeout_s=options.heartbeat_timeout_s,
+                model_section=config.get("model"),
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
+                all_start=options.new_settings,
+            )
+        except OSError as error:  # the address or the folder cannot be used
+            raise ConfigError(str(error)) from error
+        opened.callback(coordinator.shutdown)
+        lines = [
+            f"COMPOSER_REPLICATION_COORDINATOR={coordinator.address}  (for {count} replica groups)",
+            f"page: {coordinator.address}/",
+            f"lighthouse: {coordinator.lighthouse_addr}    state: {state_dir.absolute()}",
+            f"settings: {in_words(settings)}  (from {source})",
+        ]
+        if left_out := ", ".join(config["left_out"]):
+            lines.append(f"left to the groups: {left_out}  (callbacks.diloco of {options.file})")
+        if not tokens:
+            who = "everybody who reaches this address"
+            lines.append(f"No token: {who} can change the run. Set {TOKEN}.")
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+        while not interrupts.count and coordinator.is_serving:
+            time.sleep(POLL_S)
     shown = read_json(state_dir / PAGE_DATA)
     if shown:
         with fence("the page of the run"):
@@ -123,7 +119,9 @@ def choose_tokens(
     if tokens or no_token or is_loopback(bind.rpartition(":")[0]):
         return tokens
     path = (state_dir / TOKEN_FILE).absolute()
-    tokens = make_token_file(path)
+    if not path.exists():  # a coordinator that is restarted accepts the token that its groups have
+        write_token_file(path, secrets.token_hex(16))
+    tokens = read_token_file(path)
     print(f"token: {path}  (set {TOKEN} to it in every group; the page asks for it)")
     return tokens
 
@@ -153,27 +151,13 @@ def read_token_file(path: Path) -> tuple[str, ...]:
     return tokens
 
 
-def make_token_file(path: Path) -> tuple[str, ...]:
-    """Read the tokens of a file. If it does not exist, generate a token and write it first.
-
-    A coordinator that is restarted thus accepts the token that its groups already have.
-
-    Raises:
-        ConfigError: The file exists and is empty.
-        OSError: The file cannot be written.
-    """
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_token_file(path, secrets.token_hex(16))
-    return read_token_file(path)
-
-
 def write_token_file(path: Path, token: str) -> None:
     """Write a token to a file that only this user can read. The file is never half written.
 
     Raises:
         OSError: The file cannot be written.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)  # O_EXCL below refuses a leftover, another user's file or a link
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -226,11 +226,8 @@ def check_lighthouse(job: Job) -> Iterator[Row]:
         if lighthouse.can_connect(parts.hostname or "", parts.port or 80, CONNECT_TIMEOUT_S):
             yield OK, "peers", f"{text} can be reached"
         elif member.replica_id in status.alive:
-            yield (
-                ERROR,
-                "peers",
-                f"{text} cannot be reached from here: there, {addresses.HOSTNAME_FIX}",
-            )
+            text += f" cannot be reached from here: there, {addresses.HOSTNAME_FIX}"
+            yield ERROR, "peers", text
 
 
 def check_name(job: Job) -> Iterator[Row]:
@@ -244,28 +241,18 @@ def check_name(job: Job) -> Iterator[Row]:
         port = listening.getsockname()[1]
         addresses.check_hostname(name, port, address or "http://127.0.0.1")
     way = addresses.address_towards(job.options.coordinator_addr or address or "")
+    state, fix = WARNING, addresses.HOSTNAME_FIX
     if addresses.is_loopback(name):
         state = OK if address and not job.is_beyond_this_machine else WARNING
-        yield (
-            state,
-            "name",
-            f"{name} is loopback, enough on one machine; beyond, {addresses.HOSTNAME_FIX}",
-        )
+        text = f"{name} is loopback, enough on one machine; beyond, {fix}"
     elif own is None:
-        yield (
-            WARNING,
-            "name",
-            f"{name} is no address of this machine (NAT?): {addresses.HOSTNAME_FIX}",
-        )
+        text = f"{name} is no address of this machine (NAT?): {fix}"
     elif way not in (None, own) and job.is_beyond_this_machine:
-        yield (
-            WARNING,
-            "name",
-            f"{name} is {own}, and the way out begins at {way}: {addresses.HOSTNAME_FIX}",
-        )
+        text = f"{name} is {own}, and the way out begins at {way}: {fix}"
     else:
         must = "" if name == own else "; the other machines have to find it under this name"
-        yield OK, "name", f"{name} is {own} on {addresses.interface_of(name)}{must}"
+        state, text = OK, f"{name} is {own} on {addresses.interface_of(name)}{must}"
+    yield state, "name", text
 
 
 def check_token(job: Job) -> Iterator[Row]:

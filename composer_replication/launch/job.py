@@ -111,11 +111,10 @@ def job_of(options: JobOptions) -> Job:
             f"{options.config} and a command after --: give settings for a command with --settings "
             "FILE or --set key=value"
         )
-    config, source = read_settings(options.settings, options.set or ())
     return command_job(
         command,
-        config,
-        source,
+        options.settings,
+        options.set or (),
         nproc=options.nproc,
         run_dir=options.run_dir,
         resumes=options.resume,
@@ -133,37 +132,10 @@ def config_job(config: dict[str, Any], path: str | Path, nproc: int | None = 1) 
     return Job(config=config, source=str(path), name=path, command=TRAIN, nproc=nproc)
 
 
-def read_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
-    """Read the settings of a run whose groups are started with a command.
-
-    Args:
-        path: A YAML file, see ``load_settings``. It may be the one that the command reads: its
-            ``run_dir`` is the run's folder, and its ``start_timeout_s`` holds for the launcher.
-        given: Settings in place of the file's, such as ``sync_every=50``.
-
-    Returns:
-        What the launcher reads of a config, and where it comes from.
-
-    Raises:
-        ConfigError: The file cannot be used, or a setting is unknown or impossible.
-    """
-    config, source = load_settings(path, given)
-    own = {
-        name: None if path is None else read_value(path, f"{SECTION}.{name}")
-        for name in ("run_dir", "start_timeout_s")
-    }
-    diloco = diloco_section(config)
-    if own["start_timeout_s"] is not None:
-        diloco["start_timeout_s"] = own["start_timeout_s"]
-    if left_out := ", ".join(name for name in config["left_out"] if name not in own):
-        source += f" (without {left_out}: name such options in the command)"
-    return {"run_dir": own["run_dir"], "callbacks": {"diloco": diloco}}, source
-
-
 def command_job(
     command: Sequence[str],
-    config: dict[str, Any],
-    source: str,
+    settings: Path | None = None,
+    given: Sequence[str] = (),
     *,
     nproc: int | None = None,
     run_dir: str | Path | None = None,
@@ -173,24 +145,37 @@ def command_job(
 
     Args:
         command: The command line. ``{replica_id}`` and ``{run_dir}`` in it are replaced.
-        config: The settings of the run, from ``read_settings``.
-        source: Where they come from.
+        settings: A YAML file with those of the run, see ``load_settings``. It may be the one that
+            the command reads: its ``run_dir`` is the run's folder, and its ``start_timeout_s``
+            holds for the launcher.
+        given: Settings in place of the file's, such as ``sync_every=50``.
         nproc: See ``Job``.
-        run_dir: The run's folder. None: that of the config, else a new one below ``runs``.
+        run_dir: The run's folder. None: that of the file, else a new one below ``runs``.
         resumes: Whether the run in that folder is continued.
 
     Raises:
-        ConfigError: There is no such command.
+        ConfigError: There is no such command, the file cannot be used, or a setting is unknown or
+            impossible.
     """
-    check_command(command)
-    run_dir = run_dir or config["run_dir"]
-    own = {
-        "run_dir": None if run_dir is None else str(run_dir),
-        "autoresume": resumes,
-        "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
+    config, source = load_settings(settings, given)
+    of_file = {
+        name: None if settings is None else read_value(settings, f"{SECTION}.{name}")
+        for name in ("run_dir", "start_timeout_s")
     }
+    diloco = diloco_section(config)
+    if of_file["start_timeout_s"] is not None:
+        diloco["start_timeout_s"] = of_file["start_timeout_s"]
+    if left_out := ", ".join(name for name in config["left_out"] if name not in of_file):
+        source += f" (without {left_out}: name such options in the command)"
+    check_command(command)
+    run_dir = run_dir or of_file["run_dir"]
     return Job(
-        config=config | own,
+        config={
+            "run_dir": None if run_dir is None else str(run_dir),
+            "callbacks": {"diloco": diloco},
+            "autoresume": resumes,
+            "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
+        },
         source=source,
         name=next((word for word in command if word.endswith((".py", ".yaml"))), command[0]),
         command=command,

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ from composer_replication.launch.processes import Interrupts, ReplicaGroups
 from composer_replication.launch.supervision import (
     MAX_RESTARTS,
     SUPERVISED_HANG_TIMEOUT_S,
-    StartWatch,
     Supervisor,
 )
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
@@ -98,7 +96,6 @@ def launch_groups(
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     print_settings(console, settings_of(config), job.source)
-    say = partial(console.print, style="red", markup=False, soft_wrap=True)
     began = time.monotonic()
     tokens_of_env = ReplicaEnv.from_env().tokens
     tokens = tokens_of_env or (secrets.token_hex(16),)
@@ -137,15 +134,32 @@ def launch_groups(
             command = group_command(job.command, job.nproc, run_dir, replica_id)
             groups.start(replica_id, command, environ)
 
-        start_retries = min(job.start_retries, max_restarts)
         supervisor = Supervisor(
-            groups, run_dir, start, range(replicas), max_restarts, start_retries=start_retries
+            groups,
+            run_dir,
+            start,
+            range(replicas),
+            max_restarts,
+            start_retries=min(job.start_retries, max_restarts),
+            start_timeout_s=group.start_timeout_s,
+            advice=job.advice,
         )
         for replica_id in range(replicas):
             start(replica_id)
         display = Display(console, run_dir, replicas)
-        starts = StartWatch(run_dir, range(replicas), group.start_timeout_s, job.advice, say)
-        failed = _watch(supervisor, display, starts, on_poll)
+
+        def show(statuses: dict[int, int | None], is_last: bool) -> None:
+            if not is_last:  # an end of the run is explained after it
+                for line in supervisor.new_ends():
+                    display.say(line)
+                if on_poll is not None:
+                    on_poll(supervisor)
+            display.refresh(statuses, is_last=is_last)
+            if text := supervisor.late_start():
+                console.print(text, style="red", markup=False, soft_wrap=True)
+
+        with display:
+            failed = supervisor.watch(show)
         explain_failures(run_dir, failed, supervisor)
         if interrupts.count:
             console.print("Stopping the groups; Ctrl-C again kills them at once")
@@ -167,28 +181,3 @@ def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
         return f"#token={token}"
     write_token_file(run_dir / TOKEN_FILE, token)
     return f"  (it asks for the token in {run_dir / TOKEN_FILE})"
-
-
-def _watch(
-    supervisor: Supervisor,
-    display: Display,
-    starts: StartWatch,
-    on_poll: Callable[[Supervisor], object] | None = None,
-) -> dict[int, int]:
-    """Show the groups until all of them have ended.
-
-    Returns:
-        The exit statuses of the groups that failed for good.
-    """
-
-    def show(statuses: dict[int, int | None], is_last: bool) -> None:
-        if not is_last:  # an end of the run is explained after it
-            for line in supervisor.new_ends():
-                display.say(line)
-            if on_poll is not None:
-                on_poll(supervisor)
-        display.refresh(statuses, is_last=is_last)
-        starts.look()
-
-    with display:
-        return supervisor.watch(show)

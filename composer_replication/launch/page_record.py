@@ -17,15 +17,8 @@ from composer_replication.coordinator.page import (
     with_record,
     write_report_html,
 )
-from composer_replication.group.run_folder import (
-    CONFIG,
-    EVALUATION,
-    RESUME,
-    START,
-    STATUS,
-    SUMMARY,
-    log_path,
-)
+from composer_replication.group import run_folder
+from composer_replication.group.run_folder import START, log_path
 from composer_replication.launch.group_events import MAX_EVENTS, GroupEvents
 from composer_replication.launch.run_record import Run
 from composer_replication.replica.json_files import read_json
@@ -77,7 +70,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     if agreement is not None:
         record["agreement"] = agreement
     # All groups evaluate the same global parameters.
-    longest = max((group.others[EVALUATION] for group in groups.values()), key=len)
+    longest = max((group.others[run_folder.EVALUATION] for group in groups.values()), key=len)
     record["evaluations"] = [{"batch": e["batch"], "eval": e["eval"]} for e in longest[-50:]]
     events = sorted(chain.from_iterable(map(_events_of, groups.values())))
     return record | {"events": [{"time": at, "text": text} for at, text in events[-MAX_EVENTS:]]}
@@ -97,7 +90,7 @@ def _events_of(group: GroupEvents) -> Iterator[tuple[float, str]]:
         if start["trained_at"] is not None and start["started"] != before.get("started"):
             yield start["trained_at"], f"{name} was lost"
         yield start["joined"], f"{name} joined"
-    for line in group.others[RESUME]:
+    for line in group.others[run_folder.RESUME]:
         yield line["time"], f"{name} resumed at batch {line['batch']}"
     for line in group.errors:
         yield line["time"], f"{name} ended with an error: {line['error']}"
@@ -131,7 +124,7 @@ def write_page(run: Run) -> Path:
 
 def _ended_group(run: Run, id: str) -> dict[str, Any]:
     """A group's columns when its processes have ended."""
-    status = read_json(log_path(run.run_dir, id).with_name(STATUS))
+    status = read_json(log_path(run.run_dir, id).with_name(run_folder.STATUS))
     if id in run.results:
         status["phase"] = "finished"
     sync = run.metrics[id].newest
@@ -141,5 +134,9 @@ def _ended_group(run: Run, id: str) -> dict[str, Any]:
 
 
 def _files_of(run: Run) -> list[str]:
-    names = [SUMMARY, CONFIG, *(f"replica_{id}/log.txt" for id in run.metrics)]
+    names = [
+        run_folder.SUMMARY,
+        run_folder.CONFIG,
+        *(f"replica_{id}/log.txt" for id in run.metrics),
+    ]
     return [name for name in names if (run.run_dir / name).exists()]

@@ -20,7 +20,7 @@ from composer_replication.launch.job import (
 )
 from composer_replication.launch.output import INTERRUPTED
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
-from composer_replication.launch.supervision import StartWatch, Supervisor
+from composer_replication.launch.supervision import Supervisor
 from composer_replication.options import ReplicaEnv, ReplicaOptions, check_replica_id
 from composer_replication.training.config import ConfigError
 
@@ -94,17 +94,17 @@ def run_group(
             restarts,
             start_retries=sys.maxsize,  # the coordinator may not be there yet
             first_pause_s=backoff_s,
+            start_timeout_s=ReplicaOptions.start_timeout_s,
+            advice=MISSING_CALLBACK,
         )
         supervisor.begin(replica_id)  # the folder may have the status of an earlier process
         start(replica_id)
-        watch = StartWatch(
-            folder, [replica_id], ReplicaOptions.start_timeout_s, MISSING_CALLBACK, log.warning
-        )
         record = supervisor.records[replica_id]
 
         def show(statuses: Mapping[ReplicaId, int | None], is_last: bool) -> None:
-            if not record.deaths:  # else its own errors say more
-                watch.look()
+            # After a death its own errors say more.
+            if not record.deaths and (text := supervisor.late_start()):
+                log.warning("%s", text)
             for line in supervisor.new_ends():
                 log.warning("Replica group %s", line.removeprefix("group "))
 

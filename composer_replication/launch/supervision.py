@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ Where nobody does, DiLoCo's own limit is longer.
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-LOOK_EVERY_S = 5.0
 
 IN_THE_PROGRAM = re.compile(
     "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra)Error:"
@@ -102,6 +102,8 @@ class Supervisor:
         start_retries: How often a group that had an error of its own before it joined is started
             again nevertheless, because the reason may be outside of it.
         first_pause_s: Seconds before the first restart; each in a row waits twice as long.
+        start_timeout_s: Seconds that the groups have to join.
+        advice: What is probably wrong with one that does not. Empty: nobody knows.
     """
 
     groups: ReplicaGroups
@@ -111,11 +113,14 @@ class Supervisor:
     max_restarts: int
     start_retries: int = 0
     first_pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
+    start_timeout_s: float = math.inf
+    advice: str = ""
     records: dict[Any, GroupRecord] = field(init=False)
 
     def __post_init__(self) -> None:
         self.records = {replica_id: GroupRecord() for replica_id in self.ids}
         self._ends: list[str] = []
+        self._join_by = time.monotonic() + self.start_timeout_s
 
     def watch(self, show: Callable[[dict[Any, int | None], bool], None]) -> dict[Any, int]:
         """Watch the groups until the end.
@@ -146,6 +151,16 @@ class Supervisor:
         """Say of each early end of a group since the last call how it ended, and what follows."""
         lines, self._ends = self._ends, []
         return lines
+
+    @fence("which groups have not joined")
+    def late_start(self) -> str | None:
+        """Say once, after ``start_timeout_s``, which groups have not joined, and the advice."""
+        if not self.advice or time.monotonic() < self._join_by:
+            return None
+        self._join_by = math.inf
+        missing = ", ".join(str(id) for id in self.ids if not has_joined(self.run_dir, id))
+        after = f"after {plural(round(self.start_timeout_s), 'second')}"
+        return f"Replica group {missing} has not joined {after}. {self.advice}" if missing else None
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -294,47 +309,6 @@ def describe_end(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:  # a real-time signal has no name
         return f"was ended by signal {-status}"
-
-
-class StartWatch:
-    """Says once, after a while, which groups have not joined, and what is probably wrong.
-
-    A group has joined if its callback has written its status.
-
-    Args:
-        run_dir: The run's folder.
-        ids: The groups.
-        timeout_s: Seconds that they have to join.
-        advice: What is probably wrong. Empty: nothing is ever said.
-        say: Is given the text.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        ids: Iterable[int | str],
-        timeout_s: float,
-        advice: str,
-        say: Callable[[str], object],
-    ) -> None:
-        self._run_dir, self._timeout_s, self._advice, self._say = run_dir, timeout_s, advice, say
-        self._missing = list(ids) if advice else []
-        self._began = time.monotonic()
-        self._due = self._began + min(LOOK_EVERY_S, timeout_s)
-
-    @fence("which groups have not joined")
-    def look(self) -> None:
-        """Look at the groups that have not joined, from time to time. Call it often."""
-        now = time.monotonic()
-        if not self._missing or now < self._due:
-            return
-        self._due = now + LOOK_EVERY_S
-        self._missing = [each for each in self._missing if not has_joined(self._run_dir, each)]
-        if self._missing and now >= self._began + self._timeout_s:
-            groups = ", ".join(map(str, self._missing))
-            after = f"after {plural(round(self._timeout_s), 'second')}"
-            self._say(f"Replica group {groups} has not joined {after}. {self._advice}")
-            self._missing = []
 
 
 def has_joined(run_dir: Path, replica_id: int | str) -> bool:

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path  # typer looks up the annotations of inherited options here
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from composer_replication.launch.command_options import (
     JobOptions,
+    Replicas,
     StragglerTimeout,
     TakesCommand,
     command_after_dashes,
 )
-from composer_replication.launch.command_options import Nproc as Nproc
-from composer_replication.launch.command_options import Overrides as Overrides
-from composer_replication.launch.command_options import Replicas as Replicas
-from composer_replication.launch.command_options import RunDir as RunDir
-from composer_replication.launch.command_options import Set as Set
 from composer_replication.launch.job import job_of
 from composer_replication.launch.output import quiet_others, report_error
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S

@@ -19,7 +19,7 @@ from chaos.injector import KINDS, RandomFaultInjector, plan_faults
 from forked_commands import ForkedCommand, run
 from pace import paced
 
-from composer_replication.launch.job import command_job, config_job, read_settings
+from composer_replication.launch.job import command_job, config_job
 from composer_replication.launch.supervision import GroupRecord
 from composer_replication.training.config import ConfigError
 
@@ -222,8 +222,8 @@ events = [line | {"event": "sync"}, end]
 
 @pytest.mark.integration
 def test_the_message_for_a_command_that_ends_before_the_faults_do(tmp_path, capsys):
-    settings = read_settings(None, ["sync_every=3"])
-    job = command_job([sys.executable, "-c", ENDS], *settings, run_dir=tmp_path / "run")
+    command = [sys.executable, "-c", ENDS]
+    job = command_job(command, None, ["sync_every=3"], run_dir=tmp_path / "run")
     assert run_chaos(job, replicas=2, faults_per_minute=6, duration_s=60, seed=0) == 0
     said = capsys.readouterr().out
     assert "The groups had finished after 0 of 60 s" in said.replace("\n", " ")

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import typer
+from scripted_groups import supervise
 
 from composer_replication.group.run_folder import STATUS
 from composer_replication.launch.command_options import JobOptions
@@ -20,10 +21,8 @@ from composer_replication.launch.job import (
     group_command,
     group_environment,
     job_of,
-    read_settings,
 )
 from composer_replication.launch.launcher import launch_groups
-from composer_replication.launch.supervision import StartWatch
 from composer_replication.training.config import ConfigError, read_value, save_config
 
 
@@ -53,16 +52,16 @@ def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
         "  lr_monitor: {}\n"
         "  diloco: {sync_every: 5, timeout: 9, run_dir: '${variables.runs}/a'}\n"
     )
-    config, source = read_settings(path, ["sync_every=20", "outer_lr=0.5"])
-    assert config["callbacks"]["diloco"] == {"sync_every": 20, "outer_lr": 0.5}
+    command = ["true", "${HOME}", "job.yaml"]
+    job = command_job(command, path, ["sync_every=20", "outer_lr=0.5"])
+    assert job.config["callbacks"]["diloco"] == {"sync_every": 20, "outer_lr": 0.5}
     left_out = "(without timeout: name such options in the command)"
-    assert source == f"{path} --set sync_every=20 --set outer_lr=0.5 {left_out}"
-    job = command_job(["true", "${HOME}", "job.yaml"], config, source)
+    assert job.source == f"{path} --set sync_every=20 --set outer_lr=0.5 {left_out}"
     assert job.config["run_dir"] == "/runs/a"
     assert job.name == "job.yaml" and job.nproc is None
     save_config(job.config, tmp_path / "config.yaml")
     assert read_value(tmp_path / "config.yaml", "callbacks.diloco.sync_every") == 20
-    assert list(read_value(tmp_path / "config.yaml", "command")) == ["true", "${HOME}", "job.yaml"]
+    assert list(read_value(tmp_path / "config.yaml", "command")) == command
 
 
 class Line:
@@ -103,29 +102,28 @@ def test_a_command_line_with_settings_alone_is_a_job(tmp_path):
     assert job.nproc == 2 and job.source == "--set sync_every=3"
 
 
-def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("composer_replication.launch.supervision.LOOK_EVERY_S", 0.0)
+def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path):
     for replica_id, status in enumerate(({"phase": "joining", "inner_steps": 0}, {"phase": "x"})):
         (tmp_path / f"replica_{replica_id}").mkdir()
         (tmp_path / f"replica_{replica_id}" / STATUS).write_text(json.dumps(status))
-    said = []
-    watch = StartWatch(tmp_path, range(3), 0.0, "Add the callback", said.append)
-    watch.look(), watch.look()
-    assert said == ["Replica group 1, 2 has not joined after 0 seconds. Add the callback"]
-    patient = StartWatch(tmp_path, range(3), 60.0, "Add the callback", said.append)
-    patient.look()
-    StartWatch(tmp_path, range(3), 0.0, "", said.append).look()
-    assert len(said) == 1
+
+    def said(timeout_s, advice):
+        _, supervisor, _ = supervise(
+            tmp_path, dict.fromkeys(range(3), [0]), start_timeout_s=timeout_s, advice=advice
+        )
+        return [supervisor.late_start(), supervisor.late_start()]
+
+    text = "Replica group 1, 2 has not joined after 0 seconds. Add the callback"
+    assert said(0.0, "Add the callback") == [text, None]
+    assert said(60.0, "Add the callback") == said(0.0, "") == [None, None]
 
 
 @pytest.mark.integration
-def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("composer_replication.launch.supervision.LOOK_EVERY_S", 0.1)
+def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys):
     trains = "import time; print('epoch 1'); time.sleep(2)"
     (tmp_path / "a.yaml").write_text("callbacks: {diloco: {start_timeout_s: 0.5}}")
-    settings = read_settings(tmp_path / "a.yaml", ["sync_every=3"])
     command = [sys.executable, "-c", trains]
-    job = command_job(command, *settings, run_dir=tmp_path / "run")
+    job = command_job(command, tmp_path / "a.yaml", ["sync_every=3"], run_dir=tmp_path / "run")
     assert launch_groups(job, replicas=2) == 2
     said = capsys.readouterr()
     assert "Replica group 0, 1 has not joined after 0 seconds" in said.out

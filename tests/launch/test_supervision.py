@@ -22,15 +22,21 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(supervision, "POLL_S", 0.001)
 
 
+def finish_after(restarts):
+    """Both groups finish when a group has been started again so often."""
+
+    def look(groups, looks):
+        if len(groups.started) == restarts:
+            groups.lives[0][0] = groups.lives[1][0] = 0
+
+    return look
+
+
 def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path):
     write(tmp_path, 0), write(tmp_path, 1)
 
-    def finish_when_back(groups, looks):
-        if groups.started:
-            groups.lives[0][0] = groups.lives[1][0] = 0
-
     failed, supervisor, groups = supervise(
-        tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back
+        tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_after(1)
     )
     assert failed == {}
     assert supervisor.restarts == {"0": 0, "1": 1}
@@ -164,25 +170,17 @@ def test_a_group_killed_before_the_first_commit_is_started_again(tmp_path, statu
     if phase is not None:
         write(tmp_path, 1, phase, syncs=0)
 
-    def finish_when_back(groups, looks):
-        if groups.started:
-            groups.lives[0][0] = groups.lives[1][0] = 0
-
     failed, supervisor, _ = supervise(
-        tmp_path, {0: [None], 1: [status, None]}, on_look=finish_when_back
+        tmp_path, {0: [None], 1: [status, None]}, on_look=finish_after(1)
     )
     assert failed == {} and supervisor.restarts["1"] == 1
 
 
 def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
-    def finish_when_both_are_back(groups, looks):
-        if len(groups.started) == 2:
-            groups.lives[0][0] = groups.lives[1][0] = 0
-
     # Its two attempts to start have failed, since the other died in them.
     write(tmp_path, 0, "joining", syncs=0)
     failed, supervisor, _ = supervise(
-        tmp_path, {1: [-9, None], 0: [1, None]}, on_look=finish_when_both_are_back
+        tmp_path, {1: [-9, None], 0: [1, None]}, on_look=finish_after(2)
     )
     assert failed == {} and supervisor.restarts == {"0": 1, "1": 1}
 
@@ -192,11 +190,7 @@ def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_pa
     status = tmp_path / "replica_1" / "status.json"
     inode = status.stat().st_ino
 
-    def finish_when_back(groups, looks):
-        if groups.started:
-            groups.lives[0][0] = groups.lives[1][0] = 0
-
-    supervise(tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back)
+    supervise(tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_after(1))
     restart_at = pytest.approx(time.time(), abs=900)
     assert json.loads(status.read_text()) == {"phase": "restarting", "restart_at": restart_at}
     assert status.stat().st_ino != inode  # replaced, not overwritten
@@ -240,13 +234,9 @@ def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplo
     write(tmp_path, 0), write(tmp_path, 1)
     (tmp_path / "replica_1" / "status.json").write_bytes(status)
 
-    def finish_when_back(groups, looks):
-        if groups.started:
-            groups.lives[0][0] = groups.lives[1][0] = 0
-
     with no_file_above(0):
         failed, supervisor, _ = supervise(
-            tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_when_back
+            tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_after(1)
         )
     assert failed == {} and supervisor.restarts == {"0": 0, "1": 1}
     assert "status.json, group 1 is restarting" in caplog.text
@@ -267,12 +257,8 @@ def test_an_end_is_described(status, text):
 def test_each_end_is_said_once_with_the_restart_that_follows(tmp_path):
     write(tmp_path, 0), write(tmp_path, 1)
 
-    def finish_when_back(groups, looks):
-        if len(groups.started) == 2:
-            groups.lives[0][0] = groups.lives[1][0] = 0
-
     _, supervisor, _ = supervise(
-        tmp_path, {0: [None], 1: [-9, 1, None]}, on_look=finish_when_back, first_pause_s=0.1
+        tmp_path, {0: [None], 1: [-9, 1, None]}, on_look=finish_after(2), first_pause_s=0.1
     )
     line = "group 1 was ended by SIGKILL, starts again in 0 s (restart 1 of 3)"
     again = "group 1 ended with exit status 1, starts again in 0 s (restart 2 of 3)"
