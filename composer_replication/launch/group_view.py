@@ -203,7 +203,7 @@ class Groups:
     @property
     def participants(self) -> int | None:
         """Groups in the newest sync, as those that were in it report; None before any."""
-        syncs = [v.events.newest for v in self.views if v.participants is not None]
+        syncs = [view.events.newest for view in self.views if view.participants is not None]
         newest = max((sync[OUTER_STEP] for sync in syncs), default=0)
         numbers = [s["diloco/num_participants"] for s in syncs if s[OUTER_STEP] == newest]
         return int(min(numbers)) if numbers else None

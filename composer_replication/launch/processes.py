@@ -124,19 +124,16 @@ class ReplicaGroups:
         Raises:
             OSError: The command cannot be started.
         """
-        with contextlib.ExitStack() as opened:
-            # Without a log the child inherits our stdout. What it writes on stderr passes through
-            # us, since its last error says whether it may be started again.
-            stdout, stderr = None, subprocess.PIPE
-            if self._run_dir is not None:
-                stdout = opened.enter_context(_open_log(log_path(self._run_dir, replica_id)))
-                stderr = subprocess.STDOUT
+        output = None if self._run_dir is None else _open_log(log_path(self._run_dir, replica_id))
+        with output or contextlib.nullcontext():
             process = subprocess.Popen(
                 command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
+                stdout=output,
+                # What it writes on stderr passes through us if it has no log, since its last error
+                # says whether it may be started again.
+                stderr=subprocess.PIPE if output is None else subprocess.STDOUT,
                 start_new_session=True,
             )
         if process.stderr is not None:

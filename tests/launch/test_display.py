@@ -52,30 +52,20 @@ def take_step(run_dir, outer_step, count=2, **changes):
         write_group(run_dir, replica_id, outer_step=outer_step, syncs=[line], **changes)
 
 
-def test_in_a_file_there_is_one_line_an_outer_step_if_steps_are_rare(tmp_path, clock):
+@pytest.mark.parametrize(
+    ("step_s", "until", "steps"), [(200, 601, [1, 2, 3]), (1, 122, [1, 31, 61, 91, 121])]
+)
+def test_in_a_file_there_is_one_line_an_outer_step_and_one_in_thirty_seconds(
+    tmp_path, clock, step_s, until, steps
+):
     console = file_console()
     display = Display(console, tmp_path, 2)
-    for second in range(1, 601):  # an outer step in 200 s
+    for second in range(1, until):
         clock.now = 1000.0 + second
-        if second % 200 == 0:
-            take_step(tmp_path, second // 200)
+        if second % step_s == 0:
+            take_step(tmp_path, second // step_s)
         display.refresh({})
-    assert [text.split(":")[0] for text in texts_of(console)] == [
-        "outer step 1",
-        "outer step 2",
-        "outer step 3",
-    ]
-
-
-def test_in_a_file_there_is_one_line_in_thirty_seconds_if_steps_are_frequent(tmp_path, clock):
-    console = file_console()
-    display = Display(console, tmp_path, 2)
-    for second in range(1, 122):  # an outer step a second
-        clock.now = 1000.0 + second
-        take_step(tmp_path, second)
-        display.refresh({})
-    steps = [int(re.match(r"outer step (\d+)", text)[1]) for text in texts_of(console)]
-    assert steps == [1, 31, 61, 91, 121]
+    assert [int(re.match(r"outer step (\d+)", text)[1]) for text in texts_of(console)] == steps
 
 
 def test_a_line_in_a_file_is_short_for_any_number_of_groups(tmp_path, clock):

@@ -83,20 +83,25 @@ def test_a_sync_in_between_starts_the_count_anew(tmp_path):
     assert failed == {} and supervisor.restarts["1"] == 6
 
 
-def test_bad_input_is_not_tried_again(tmp_path):
-    write(tmp_path, 0), write(tmp_path, 1)
-    failed, _, groups = supervise(tmp_path, {0: [None], 1: [2]})
-    assert failed == {1: 2} and groups.started == []
-
-
-@pytest.mark.parametrize("start_retries", [0, 3])
-def test_what_the_callback_has_rejected_is_not_tried_again_whatever_the_status(
-    tmp_path, start_retries
-):
-    write(tmp_path, 0), write(tmp_path, 1, "rejected", syncs=0)
-    lives = {0: [None], 1: [1]}
-    failed, supervisor, groups = supervise(tmp_path, lives, start_retries=start_retries)
-    assert failed == {1: 2} and groups.started == [] and supervisor.records[1].deaths == [1]
+@pytest.mark.parametrize(
+    ("phase", "status", "options", "failed"),
+    [
+        pytest.param("training", 2, {}, 2, id="bad input"),
+        pytest.param("rejected", 1, {}, 2, id="what the callback has rejected"),
+        pytest.param("rejected", 1, {"start_retries": 3}, 2, id="whatever is asked for"),
+        pytest.param(None, 1, {}, 1, id="an error of its own before it joined"),
+        pytest.param("starting", 1, {}, 1, id="before its callback has said anything"),
+        pytest.param("joining", 1, {}, 1, id="while it joins"),
+        pytest.param("training", -9, {"max_restarts": 0}, -9, id="no restarts are allowed"),
+    ],
+)
+def test_what_is_not_tried_again_ends_the_run(tmp_path, phase, status, options, failed):
+    write(tmp_path, 0)
+    if phase is not None:
+        write(tmp_path, 1, phase, syncs=int(phase == "training"))
+    found, supervisor, groups = supervise(tmp_path, {0: [None], 1: [status]}, **options)
+    assert found == {1: failed} and groups.started == []
+    assert supervisor.records[1].deaths == [status]
 
 
 @pytest.mark.parametrize(("lives", "failed"), [([2, 1, None], {}), ([1, 1, 1, 1], {1: 2})])
@@ -114,14 +119,6 @@ def test_what_was_accepted_once_is_tried_again_when_it_is_rejected(tmp_path, liv
     seen, supervisor, _ = supervise(tmp_path, {0: [None], 1: lives}, on_look=finish_when_back)
     left_out = {id: r.status for id, r in supervisor.records.items() if r.end}
     assert seen | left_out == failed and supervisor.restarts["1"] == len(lives) - 1
-
-
-@pytest.mark.parametrize("phase", [None, "starting", "joining"])
-def test_an_error_of_its_own_before_it_joined_is_not_tried_again(tmp_path, phase):
-    if phase is not None:
-        write(tmp_path, 1, phase, syncs=0)
-    failed, _, groups = supervise(tmp_path, {0: [None], 1: [1]})
-    assert failed == {1: 1} and groups.started == []
 
 
 @pytest.mark.parametrize("lives", [[1, 1, 0], [1, -9, 1, 0]])
@@ -194,12 +191,6 @@ def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_pa
     restart_at = pytest.approx(time.time(), abs=900)
     assert json.loads(status.read_text()) == {"phase": "restarting", "restart_at": restart_at}
     assert status.stat().st_ino != inode  # replaced, not overwritten
-
-
-def test_without_restarts_the_first_death_ends_the_run(tmp_path):
-    write(tmp_path, 0), write(tmp_path, 1)
-    failed, _, groups = supervise(tmp_path, {0: [None], 1: [-9]}, max_restarts=0)
-    assert failed == {1: -9} and groups.started == []
 
 
 def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
