@@ -110,6 +110,8 @@ class ReplicaGroups:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+        for errors in self._errors.values():
+            errors.end()  # this process may end at once, and the last lines say why
         self._watchdog.kill()
         self._watchdog.communicate()
 

@@ -15,8 +15,6 @@ from composer_replication.group.words import format_bytes, plural
 from composer_replication.launch.group_events import GroupEvents
 from composer_replication.replica.json_files import read_json, replace_json
 
-_SHARE = "share_of_time_in_inner_steps"
-
 
 class Run:
     """What the groups of a run have recorded in its folder.
@@ -122,7 +120,8 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
         "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
         "replicas": [
             {"replica_id": id, **{name: result.get(name) for name in fields}}
-            | {"restarts": restarts.get(id, 0), _SHARE: run.metrics[id].inner_share}
+            | {"restarts": restarts.get(id, 0)}
+            | {"share_of_time_in_inner_steps": run.metrics[id].inner_share}
             for id, result in run.results.items()
         ],
         "differing_buffers": run.differing_buffers,
@@ -148,11 +147,10 @@ def describe(run: Run) -> list[tuple[str, str]]:
     rows = []
     bits = run.evaluation
     if "bits_per_byte" in bits:
-        others = [
-            n for n in ("data_parallel", "unigram", "uniform") if f"{n}_bits_per_byte" in bits
-        ]
         beside = ", ".join(
-            f"{name.replace('_', ' ')} {bits[f'{name}_bits_per_byte']:.3f}" for name in others
+            f"{name.replace('_', ' ')} {bits[key]:.3f}"
+            for name in ("data_parallel", "unigram", "uniform")
+            if (key := f"{name}_bits_per_byte") in bits
         )
         rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
     elif bits:
@@ -174,8 +172,8 @@ def describe(run: Run) -> list[tuple[str, str]]:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
     rows += _describe_traffic(run)
-    shares = {id: group.inner_share for id, group in run.metrics.items()}
-    each = ", ".join(f"group {id} {share:.0%}" for id, share in shares.items() if share is not None)
+    measured = [group for group in run.metrics.values() if group.inner_share is not None]
+    each = ", ".join(f"group {group.name} {group.inner_share:.0%}" for group in measured)
     rows += [("time in inner steps", each)] if each else []
     return rows
 
