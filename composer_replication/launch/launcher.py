@@ -117,7 +117,7 @@ def launch_groups(
     )
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
-    page = f"Page: {coordinator.address}/" + _token_hint(tokens[0], bool(tokens_of_env), run_dir)
+    page = f"Page: {coordinator.address}/" + token_hint(tokens[0], bool(tokens_of_env), run_dir)
     console.print(page, markup=False, soft_wrap=True)
     with ExitStack() as opened:
         interrupts = opened.enter_context(Interrupts())
@@ -173,7 +173,7 @@ def launch_groups(
     return conclude(run_dir, supervisor, time.monotonic() - began, job.advice)
 
 
-def _token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
+def token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
     """What a user needs to open the page. A token that would end up in a log is not printed."""
     if is_from_env:
         return f"  (it asks for {TOKEN})"

@@ -13,7 +13,7 @@ from composer_replication.launch.coordinator_command import (
     read_token_file,
     write_token_file,
 )
-from composer_replication.launch.launcher import _token_hint
+from composer_replication.launch.launcher import token_hint
 from composer_replication.training.config import ConfigError
 
 ANY = "[::]:29512"
@@ -97,9 +97,9 @@ def test_a_token_is_never_written_through_a_link(tmp_path):
 
 
 def test_launch_prints_its_token_to_a_terminal_alone(tmp_path, monkeypatch):
-    assert "own" not in _token_hint("own", True, tmp_path) and not any(tmp_path.iterdir())
-    hint = _token_hint("made", False, tmp_path)
+    assert "own" not in token_hint("own", True, tmp_path) and not any(tmp_path.iterdir())
+    hint = token_hint("made", False, tmp_path)
     assert "made" not in hint and str(tmp_path / "token") in hint
     assert (tmp_path / "token").read_text() == "made\n" and mode(tmp_path / "token") == 0o600
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert _token_hint("made", False, tmp_path) == "#token=made"
+    assert token_hint("made", False, tmp_path) == "#token=made"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from recorded_groups import groups_of, recorded, sync_line, write_group
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from composer_replication.diloco import fence
@@ -103,7 +104,7 @@ def test_the_table_of_a_terminal_is_drawn_several_times_a_second(tmp_path, clock
     recorded(tmp_path, 2)
     drawn = []
     with Display(console, tmp_path, 2) as display:
-        monkeypatch.setattr(display._live, "update", lambda *a, **named: drawn.append(named))
+        monkeypatch.setattr(Live, "update", lambda *shown, **named: drawn.append(named))
         for _ in range(100):
             clock.now += 0.1
             display.refresh({})

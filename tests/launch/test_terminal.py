@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
 ]
 
-WIDTHS = (80, 160)
+WIDTH = 80
+"""The narrowest in which nothing is cut; test_display.py draws others."""
 
 GROUP = """
 import json, os, pathlib, signal, sys, time
@@ -48,31 +48,24 @@ write_events(folder, "end", result | {"global_digest": "ab" * 32})
 """
 
 
-@dataclass
 class Terminal:
     """A tmux server of its own with one terminal, in which a command runs."""
 
-    name: str
-    width: int
-    environ: dict[str, str]
+    def __init__(self, environ):
+        self.environ = environ
 
     def tmux(self, *arguments):
-        command = ["tmux", "-L", self.name, "-f", "/dev/null", "-u", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=self.environ, check=True)
+        command = ["tmux", "-L", f"display-{os.getpid()}", "-f", "/dev/null", "-u", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environ, check=True)
+        return done.stdout.splitlines()
 
     def start(self, command):
-        size = ["-x", str(self.width), "-y", "40"]
         kept = f"{shlex.join(command)}; echo status $?; exec cat"  # the screen stays at the end
-        self.tmux("new-session", "-d", *size, kept)
+        self.tmux("new-session", "-d", "-x", str(WIDTH), "-y", "40", kept)
 
     def lines(self, *, joined=False):
         """What stands on the screen. ``joined``: with lines that the terminal wrapped in one."""
-        return [
-            line.rstrip()
-            for line in self.tmux(
-                "capture-pane", "-p", *(["-J"] if joined else [])
-            ).stdout.splitlines()
-        ]
+        return list(map(str.rstrip, self.tmux("capture-pane", "-p", *(["-J"] if joined else []))))
 
     def wait_for(self, pattern):
         """Return the screen's lines once a line matches."""
@@ -85,39 +78,31 @@ class Terminal:
 
 @pytest.fixture(scope="module")
 def screens(tmp_path_factory):
-    """By width: the lines while the groups train, at the end, and the last without wraps."""
+    """The lines while the groups train, at the end, and the last without wraps."""
     folder = tmp_path_factory.mktemp("t")
+    run_dir = folder / "run"
     (folder / "group.py").write_text(GROUP)
     places = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
     environ = os.environ | {"LC_ALL": "C.UTF-8", "PYTHONPATH": os.pathsep.join(places)}
     for name in ("TMUX", "COLUMNS", "LINES", "NO_COLOR"):
         environ.pop(name, None)
-    terminals = [Terminal(f"display-{os.getpid()}-{width}", width, environ) for width in WIDTHS]
-    seen = {}
+    launch = [sys.executable, "-m", "composer_replication", "launch", "--replicas", "4"]
+    launch += ["--run-dir", str(run_dir), "--set", "sync_every=10", "--"]
+    group = [sys.executable, str(folder / "group.py"), str(run_dir), "{replica_id}"]
+    terminal = Terminal(environ)
     try:
-        for terminal in terminals:
-            run_dir = str(folder / str(terminal.width))
-            launch = [sys.executable, "-m", "composer_replication", "launch", "--replicas", "4"]
-            launch += ["--run-dir", run_dir, "--set", "sync_every=10", "--"]
-            terminal.start(
-                [*launch, sys.executable, str(folder / "group.py"), run_dir, "{replica_id}"]
-            )
-        for terminal in terminals:
-            terminal.wait_for("group 3 is back")
-            terminal.wait_for("^3 +training")
-            training = terminal.lines()
-            (folder / str(terminal.width) / "go").touch()
-            end = terminal.wait_for(r"^status \d+")
-            seen[terminal.width] = (training, end, terminal.lines(joined=True))
-        yield seen
+        terminal.start([*launch, *group])
+        terminal.wait_for("group 3 is back")
+        terminal.wait_for("^3 +training")
+        training = terminal.lines()
+        (run_dir / "go").touch()
+        yield training, terminal.wait_for(r"^status \d+"), terminal.lines(joined=True)
     finally:
-        for terminal in terminals:
-            subprocess.run(["tmux", "-L", terminal.name, "kill-server"], capture_output=True)
+        terminal.tmux("kill-server")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_while_groups_train_each_has_a_row_with_what_it_does(screens, width):
-    lines, _, _ = screens[width]
+def test_while_groups_train_each_has_a_row_with_what_it_does(screens):
+    lines, _, _ = screens
     head = next(i for i, line in enumerate(lines) if line.startswith("group  state"))
     assert lines[head].split() == "group state round groups loss time left".split()
     rows = lines[head + 1 : head + 5]
@@ -129,20 +114,18 @@ def test_while_groups_train_each_has_a_row_with_what_it_does(screens, width):
     assert lines[head + 5] == "outer step 2: 4 of 4 groups, parameters equal: abababab"
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_death_and_a_return_stand_above_the_table(screens, width):
-    lines, _, _ = screens[width]
+def test_a_death_and_a_return_stand_above_the_table(screens):
+    lines, _, _ = screens
     events = [line[10:] for line in lines if re.match(r"\d\d:\d\d:\d\d  ", line)]
     assert events[0] == "group 3 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)"
     assert re.fullmatch(r"group 3 is back after \d+ s, at outer step 2", events[1])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_wrapped_by_the_terminal_or_cut(screens, width):
-    _, end, joined = screens[width]
+def test_nothing_is_wrapped_by_the_terminal_or_cut(screens):
+    _, end, joined = screens
     assert "status 0" in end
     ours = joined[next(i for i, line in enumerate(joined) if line.startswith("group  state")) :]
-    assert max(map(len, ours)) <= width
+    assert max(map(len, ours)) <= WIDTH
     assert not any("…" in line for line in ours)
     values = next(line for line in ours if line.startswith("global parameters"))
     assert values.endswith("equal in 4 groups after 2 outer steps: abababab")
