@@ -92,7 +92,6 @@ def test_every_group_takes_over_the_same_bits_and_nothing_is_lost(wire_format, g
 
 @pytest.mark.parametrize("wire_format", ENCODED)
 @pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.slow
 def test_the_sum_of_all_means_is_the_true_one_but_for_what_is_kept_back(
     wire_format, groups, monkeypatch
 ):
@@ -109,26 +108,6 @@ def test_the_sum_of_all_means_is_the_true_one_but_for_what_is_kept_back(
     assert float(kept.norm()) > 0
     assert torch.allclose(seen[0][0] + kept, true, rtol=0, atol=2e-5)
     assert float((seen[0][0] - true).norm()) > 100 * float((seen[0][0] + kept - true).norm())
-
-
-@pytest.mark.parametrize("wire_format", ["int8", "fp4"])
-def test_with_error_feedback_the_sum_of_many_means_is_nearer_the_true_one(wire_format, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.weight_of", lambda group, step: 1.0)
-
-    def replica(sim, error_feedback):
-        mean, total = make_mean(wire_format), 0.0
-        for step in range(ROUNDS):
-            total += average(sim, mean, step)[1].double()
-            if not error_feedback:
-                mean.forget_residual()
-        return total
-
-    true = sum(exact_mean(2, step) for step in range(ROUNDS))
-    errors = {}
-    for feedback in (True, False):
-        found, _ = simulate(lambda sim, f=feedback: replica(sim, f), num_replicas=2)
-        errors[feedback] = float((found - true).norm())
-    assert errors[True] < 0.75 * errors[False]
 
 
 @pytest.mark.parametrize("groups", [2, 3])
