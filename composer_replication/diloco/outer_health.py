@@ -32,11 +32,6 @@ class Vitals(NamedTuple):
         """The norm of what was sent, for each inner step in it."""
         return self.sent_norm / max(1.0, self.inner_steps)
 
-    def is_sound(self) -> bool:
-        """Whether the numbers can be those of a group: none is negative, those of a sync finite."""
-        is_whole = all(0.0 <= number < math.inf for number in (*self[:2], *self[3:5]))
-        return is_whole and not any(number < 0.0 for number in (self.step_s, self.usual_pace))
-
 
 BEYOND = 10.0
 """A pseudo-gradient that is so many times as long as the others' is an error, and no sample."""

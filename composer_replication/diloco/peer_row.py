@@ -2,100 +2,108 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_type_hints
 
-import torch
+import numpy as np
 
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.sample_ledger import SyncedSamples
 
-BITS = 22
-"""Bits of a number that a sum in fp32 keeps exactly, with room for the 1 that marks it as set."""
+CHECKSUM_BYTES = 4
 
 
-ROW = 15 + len(Vitals._fields)
-"""Numbers of a row beside the digests."""
-
-
-@dataclass(frozen=True)
-class PeerRow:
+class PeerRow(NamedTuple):
     """What one replica group reports to the others beside a sync.
+
+    A row is sent as bytes, each field in the type that ``_TYPES`` has for its annotation. What is
+    to be sent in addition needs a field here, or in ``Vitals``, and nothing else.
 
     Attributes:
         has_more: Whether it still trains, or has steps that no sync has brought in.
         is_joining: Whether it joins with this sync and contributes nothing.
         was_healed: Whether it has taken over the global state since its last sync.
-        outer_step: Its outer step, modulo 2**22.
         is_replacing: Whether its local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
-        vitals: Its contribution, norm and pace: any numbers of fp32, to which the others
-            add 0.
+        outer_step: Its outer step.
+        vitals: Its contribution, norm and pace.
         samples: How much of its sample stream is in the model once this sync has committed.
-        batches: 44 bits of the digest of its first batches, as two numbers above 0, at its first
-            sync; else zeros.
+        batches: 60 bits of the digest of its first batches, as a number above 0, at its first
+            sync; else 0.
         digests: The same of each fragment's global parameters; zeros where none is due.
     """
 
     has_more: bool
     is_joining: bool
     was_healed: bool
-    outer_step: int
     is_replacing: bool
+    outer_step: int
     vitals: Vitals
     samples: SyncedSamples
-    batches: tuple[int, ...]
-    digests: tuple[tuple[int, ...], ...]
+    batches: int
+    digests: tuple[int, ...]
 
-    def encode(self) -> list[float]:
-        """The row as numbers of fp32. The first is a 1: this group is in the sum."""
-        flags = self.has_more, self.is_joining, self.was_healed
-        numbers = [
-            *(1, *flags, self.outer_step, self.is_replacing),
-            *self.vitals,
-            *(half for number in self.samples for half in divmod(number, 2**BITS)),
-            *self.batches,
-            *(half for digest in self.digests for half in digest),
-        ]
-        rounded = torch.tensor(numbers, dtype=torch.float32).tolist()
-        return [*rounded, _checksum(rounded)]
+    def encode(self) -> bytes:
+        """The row as bytes, with a checksum. They are not all zeros."""
+        row = np.array(tuple(self), _dtype(PeerRow, len(self.digests))).tobytes()
+        return row + _checksum(row)
 
     @classmethod
-    def decode(cls, numbers: Sequence[float]) -> PeerRow:
-        """The row of which ``encode`` made these numbers.
+    def decode(cls, sent: bytes, num_digests: int) -> PeerRow:
+        """The row of which ``encode`` made these bytes.
 
         Raises:
-            ValueError: It made other ones, or a number is not finite, negative or no integer.
+            ValueError: It made other ones, or a number is negative or not finite.
         """
-        *numbers, checksum = numbers
-        size = 6 + len(Vitals._fields)
-        vitals, counts = Vitals(*numbers[6:size]), [*numbers[:6], *numbers[size:]]
-        if checksum != _checksum(numbers):
+        row = sent[:-CHECKSUM_BYTES]
+        if sent != row + _checksum(row):
             raise ValueError("its row in the peer table is damaged")
-        odd = [n for n in counts if not (0.0 <= n <= 2**BITS and n == round(n))]
-        if odd or not vitals.is_sound():
-            raise ValueError(f"its row in the peer table has {odd or vitals}")
-        _, more, joining, healed, step, replacing = map(int, numbers[:6])
-        rest = [int(number) for number in numbers[size:]]
-        samples, batches, digests = rest[:6], rest[6:8], rest[8:]
-        whole = ((high << BITS) + low for high, low in _pairs(samples))
-        return cls(
-            bool(more), bool(joining), bool(healed), step, bool(replacing),
-            vitals, SyncedSamples(*whole), tuple(batches), tuple(_pairs(digests)),
-        )  # fmt: skip
+        numbers = dict(zip(cls._fields, np.frombuffer(row, _dtype(cls, num_digests))[0].item()))
+        numbers["vitals"] = Vitals(*numbers["vitals"])
+        numbers["samples"] = SyncedSamples(*numbers["samples"])
+        numbers["digests"] = tuple(numbers["digests"].tolist())
+        decoded = cls(**numbers)
+        if odd := ", ".join(_odd(decoded)):
+            raise ValueError(f"its row in the peer table has {odd}")
+        return decoded
 
 
-def _checksum(numbers: Sequence[float]) -> float:
+_TYPES: dict[Any, Any] = {bool: "?", int: "<i8", float: "<f4"}
+
+
+def _dtype(kind: Any, num_digests: int = 0) -> np.dtype:
+    """The fields of a NamedTuple with their types, in their order and without gaps."""
+    types = _TYPES | {tuple[int, ...]: ("<i8", (num_digests,))}
+    hints = get_type_hints(kind).items()
+    return np.dtype(
+        [(name, types[hint] if hint in types else _dtype(hint)) for name, hint in hints]
+    )
+
+
+ROW = _dtype(PeerRow).itemsize
+"""Bytes of a row without digests and checksum."""
+
+
+def _odd(part: Any) -> Iterator[str]:
+    """The numbers that no group can have: all are finite and none is negative.
+
+    Those that a group may not know are NaN, and have NaN as their default.
+    """
+    for name, value in part._asdict().items():
+        may_be_nan = math.isnan(part._field_defaults.get(name, 0.0))
+        if hasattr(value, "_fields"):
+            yield from _odd(value)
+        elif not all(0 <= n < math.inf or (may_be_nan and n != n) for n in np.atleast_1d(value)):
+            yield f"{name}={value}"
+
+
+def _checksum(row: bytes) -> bytes:
     """Tells whether the bits of a row are those that were sent."""
-    return float(zlib.crc32(repr([*numbers]).encode()) % 2**BITS)
+    return zlib.crc32(row).to_bytes(CHECKSUM_BYTES, "little")
 
 
-def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def as_numbers(digest: str) -> tuple[int, int]:
-    """44 bits of a digest in hex, as two numbers above 0."""
-    bits = int(digest[:11], 16)
-    return (bits >> BITS) + 1, bits % 2**BITS + 1
+def as_number(digest: str) -> int:
+    """60 bits of a digest in hex, as a number above 0."""
+    return int(digest[:15], 16) + 1

@@ -17,7 +17,7 @@ from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.equal_samples import digest_of
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals, beyond_all_others
-from composer_replication.diloco.peer_row import BITS, PeerRow, as_numbers
+from composer_replication.diloco.peer_row import PeerRow, as_number
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
 from composer_replication.diloco.unsynced import Unsynced
@@ -106,7 +106,8 @@ class PeerTable:
         """Start the table's exchange, for the sync of a fragment."""
         rows, rank = self._manager.num_participants(), self._manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        own = torch.tensor(self._own_row(fragment).encode(), device=fragment.device)
+        row = bytearray(self._own_row(fragment).encode())
+        own = torch.frombuffer(row, dtype=torch.uint8).to(fragment.device)
         table = own.new_zeros(rows, own.numel())
         if hasattr(self._manager, "all_gather"):  # nobody can write into another's row
             work = self._manager.all_gather(table.view(-1), own)
@@ -117,9 +118,9 @@ class PeerTable:
 
     def _own_row(self, fragment: Syncing) -> PeerRow:
         others = (other for other in self._fragments if other is not fragment)
-        digests = [(0, 0)] * len(self._fragments)
+        digests = [0] * len(self._fragments)
         if self._digest_is_due():
-            digests = [as_numbers(digest) for digest in self._state.fragment_digests()]
+            digests = [as_number(digest) for digest in self._state.fragment_digests()]
         mean = fragment.mean
         batches = self.first_batches if mean.contribution else None
         packed, vitals = fragment.unsynced.packed, Vitals(step_s=self.step_s)
@@ -130,11 +131,11 @@ class PeerTable:
             has_more=self.is_training or any(other.unsynced.has_more for other in others),
             is_joining=fragment.is_joining,
             was_healed=self._state.was_healed,
-            outer_step=self._state.outer_step % 2**BITS,
             is_replacing=packed.is_replacing,
+            outer_step=self._state.outer_step,
             vitals=vitals,
             samples=fragment.synced_samples,
-            batches=as_numbers(digest_of(batches)) if batches and all(batches) else (0, 0),
+            batches=as_number(digest_of(batches)) if batches and all(batches) else 0,
             digests=tuple(digests),
         )
 
@@ -146,7 +147,7 @@ class PeerTable:
         """Check the finished table and the mean, and keep what they say.
 
         Args:
-            table: The sum: (groups in the quorum, columns), fp32.
+            table: The sum: (groups in the quorum, bytes of a row).
             fragment: Whose sync it is.
 
         Raises:
@@ -154,7 +155,7 @@ class PeerTable:
                 no majority.
         """
         self.is_over = self.has_doubts = False
-        rows, faults = self._decode(table.cpu().tolist())
+        rows, faults = self._decode(table.cpu())
         if rows:
             self._check_agreement(rows)
             if not any(row.is_replacing for row in rows.values()):
@@ -173,9 +174,9 @@ class PeerTable:
 
     def _find_equal_samples(self, rows: Mapping[int, PeerRow]) -> None:
         rank = self._manager.participating_rank() or 0
-        own = rows[rank].batches if rank in rows else ()
+        own = rows[rank].batches if rank in rows else 0
         same = [self._names[each] for each, row in rows.items() if row.batches == own]
-        self.equal_samples = tuple(same) if any(own) and len(same) > 1 else ()
+        self.equal_samples = tuple(same) if own and len(same) > 1 else ()
 
     @property
     def _names(self) -> list[str]:
@@ -183,18 +184,16 @@ class PeerTable:
         names = getattr(self._manager, "members", ()) or range(self._manager.num_participants())
         return [str(name).partition(":")[0] for name in names]
 
-    def _decode(
-        self, table: Sequence[Sequence[float]]
-    ) -> tuple[dict[int, PeerRow], dict[int, str]]:
+    def _decode(self, table: Tensor) -> tuple[dict[int, PeerRow], dict[int, str]]:
         """The rows by rank, and what is wrong with those that are none."""
         rows: dict[int, PeerRow] = {}
         faults: dict[int, str] = {}
         if self._manager.errored():
             return rows, faults
-        present = sum(row[0] != 0.0 for row in table)
-        for rank, numbers in enumerate(table if present == len(table) else ()):
+        present = int(table.any(dim=1).sum())
+        for rank, row in enumerate(table if present == len(table) else ()):
             try:
-                rows[rank] = PeerRow.decode(numbers)
+                rows[rank] = PeerRow.decode(row.numpy().tobytes(), len(self._fragments))
             except ValueError as error:
                 faults[rank] = str(error)
         if not rows:
@@ -233,7 +232,7 @@ class PeerTable:
         for fragment in range(len(self._fragments)):
             digests = {rank: row.digests[fragment] for rank, row in rows.items()}
             # A group for which no digest was due has sent none.
-            sent = {rank: digest for rank, digest in digests.items() if any(digest)}
+            sent = {rank: digest for rank, digest in digests.items() if digest}
             self._compare(rows, sent, f"the global parameters of {fragment=}")
 
     def _compare(self, rows: Mapping[int, PeerRow], held: dict[int, Any], what: str) -> None:

@@ -14,7 +14,7 @@ from composer_replication.settings import SettingsMismatch
 log = logging.getLogger(__name__)
 
 _Compared = tuple[int, int, int, tuple[str, ...]]
-"""Ranks, shards, numbers of a row, and settings."""
+"""Ranks, shards, bytes of a row, and settings."""
 
 
 class GroupLayout:
@@ -162,7 +162,7 @@ def _describe(layout: _Compared, other: _Compared) -> str:
     """Describe a layout, with those of its settings that another one does not have."""
     num_ranks, num_shards, row, settings = layout
     held = "the whole model on each" if num_shards == 1 else f"the model in {num_shards} shards"
-    odd = [f"{row} numbers a table row"] * (row != other[2])
+    odd = [f"{row} bytes a table row"] * (row != other[2])
     odd += [each for each in settings if each not in other[3]]
     return ", ".join([f"{_ranks(num_ranks)} with {held}", *odd])
 

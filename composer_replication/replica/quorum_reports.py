@@ -87,7 +87,7 @@ class Report:
         num_ranks: Ranks of the group.
         num_shards: Into how many parts they divide the model; see ``GroupLayout``.
         gathers: Whether it asks that the messages of this sync are gathered, and not summed.
-        row: Numbers of its row in the peer table, beside those for each fragment; another build of
+        row: Bytes of its row in the peer table, beside those for each fragment; another build of
             this package may have others.
         settings: Each setting that has to be equal in all groups, with its value, and the model.
     """

@@ -48,14 +48,24 @@ def is_lying():
     return threading.current_thread().name == "liar"
 
 
-def lie_in_row(monkeypatch, at, value):
+def damage_row(monkeypatch, at, bits):
+    encode = PeerRow.encode
+
+    def damaging(row):
+        sent = bytearray(encode(row))
+        if is_lying():
+            sent[at] ^= bits
+        return bytes(sent)
+
+    monkeypatch.setattr(PeerRow, "encode", damaging)
+
+
+def lie_in_row(monkeypatch, field, value):
     encode = PeerRow.encode
 
     def lying(row):
-        numbers = encode(row)
-        if is_lying():
-            numbers[at] = value
-        return numbers
+        lies = row.vitals._replace(**{field: value}) if is_lying() else row.vitals
+        return encode(row._replace(vitals=lies))
 
     monkeypatch.setattr(PeerRow, "encode", lying)
 
@@ -76,13 +86,13 @@ def lie_in_message(monkeypatch, at, value):
 
 
 LIES = {
-    "outer step": (lie_in_row, 4, math.nan),
-    "endless step": (lie_in_row, 4, math.inf),
-    "other step": (lie_in_row, 4, 77.0),
-    "contribution": (lie_in_row, 6, -1.0),
-    "norm": (lie_in_row, 7, math.nan),
-    "digest": (lie_in_row, -2, math.nan),
-    "checksum": (lie_in_row, -1, 5.0),
+    "damaged flag": (damage_row, 0, 2),
+    "damaged step": (damage_row, 4, 64),
+    "damaged digest": (damage_row, -8, 255),
+    "damaged checksum": (damage_row, -1, 5),
+    "contribution": (lie_in_row, "contribution", -1.0),
+    "norm": (lie_in_row, "norm", math.nan),
+    "steps": (lie_in_row, "inner_steps", math.inf),
     "NaN": (lie_in_message, 0, math.nan),
     "infinity": (lie_in_message, 0, math.inf),
     "huge": (lie_in_message, 0, 1e30),

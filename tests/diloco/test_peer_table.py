@@ -3,37 +3,38 @@
 ``pytest tests/diloco/test_peer_table.py``: simulated network, traces computed by hand.
 """
 
+import math
+
 import pytest
 import torch
 from common import Constant, plain_sgd, run_scripted, take_step
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.peer_table import DivergenceError, PeerRow
+from composer_replication.diloco.peer_row import PeerRow, as_number
+from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 # ---- a row ----------------------------------------------------------------------------------
 
 
-def test_a_row_with_the_largest_numbers_survives_the_sum_in_float32():
-    largest = 2**22 - 1
+def test_a_row_is_read_as_it_was_sent():
     row = PeerRow(
         has_more=True,
         is_joining=False,
         was_healed=True,
-        outer_step=largest,
         is_replacing=False,
-        vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9, 2.0**60, 2.0**20, 2.0**-30),
+        outer_step=2**40,
+        vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9, 2.0**60, 2.0**20, math.inf),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
-        batches=(largest + 1, 3),
-        digests=((1, largest + 1), (0, 0)),
+        batches=as_number("f" * 64),
+        digests=(as_number("0" * 64), 0),
     )
-    table = torch.zeros(2, len(row.encode()))
-    table[1] = torch.tensor(row.encode())
-    table += torch.zeros_like(table)  # what the other group sends in this row
-    assert table[1, 0] == 1
-    assert PeerRow.decode(table[1].tolist()) == row
+    with pytest.raises(ValueError, match="its row in the peer table has usual_pace=inf"):
+        PeerRow.decode(row.encode(), 2)
+    row = row._replace(vitals=row.vitals._replace(usual_pace=2.0**-30))
+    assert PeerRow.decode(row.encode(), 2) == row
 
 
 # ---- the end ---------------------------------------------------------------------------------
