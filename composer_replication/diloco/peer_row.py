@@ -60,11 +60,12 @@ class PeerRow(NamedTuple):
         row = sent[:-CHECKSUM_BYTES]
         if sent != row + _checksum(row):
             raise ValueError("its row in the peer table is damaged")
-        numbers = dict(zip(cls._fields, np.frombuffer(row, _dtype(cls, num_digests))[0].item()))
-        numbers["vitals"] = Vitals(*numbers["vitals"])
-        numbers["samples"] = SyncedSamples(*numbers["samples"])
-        numbers["digests"] = tuple(numbers["digests"].tolist())
-        decoded = cls(**numbers)
+        sent_row = cls(*np.frombuffer(row, _dtype(cls, num_digests))[0].item())
+        decoded = sent_row._replace(
+            vitals=Vitals(*sent_row.vitals),
+            samples=SyncedSamples(*sent_row.samples),
+            digests=tuple(map(int, sent_row.digests)),
+        )
         if odd := ", ".join(_odd(decoded)):
             raise ValueError(f"its row in the peer table has {odd}")
         return decoded

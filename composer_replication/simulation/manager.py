@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from composer_replication.simulation.shared_buffer import (
-    Connection,
-    Quorum,
-    Request,
-    SharedBuffer,
-    Stopped,
-)
+from composer_replication.simulation.shared_buffer import Quorum, Request, SharedBuffer, Stopped
 
 
+@dataclass(frozen=True)
 class SimulatedWork:
     """Replaces the Work that a Manager's collectives return.
 
     Args:
-        manager: The manager that started the collective.
-        connection: Through which the members send.
-        number: Number of the collective within its connection, from 0.
-        result: The tensor that receives the result.
-        combine: Computes the result from the tensors of all members, in the order of the members.
+        finish: Waits for all members and writes the result. Returns whether that succeeded.
     """
 
-    def __init__(
-        self,
-        manager: SimulatedManager,
-        connection: Connection,
-        number: int,
-        result: Tensor,
-        combine: Callable[[list[Tensor]], Tensor],
-    ) -> None:
-        self._manager = manager
-        self._connection = connection
-        self._number = number
-        self._result = result
-        self._combine = combine
+    finish: Callable[[], bool]
 
     def wait(self, timeout: object = None) -> bool:
         """Wait for all members, then write the result into its tensor.
@@ -53,9 +33,7 @@ class SimulatedWork:
             Whether the collective succeeded. An error is reported to the manager, as in torchft.
         """
         del timeout
-        return self._manager.finish_collective(
-            self._connection, self._number, self._result, self._combine
-        )
+        return self.finish()
 
 
 class SimulatedManager:
@@ -219,40 +197,31 @@ class SimulatedManager:
     def _start(
         self, sent: Tensor, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
     ) -> SimulatedWork:
-        assert self._quorum is not None, "a collective before start_quorum"
-        number = self._num_collectives
-        self._num_collectives += 1
-        if self._error is None:
-            self._network.send(self._quorum.connection, number, self._replica_id, sent)
-        return SimulatedWork(self, self._quorum.connection, number, result, combine)
-
-    def finish_collective(
-        self,
-        connection: Connection,
-        number: int,
-        result: Tensor,
-        combine: Callable[[list[Tensor]], Tensor],
-    ) -> bool:
-        """Wait for the tensors of all members and combine them; ``SimulatedWork.wait`` calls it.
+        """Send a tensor to all members.
 
         Args:
-            connection: Through which the members have sent.
-            number: Number of the collective.
+            sent: This replica's tensor.
             result: The tensor that receives the result.
-            combine: Computes the result from the tensors of all members.
-
-        Returns:
-            Whether the collective succeeded.
+            combine: Computes the result from the tensors of all members, in their order.
         """
-        if self._error is not None:
-            return False
-        parts = self._network.receive(connection, number, self._replica_id)
-        if parts is None:
-            self.report_error(ConnectionError("a peer left during a collective"))
-            return False
-        with torch.no_grad():
-            result.copy_(combine(parts))
-        return True
+        assert self._quorum is not None, "a collective before start_quorum"
+        connection, number = self._quorum.connection, self._num_collectives
+        self._num_collectives += 1
+        if self._error is None:
+            self._network.send(connection, number, self._replica_id, sent)
+
+        def finish() -> bool:
+            if self._error is not None:
+                return False
+            parts = self._network.receive(connection, number, self._replica_id)
+            if parts is None:
+                self.report_error(ConnectionError("a peer left during a collective"))
+                return False
+            with torch.no_grad():
+                result.copy_(combine(parts))
+            return True
+
+        return SimulatedWork(finish)
 
     def errored(self) -> Exception | None:
         """The error of this quorum; None if there is none."""

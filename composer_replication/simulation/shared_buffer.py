@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -88,9 +89,9 @@ class Connection:
         members: Ids of the replicas in it, in ascending order.
         is_broken: Whether the collectives that have not completed fail.
         isolated: Members whose tensors are replaced by zeros.
-        buffers: Tensors sent so far, by collective and member.
-        complete: Tensors of all members in their order, by collective.
-        has_received: Members that have received a complete collective, by collective.
+        buffers: Tensors sent so far, by collective and member. Nothing is added after a failure, so
+            those of all members are there only if the collective has succeeded.
+        num_received: How many members have received a collective.
     """
 
     number: int
@@ -98,8 +99,7 @@ class Connection:
     is_broken: bool = False
     isolated: set[int] = field(default_factory=set)
     buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    complete: dict[int, list[Tensor]] = field(default_factory=dict)
-    has_received: dict[int, set[int]] = field(default_factory=dict)
+    num_received: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -235,10 +235,7 @@ class SharedBuffer:
                 self._late[replica_id] = request.step + 2
                 self._form_quorum()
                 self._changed.notify_all()
-                self._wait_until(
-                    lambda: replica_id in self._alive or not self._alive, "sync of its peers"
-                )
-                self._alive.add(replica_id)
+                self.wait_for_start(replica_id)
             before = self._quorum
             self._requests[replica_id] = request
             # From here on a quorum waits for the late replicas whose step has been reached.
@@ -295,17 +292,15 @@ class SharedBuffer:
                 # device has written it.
                 torch.accelerator.synchronize()
         with self._changed:
+            if connection.is_broken:
+                return
+            if replica_id in connection.isolated:
+                tensor = torch.zeros_like(tensor)
             buffer = connection.buffers.setdefault(number, {})
             buffer[replica_id] = tensor
-            if len(buffer) == len(connection.members) and not connection.is_broken:
-                shapes = {tuple(part.shape) for part in buffer.values()}
-                if len(shapes) > 1:
-                    connection.is_broken = True
-                else:
-                    for member in connection.isolated:
-                        buffer[member] = torch.zeros_like(buffer[member])
-                    connection.complete[number] = [buffer[each] for each in connection.members]
-                del connection.buffers[number]
+            if len({part.shape for part in buffer.values()}) > 1:
+                connection.is_broken = True
+                buffer.clear()
             self._changed.notify_all()
 
     def receive(self, connection: Connection, number: int, replica_id: int) -> list[Tensor] | None:
@@ -321,18 +316,18 @@ class SharedBuffer:
             receive the same tensors, so nobody may write to them.
         """
         with self._changed:
+            parts = connection.buffers.setdefault(number, {})
             self._wait_until(
-                lambda: number in connection.complete or connection.is_broken,
+                lambda: len(parts) == len(connection.members) or connection.is_broken,
                 f"collective {number}",
             )
-            # From `complete`: a member that leaves later does not fail a collective that is over.
-            tensors = connection.complete.get(number)
-            received = connection.has_received.setdefault(number, set())
-            received.add(replica_id)
-            if len(received) == len(connection.members):
-                connection.complete.pop(number, None)
-                del connection.has_received[number]
-            return tensors
+            # A member that leaves later does not fail a collective that is over.
+            if len(parts) < len(connection.members):
+                return None
+            connection.num_received[number] += 1
+            if connection.num_received[number] == len(connection.members):
+                del connection.buffers[number], connection.num_received[number]
+            return [parts[member] for member in connection.members]
 
     def isolate(self, connection: Connection, replica_id: int) -> None:
         """Replace everything that this member sends through the connection by zeros."""

@@ -107,8 +107,8 @@ ONE_RANK = "1 rank with the whole model on each"
     # It takes over the state, which says what differs. Then it has the others' step.
     ((24, ("min_replica_size=1", "sync_every=20")), 0, "", ""),
     # Another build, whose table no heal makes equal.
-    ((25, RUN[1]), 0, "25 bytes a table row", "24 numbers a table row"),
-    ((25, RUN[1]), 5, "25 bytes a table row", "24 numbers a table row"),
+    ((25, RUN[1]), 0, "25 bytes a table row", "24 bytes a table row"),
+    ((25, RUN[1]), 5, "25 bytes a table row", "24 bytes a table row"),
 ])  # fmt: skip
 def test_other_settings_are_refused_before_anything_is_sent(own, step, ours, theirs, caplog):
     layout, in_training = GroupLayout(1), GroupLayout(1)
