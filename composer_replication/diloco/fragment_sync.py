@@ -109,7 +109,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._copies_first = True
         self._paces: deque[float] = deque(maxlen=USUAL)
         self.total_contribution = 0.0
-        self.is_joining = False
         self.committed = False
         self.synced_samples = SyncedSamples(0, 0, 0)
         """How much of this group's samples is in the model once the sync that was sent last has
@@ -155,10 +154,10 @@ class FragmentSync(_StreamingDiLoCoFragment):
             _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
             for index, part in enumerate(self.globals.own_parts())
         )
-        contribution = 0.0 if self.is_joining else self.unsynced.contribution()
+        contribution = 0.0 if self._peer_table.is_joining else self.unsynced.contribution()
         self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
         self._copied = copied if self.mean.contribution else None
-        if not self.is_joining:
+        if not self._peer_table.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes a new one
 
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
@@ -239,7 +238,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _merge_parameters(self) -> None:
         # After an outer step take_outer_step has already written back. If there was none and all
         # groups were resuming, each continues in mid-round where it stopped.
-        if self.total_contribution == 0.0 and not self.is_joining:
+        if self.total_contribution == 0.0 and not self._peer_table.is_joining:
             self.globals.write_back(self._write_back_alpha)
 
     def _report(self, error: BaseException) -> None:
@@ -249,7 +248,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     # ---- what is sent, with which weight, and what stays of the local parameters -----------------
 
     def _pack(self) -> Packed:
-        if self.is_joining:
+        if self._peer_table.is_joining:
             return Packed(position=self._state.ledger.position)
         if self.unsynced.unsent is not None:
             return self.unsynced.unsent
@@ -271,7 +270,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     @property
     def _write_back_alpha(self) -> float:
-        if self.is_joining:
+        if self._peer_table.is_joining:
             return 0.0
         if self.unsynced.replaces_global and not self.unsynced.packed.is_replacing:
             return 1.0  # the sync in flight must not change the average that came meanwhile
@@ -284,14 +283,16 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
         A join without an outer step changes nothing.
         """
-        if self.is_joining and self.total_contribution == 0.0:
+        if self._peer_table.is_joining and self.total_contribution == 0.0:
             return
         if self.mean.contribution > 0:
             if steps := self.unsynced.packed.inner_steps:
                 self._paces.append(self.mean.sent_norm / steps)
             self._state.ledger.has_synced(self.fragment_id, self.unsynced.packed.position)
         keeps_later = self._write_back_alpha > 0
-        self.unsynced.discard_synced(keeps_later=keeps_later, is_joining=self.is_joining)
+        self.unsynced.discard_synced(
+            keeps_later=keeps_later, is_joining=self._peer_table.is_joining
+        )
 
     def take_global(self) -> None:
         """Continue from the global parameters: nothing trained here since the last sync stays.

@@ -100,9 +100,7 @@ def _start(loop: OuterLoop) -> bool:
 
 
 def _sync_as_joiner(loop: OuterLoop) -> None:
-    for fragment in loop.fragments:
-        fragment.is_joining = True
+    loop.peer_table.is_joining = True
     loop.sync_in_quorum()
     loop.finish_sync()
-    for fragment in loop.fragments:
-        fragment.is_joining = False
+    loop.peer_table.is_joining = False

@@ -92,7 +92,6 @@ class OuterLoop:
             for index, globals_ in enumerate(global_parameters)
         )
         self.in_flight: FragmentSync | None = None
-        self._has_failed = False
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
         self._is_idle = self._must_settle = self._has_doubts = False
         self.inner_steps = 0
@@ -148,9 +147,7 @@ class OuterLoop:
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
         assert self.in_flight is not None, "torchft performs what it has prepared"
-        committed = self.in_flight.perform_sync()
-        self._has_failed = not committed
-        return committed
+        return self.in_flight.perform_sync()
 
     def send(self) -> None:
         """Ask for a quorum, and send the fragment whose turn it is."""
@@ -178,7 +175,7 @@ class OuterLoop:
         retries = SyncRetries(
             self.manager, self.state, self._settings.max_sync_retries, self._give_up_after_s
         )
-        while self._has_failed:
+        while self.in_flight is not None and not self.in_flight.committed:
             present = self.manager.num_participants()
             was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
                 self.peer_table.is_over, self.peer_table.has_doubts
@@ -186,7 +183,7 @@ class OuterLoop:
             self._has_doubts |= has_doubts > 0  # until the sync has committed
             retries.wait()
             self.manager.start_quorum()
-            retries.check_limit(self.fragments[0].is_joining)
+            retries.check_limit(self.peer_table.is_joining)
             if was_last and self.manager.num_participants() < present:
                 log.warning(
                     "Groups have left since the run's last sync, in which this group's vote failed:"
@@ -197,9 +194,9 @@ class OuterLoop:
             # fragment has its turn.
             self.sync_in_quorum()
         self._has_doubts = False
+        assert self.in_flight is not None, "a sync has been performed"
         fragment, self.in_flight = self.in_flight, None
-        assert fragment is not None, "a sync has been performed"
-        if self.fragments[0].is_joining and self.peer_table.are_all_joining:
+        if self.peer_table.is_joining and self.peer_table.are_all_joining:
             # Nobody has sent anything. What a checkpoint had in flight is still to be sent, but
             # for a group that has taken over another one's checkpoint.
             fragment.abandon()
@@ -237,7 +234,7 @@ class OuterLoop:
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
         is_idle = self._is_idle or not self.peer_table.is_training
-        if not moved and (fragment.is_joining or is_idle):
+        if not moved and (self.peer_table.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
         report = SyncReport.of(
             fragment,

@@ -32,7 +32,6 @@ class DivergenceError(RuntimeError):
 class Syncing(Protocol):
     """What the table asks of a fragment."""
 
-    is_joining: bool
     device: torch.device
     mean: WeightedMean
     synced_samples: SyncedSamples
@@ -71,6 +70,7 @@ class PeerTable:
 
     Attributes:
         is_training: Whether this group still trains. The outer loop sets it.
+        is_joining: Whether this group obtains the global state, and contributes nothing.
         step_s: Seconds that an inner step of this group takes. The outer loop sets it.
         is_over: Whether no group of the last sync trains or has anything to send.
         has_doubts: Whether what has arrived in the last sync is not sound.
@@ -94,7 +94,7 @@ class PeerTable:
         self._state = state
         self._fragments = fragments
         self._digest_every = digest_every
-        self.is_training = True
+        self.is_training, self.is_joining = True, False
         self.step_s = math.nan
         self.is_over = self.are_all_joining = self.is_replacing = self.has_doubts = False
         self.synced_samples: list[SyncedSamples] = []
@@ -129,7 +129,7 @@ class PeerTable:
             vitals = Vitals(*sent, packed.inner_steps, fragment.usual_pace)
         return PeerRow(
             has_more=self.is_training or any(other.unsynced.has_more for other in others),
-            is_joining=fragment.is_joining,
+            is_joining=self.is_joining,
             was_healed=self._state.was_healed,
             is_replacing=packed.is_replacing,
             outer_step=self._state.outer_step,

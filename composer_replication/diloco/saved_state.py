@@ -86,7 +86,8 @@ def load_in_flight(
     """Have a fragment's next sync send what ``in_flight_state`` returned.
 
     Args:
-        saved: What it returned; or what the previous version did, which has several packs.
+        saved: What it returned; or what earlier versions did: one of them with several packs, and
+            all with ``is_dropped``.
         fragments: All, in the order of their syncs.
 
     Returns:
@@ -98,6 +99,7 @@ def load_in_flight(
     if not saved:
         return None
     saved = dict(saved)
+    saved.pop("is_dropped", None)
     fragment, local = fragments[saved.pop("fragment")], saved.pop("local")
     fragment.unsynced.unsent = Packed(
         **saved, local=[local[name] for name in fragment.globals.tensors]

@@ -19,7 +19,6 @@ class Packed:
         position: The position in the sample stream.
         is_replacing: Whether the local parameters are to be the global ones, see
             ``DiLoCo.make_local_global``.
-        is_dropped: Whether the local parameters have been reset since.
         local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
             while the sync is in flight; None without a delay.
         frozen: The tensors that were frozen then, by index. One that is frozen while its sync is in
@@ -30,7 +29,6 @@ class Packed:
     samples: int = 0
     position: int = 0
     is_replacing: bool = False
-    is_dropped: bool = False
     local: list[Tensor] | None = None
     frozen: Sequence[int] = ()
 
@@ -100,9 +98,7 @@ class Unsynced:
                 one. With alpha = 0 they are thrown away.
             is_joining: Whether this group joined in that sync.
         """
-        if self.packed.is_dropped:
-            pass  # what was counted since has been trained since
-        elif keeps_later:
+        if keeps_later:
             self.inner_steps -= self.packed.inner_steps
             self.samples -= self.packed.samples
         else:
@@ -114,7 +110,7 @@ class Unsynced:
     def forget(self) -> None:
         """What has been trained here since the last sync is none of this group's to send."""
         self.inner_steps = self.samples = 0
-        self.packed.is_dropped = True
+        self.packed = Packed()
         self.replaces_global = False
         self.unsent = None
 
