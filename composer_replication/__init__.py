@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from composer_replication.data.loader import ReplicaDataLoader
     from composer_replication.diloco.algorithm import DiLoCo
     from composer_replication.diloco.peer_table import DivergenceError
-    from composer_replication.diloco.retries import SyncError
+    from composer_replication.diloco.retry import SyncError
     from composer_replication.diloco.sync_report import SyncReport
     from composer_replication.replica.factory import make_manager
     from composer_replication.settings import DiLoCoSettings
@@ -100,7 +100,7 @@ __getattr__ = lazily(
         "DiLoCoSettings": "composer_replication.settings",
         "DivergenceError": "composer_replication.diloco.peer_table",
         "ReplicaDataLoader": "composer_replication.data.loader",
-        "SyncError": "composer_replication.diloco.retries",
+        "SyncError": "composer_replication.diloco.retry",
         "SyncReport": "composer_replication.diloco.sync_report",
         "make_manager": "composer_replication.replica.factory",
         "simulate": "composer_replication.simulation.simulation",

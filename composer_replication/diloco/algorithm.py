@@ -20,7 +20,7 @@ from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.outer_optimizer import describe
 from composer_replication.diloco.own_model import note_layout, own_model, settings_of
 from composer_replication.diloco.peer_table import DivergenceError
-from composer_replication.diloco.retries import SyncError
+from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import in_flight_state, load_saved_state, saved_state
 from composer_replication.diloco.sync_report import SyncReport

@@ -14,7 +14,7 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
 from composer_replication.diloco.peer_table import PeerTable
-from composer_replication.diloco.retries import SyncError, SyncRetries
+from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
 from composer_replication.diloco.saved_state import load_in_flight
 from composer_replication.diloco.sync_report import SyncReport

@@ -25,7 +25,7 @@ STEPS, SICK = 12, range(5, 8)
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr("composer_replication.diloco.retries.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("composer_replication.diloco.retry.FIRST_PAUSE_S", 0.0)
 
 
 def train(sim, *, is_sick=lambda step: False, times=1.0, **settings):

@@ -1,0 +1,294 @@
+"""When a start or a sync is tried again: who is to blame, who leaves, and when to give up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from composer_replication.diloco.arguments import DiLoCoArguments
+from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Back-off between the attempts of a sync, in seconds."""
+
+POLL_S, START_POLL_S, LOG_EVERY_S = 1.0, 0.5, 30.0
+"""While too few groups are connected."""
+
+MAX_FAILED_JOINS = 2
+"""How many attempts to join may fail because of this group before it leaves. There are few, since
+each failure also costs the groups in training an attempt of their sync."""
+
+
+class SyncError(RuntimeError):
+    """A sync did not commit, and its retries are used up."""
+
+
+class NothingToContinueFromError(ValueError):
+    """All groups of a run are connected, it has made outer steps, and no group has its state."""
+
+
+class StartPostponed(Exception):
+    """Fails the commit vote of a start that waits for more groups. It is never raised."""
+
+
+class _Waiting:
+    """The clock of a wait for other groups.
+
+    Args:
+        manager: The torchft manager, or its simulated double.
+        limit_s: How long to wait, in seconds. None: without a limit.
+        log_after_s: When to log for the first time, in seconds.
+    """
+
+    def __init__(
+        self, manager: DiLoCoManager, limit_s: float | None, log_after_s: float = 0.0
+    ) -> None:
+        self._manager = manager
+        self._limit_s = limit_s
+        self._log_after_s = log_after_s
+        self._began = time.monotonic()
+
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def _is_late(self) -> bool:
+        return self._limit_s is not None and self._waited_s > self._limit_s
+
+    def _wait(self, message: str, seconds: float) -> None:
+        if self._waited_s >= self._log_after_s:
+            self._log_after_s = self._waited_s + LOG_EVERY_S
+            log.warning(message)
+        time.sleep(seconds)
+
+
+class SyncRetries(_Waiting):
+    """Waits after each attempt that did not commit, and counts those that nobody else caused.
+
+    Local and global parameters do not change before the vote, so a retry computes the same
+    pseudo-gradient again. (torchft resets the model and drops the round.)
+
+    A failed attempt counts against ``max_retries`` if no group is known to have caused it. (A group
+    in training that causes failures leaves after a while, see ``QuorumWatch``.) One that failed
+    only because fewer than ``min_replica_size`` groups were connected does not count either: this
+    group waits for the others to return.
+
+    Args:
+        manager: The torchft manager, or its simulated double.
+        state: The global state.
+        max_retries: How many attempts that count may fail in a row.
+        give_up_after_s: How long to wait for enough groups, in seconds. None: without a limit.
+
+    Attributes:
+        count: Attempts that did not commit although enough groups were connected.
+    """
+
+    def __init__(
+        self,
+        manager: DiLoCoManager,
+        state: GlobalState,
+        max_retries: int,
+        give_up_after_s: float | None,
+    ) -> None:
+        super().__init__(manager, give_up_after_s)
+        self._state = state
+        self._max_retries = max_retries
+        self.count = self._num_unexplained = 0
+        self._cause = ""
+        self._had_too_few = False
+
+    def wait(self) -> None:
+        """Wait before the next attempt, after one that did not commit.
+
+        Raises:
+            SyncError: Too few groups have been connected for longer than ``give_up_after_s``.
+        """
+        present, needed = self._manager.num_participants(), self._manager._min_replica_size
+        self._cause = why_not_committed(self._manager)
+        self._had_too_few = self._manager.errored() is None and present < needed
+        if self._had_too_few:
+            self._wait_for_groups(present, needed)
+            return
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.count)
+        self.count += 1
+        log.warning(
+            "The sync after outer step %d did not commit, attempt %d: %s. Nothing is lost; "
+            "trying again in %.1f s",
+            self._state.outer_step,
+            self.count,
+            self._cause,
+            pause_s,
+        )
+        time.sleep(pause_s)
+
+    def _wait_for_groups(self, present: int, needed: int) -> None:
+        situation = f"{present} replica groups are connected, and min_replica_size={needed}"
+        if self._is_late:
+            raise SyncError(
+                f"{situation}, for {self._waited_s:.0f} s, above give_up_after_s={self._limit_s:g}."
+                " Start the missing groups again, or lower min_replica_size"
+            )
+        self._wait(f"Waiting to sync for {self._waited_s:.0f} s: {situation}", POLL_S)
+
+    def check_limit(self, is_joining: bool) -> None:
+        """Give up after too many failed attempts.
+
+        Called in the next attempt's quorum, since only that says which group caused the failure.
+
+        A joiner gives up before the groups in training. Of these, one gives up at a time, the last
+        of the quorum first: the others may then succeed without it.
+
+        Args:
+            is_joining: Whether this group is a joiner. Failures that it has caused count.
+
+        Raises:
+            SyncError: More attempts have failed than this group may make.
+        """
+        fault = fault_of_last_sync(self._manager)
+        if fault == "another" or (fault == "this" and not is_joining):
+            self._num_unexplained = 0
+            return
+        if self._had_too_few:
+            return
+        self._num_unexplained += 1
+        if is_joining:
+            limit = MAX_FAILED_JOINS - 1
+        else:
+            rank = self._manager.participating_rank() or 0
+            limit = self._max_retries + self._manager.num_participants() - 1 - rank
+        if self._num_unexplained > limit:
+            error = SyncError(
+                f"the sync after outer step {self._state.outer_step} did not commit in "
+                f"{self._num_unexplained} attempts, the last one because {self._cause}. Local "
+                "parameters are kept. Check that the other replica groups and the lighthouse are "
+                f"alive, or raise max_sync_retries={self._max_retries}"
+            )
+            self._manager.report_error(error)  # the other groups are in a quorum with this one
+            raise error
+
+
+class StartBarrier(_Waiting):
+    """Holds a start until enough groups are connected.
+
+    Without it the first group would train alone, and so would the next one, unnoticed.
+
+    Args:
+        manager: The torchft manager, or its simulated double.
+        arguments: Those of ``DiLoCo``: how many groups to wait for, for how long, what to do after
+            that, and whether this group may begin the run.
+    """
+
+    def __init__(self, manager: DiLoCoManager, arguments: DiLoCoArguments) -> None:
+        super().__init__(manager, arguments.start_timeout_s, log_after_s=2.0)
+        self._arguments = arguments
+        self._can_commit = True
+        self._failures = 0
+        self._last_failure: str | None = None
+
+    def vote_to_start(self, device: torch.device) -> bool:
+        """Vote on the start with the other groups of this quorum.
+
+        With fewer groups than ``min_replica_size`` no group votes yes: a start sends all
+        parameters, and could not commit.
+
+        The start takes one yes and no veto. All groups see the same sum of the votes, so they start
+        together or not at all, however long each of them has been waiting.
+
+        Args:
+            device: Where the votes are summed.
+
+        Returns:
+            Whether the groups start. If not, an error has been reported to the manager, and the
+            commit vote that the caller still has to take fails.
+
+        Raises:
+            NothingToContinueFromError: This group must not start, and every group that could hold
+                the run's state is connected.
+        """
+        arguments, num_present = self._arguments, self._manager.num_participants()
+        is_enough = num_present >= arguments.num_awaited
+        starts_late = arguments.on_start_timeout == "start" and self._is_late
+        self._can_commit = num_present >= self._manager._min_replica_size
+        vetoes = self._arguments.start_refusal is not None and self._manager.current_step() == 0
+        is_yes = self._can_commit and (is_enough or starts_late)
+        votes = torch.tensor([float(is_yes), float(vetoes)], device=device)
+        self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
+        if self._manager.errored() is not None:
+            return False
+        situation = f"{num_present} of {arguments.num_awaited} replica groups are connected"
+        if not self._can_commit:
+            situation += f", and min_replica_size={self._manager._min_replica_size}"
+        num_yes, num_vetoes = votes.tolist()
+        if vetoes:
+            situation += f", and none of them has the run's state. {self._arguments.start_refusal}"
+            if is_enough:
+                raise NothingToContinueFromError(situation)
+        if num_vetoes or not num_yes:
+            self._manager.report_error(StartPostponed(situation))
+            return False
+        if not is_enough:
+            log.warning("Starting although %s", situation)
+        return True
+
+    def check_failures(self) -> None:
+        """Count a start that failed because of this group.
+
+        Called in the quorum after the failed start, since that quorum names the group at fault.
+
+        Raises:
+            TimeoutError: The start has failed ``MAX_FAILED_JOINS`` times because of this group.
+        """
+        failure, self._last_failure = self._last_failure, None
+        if failure is None or fault_of_last_sync(self._manager) == "another":
+            return
+        self._failures += 1
+        if self._failures == MAX_FAILED_JOINS:
+            raise TimeoutError(
+                f"the start has failed {self._failures} times because of this group, which leaves. "
+                f"The last time {failure}"
+            )
+
+    def wait(self) -> None:
+        """Wait ``START_POLL_S`` seconds after a start that did not commit.
+
+        Raises:
+            TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected to start
+                with.
+        """
+        error, cause = _original(self._manager.errored()), why_not_committed(self._manager)
+        situation = str(error)
+        if not isinstance(error, StartPostponed):  # for example because a group has left again
+            situation = self._last_failure = f"the start did not commit: {cause}"
+            log.warning("The start did not commit: %s", cause)
+        arguments = self._arguments
+        may_start = arguments.on_start_timeout == "start" and arguments.start_refusal is None
+        if self._is_late and not (may_start and self._can_commit):
+            raise TimeoutError(
+                f"no start within start_timeout_s={arguments.start_timeout_s:g}: {situation}. "
+                "Start the missing groups with the same lighthouse, or lower num_replicas"
+            )
+        self._wait(f"Waiting for replica groups: {situation}", START_POLL_S)
+
+
+def why_not_committed(manager: DiLoCoManager) -> str:
+    """Why the last commit vote failed, as far as this group knows."""
+    error = _original(manager.errored())
+    if error is not None:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return (
+        f"{manager.num_participants()} replica groups in the quorum are too few, or another rank "
+        "of this group reported an error"
+    )
+
+
+def _original(error: Any) -> Any:
+    """What torchft's manager has wrapped, if it has an error."""
+    return getattr(error, "original_exception", error)
