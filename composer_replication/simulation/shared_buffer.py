@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -91,7 +91,7 @@ class Connection:
         isolated: Members whose tensors are replaced by zeros.
         buffers: Tensors sent so far, by collective and member. Nothing is added after a failure, so
             those of all members are there only if the collective has succeeded.
-        num_received: How many members have received a collective.
+        received: Members that have received a collective.
     """
 
     number: int
@@ -99,7 +99,7 @@ class Connection:
     is_broken: bool = False
     isolated: set[int] = field(default_factory=set)
     buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    num_received: Counter[int] = field(default_factory=Counter)
+    received: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
 @dataclass(frozen=True)
@@ -324,9 +324,9 @@ class SharedBuffer:
             # A member that leaves later does not fail a collective that is over.
             if len(parts) < len(connection.members):
                 return None
-            connection.num_received[number] += 1
-            if connection.num_received[number] == len(connection.members):
-                del connection.buffers[number], connection.num_received[number]
+            connection.received[number].add(replica_id)
+            if len(connection.received[number]) == len(connection.members):
+                del connection.buffers[number], connection.received[number]
             return [parts[member] for member in connection.members]
 
     def isolate(self, connection: Connection, replica_id: int) -> None:
