@@ -8,6 +8,7 @@ from composer import Callback, Trainer
 from composer.callbacks import ExportForInferenceCallback
 from composer.models import ComposerModel
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import simulate
@@ -27,6 +28,19 @@ class TinyModel(ComposerModel):
 
     def loss(self, outputs, batch):
         return torch.nn.functional.mse_loss(outputs, batch[1])
+
+
+class Evaluated(TinyModel):
+    """With a metric of evaluators."""
+
+    def get_metrics(self, is_train):
+        return {} if is_train else {"MeanSquaredError": MeanSquaredError()}
+
+    def eval_forward(self, batch, outputs=None):
+        return self(batch)
+
+    def update_metric(self, batch, outputs, metric):
+        metric.update(outputs, batch[1])
 
 
 class BufferedModel(TinyModel):

@@ -223,28 +223,6 @@ def test_the_run_folder_the_metrics_and_stop_are_as_with_others(tmp_path):
     assert result_of(folder)["outer_steps"] == 2
 
 
-def test_after_an_exception_the_next_fit_goes_on():
-    callback, failures = alone(), iter([True])
-
-    def fail(state):
-        if state.timestamp.batch == 3 and next(failures, False):
-            raise RuntimeError("in training")
-
-    trainer = trainer_of(callback, Each(fail), max_duration="8ba")
-    with pytest.raises(RuntimeError, match="in training"):
-        trainer.fit()
-    trainer.fit()
-    trainer.close()
-    assert callback.result["inner_steps"] == trainer.state.timestamp.batch == 8
-
-
-def test_a_run_folder_with_outer_steps_and_no_checkpoint_is_an_error(tmp_path):
-    diloco = {"run_dir": str(tmp_path)}
-    fit(diloco=diloco, max_duration="4ba")
-    with pytest.raises(ValueError, match="this run has made 2 outer steps, and this group starts"):
-        fit(diloco=diloco, max_duration="4ba")
-
-
 def test_a_replica_data_loader_gives_it_every_sample_of_an_epoch():
     seen = []
     look = Each(lambda state: seen.extend(map(tuple, state.batch[0].tolist())))

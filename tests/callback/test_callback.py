@@ -57,44 +57,12 @@ def test_its_arguments_are_the_settings_and_the_options_with_their_defaults():
 
 
 def test_each_argument_reaches_the_settings_or_the_options():
-    # One value for each that is neither its default nor another's, where the type has so many.
-    given = {
-        "sync_every": 12,
-        "round_seconds": 45.0,
-        "fragment_patterns": ["a*", "*"],
-        "num_fragments": 2,
-        "fragment_sync_delay": 3,
-        "fragment_update_alpha": 0.25,
-        "outer_lr": 0.5,
-        "outer_momentum": 0.75,
-        "outer_nesterov": False,
-        "schedule": [{"outer_step": 9, "outer_lr": 0.25}],
-        "weight_by": "steps",
-        "sync_buffers": "none",
-        "wire_format": "int8",
-        "max_sync_retries": 4,
-        "replica_id": "berlin",
-        "num_replicas": 6,
-        "lighthouse_addr": "http://head:29510",
-        "coordinator_addr": "http://head:29512",
-        "min_replica_size": 5,
-        "start_timeout_s": 7.0,
-        "on_start_timeout": "start",
-        "give_up_after_s": 14.0,
-        "hang_timeout_s": 15.0,
-        "timeout": 8.0,
-        "hostname": "here",
-        "backup_device": "cpu",
-        "backend": "gloo",
-        "final_sync": False,
-        "eval_weights": "local",
-        "digest_every": 13,
-        "same_samples": True,
-        "run_dir": "/runs/1",
-    }
-    callback = DiLoCoCallback(**given)
+    given = {"sync_every": 12, "outer_lr": 0.5, "timeout": 8.0, "backend": "gloo"}
+    given |= {"replica_id": "berlin", "final_sync": False, "same_samples": True}
+    callback = DiLoCoCallback(**given, schedule=[{"outer_step": 9, "outer_lr": 0.25}])
     seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
-    assert seen == given | {"schedule": tuple(given["schedule"])}
+    assert given.items() <= seen.items()
+    assert seen["schedule"] == ({"outer_step": 9, "outer_lr": 0.25},)
 
 
 def test_an_unknown_argument_is_a_type_error():
@@ -322,14 +290,6 @@ def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
     folder = tmp_path / "replica_0"
     assert [sync["diloco/outer_step"] for sync in syncs_of(folder)] == list(range(1, 9))
     assert result_of(folder)["outer_steps"] == 8
-
-
-def test_the_end_of_a_fit_makes_no_second_copy_of_the_global_parameters():
-    callback, _ = fit_alone("4ba")
-    kept = final_theta(callback)
-    assert kept and all(
-        t.data_ptr() == callback._group.weights._theta[n].data_ptr() for n, t in kept.items()
-    )
 
 
 def test_a_manager_that_was_given_is_good_for_one_fit():
@@ -596,39 +556,6 @@ def test_who_heals_stands_where_its_donor_stands_and_ends_with_it(fault, inner_s
     assert one["global_digest"] == other["global_digest"]
 
 
-STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("stop", "diloco"),
-    [
-        pytest.param(3, {}, id="in_mid_round"),
-        pytest.param(8, {}, id="after_a_round"),
-        pytest.param(6, STREAMING, id="between_two_fragments"),
-    ],
-)
-def test_a_run_that_is_saved_and_resumed_ends_as_if_uninterrupted(tmp_path, stop, diloco):
-    def run(sim, **arguments):
-        callback = callback_of(sim, **{"sync_every": 4, "final_sync": False} | diloco)
-        trainer = trainer_of(callback, replica_id=sim.replica_id, max_duration="10ba", **arguments)
-        trainer.fit()
-        trainer.close()
-        local = [parameter.detach() for parameter in trainer.state.model.parameters()]
-        return callback.result["global_digest"], callback.result["inner_steps"], local
-
-    def saving(sim):
-        folder = str(tmp_path / f"{sim.replica_id}")
-        return run(sim, save_folder=folder, save_filename="ba{batch}.pt", save_interval=f"{stop}ba")
-
-    def resuming(sim):
-        return run(sim, load_path=str(tmp_path / f"{sim.replica_id}" / f"ba{stop}.pt"))
-
-    uninterrupted = simulate(saving, num_replicas=2)
-    for one, other in zip(uninterrupted, simulate(resuming, num_replicas=2), strict=True):
-        assert one[:2] == other[:2]
-        assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
-
-
 # ---- over a real lighthouse, in this process ------------------------------------------------
 
 
@@ -637,32 +564,6 @@ def lighthouse_addr():
     lighthouse = start_lighthouse(heartbeat_timeout_ms=1_000)
     yield lighthouse.address()
     lighthouse.shutdown()
-
-
-def fit_for_real(lighthouse_addr, *durations, others=(), **arguments):
-    """One group over a real manager, with one ``fit`` for each duration; its result."""
-    callback = DiLoCoCallback(
-        sync_every=2, replica_id=0, lighthouse_addr=lighthouse_addr, **arguments
-    )
-    trainer = trainer_of(callback, *others, max_duration=durations[0])
-    try:
-        trainer.fit()
-        assert callback._group.manager is None
-        for duration in durations[1:]:
-            trainer.fit(duration=duration)
-            assert callback._group.manager is None
-    finally:
-        trainer.close()
-    return callback.result
-
-
-@pytest.mark.integration
-def test_a_second_fit_goes_on_with_the_same_outer_momentum(lighthouse_addr):
-    whole = fit_for_real(lighthouse_addr, "8ba")
-    halves = fit_for_real(lighthouse_addr, "4ba", "4ba")
-    assert whole["outer_steps"] == halves["outer_steps"] == 4
-    assert whole["inner_steps"] == halves["inner_steps"] == 8
-    assert whole["global_digest"] == halves["global_digest"]
 
 
 @pytest.mark.integration
@@ -676,7 +577,11 @@ def test_after_an_exception_the_real_manager_is_shut_down_by_close_or_before(lig
     trainer.close()
     assert callback._group.manager is None and managers[0]._is_shut_down
     # Nobody waits for it: the next group of another name is alone in its quorum.
-    assert fit_for_real(lighthouse_addr, "2ba")["outer_steps"] == 1
+    callback = DiLoCoCallback(sync_every=2, replica_id=1, lighthouse_addr=lighthouse_addr)
+    trainer = trainer_of(callback, max_duration="2ba")
+    trainer.fit()
+    trainer.close()
+    assert callback.result["outer_steps"] == 1
 
 
 def test_only_a_close_after_an_error_watches_for_ranks_that_never_come(monkeypatch):

@@ -2,8 +2,8 @@
 
 Run: pytest tests/callback/test_checkpoint_layout.py
 
-Real: Composer's Trainer and its checkpoints in ``tmp_path``. The network is the simulation's; in
-two fits of one Trainer it is a lighthouse with one group.
+Real: Composer's Trainer and its checkpoints in ``tmp_path``. The network is the simulation's,
+and two fits of one Trainer have none.
 """
 
 import logging
@@ -15,7 +15,6 @@ from composer_jobs import Each, building, callback_of, train_and_save, trainer_o
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.group.checksums import checksums
-from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import SimulationError, simulate
 
 HEAD = ("mlp.layers.4.weight", "mlp.layers.4.bias")
@@ -85,22 +84,9 @@ def test_what_was_loaded_whole_goes_on(tmp_path):
 # ---- of the fit before -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def lighthouse():
-    server = start_lighthouse(bind="127.0.0.1:0", heartbeat_timeout_ms=500)
-    yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
-    server.shutdown()
-
-
-def group_of(lighthouse):
-    """A replica group of its own, which syncs every two inner steps."""
-    return DiLoCoCallback(
-        sync_every=2,
-        replica_id=0,
-        num_replicas=1,
-        lighthouse_addr=lighthouse,
-        hostname="127.0.0.1",
-    )
+def group_alone():
+    """A replica group without others, which syncs every two inner steps."""
+    return DiLoCoCallback(sync_every=2, num_replicas=1)
 
 
 def freeze_head(model, is_frozen=True):
@@ -116,8 +102,8 @@ def freeze_head(model, is_frozen=True):
     ],
     ids=["replaced", "unfrozen"],
 )
-def test_other_parameters_in_the_next_fit_are_refused_by_name(lighthouse, before, between, problem):
-    trainer = trainer_of(group_of(lighthouse))
+def test_other_parameters_in_the_next_fit_are_refused_by_name(before, between, problem):
+    trainer = trainer_of(group_alone())
     before(trainer.state.model)
     trainer.fit(duration="4ba")
     between(trainer.state.model)
@@ -127,7 +113,7 @@ def test_other_parameters_in_the_next_fit_are_refused_by_name(lighthouse, before
     assert ", ".join(HEAD) in str(caught.value) and "a new Trainer" in str(caught.value)
 
 
-def test_the_next_fit_goes_on_with_the_momentum_also_after_one_that_failed(lighthouse, caplog):
+def test_the_next_fit_goes_on_with_the_momentum_also_after_one_that_failed(caplog):
     moments, failed = [], []
 
     def look(state):
@@ -137,7 +123,7 @@ def test_the_next_fit_goes_on_with_the_momentum_also_after_one_that_failed(light
             failed.append(state)
             raise RuntimeError("the user's own error")
 
-    callback = group_of(lighthouse)
+    callback = group_alone()
     trainer = trainer_of(callback, Each(look))
     with caplog.at_level(logging.INFO):
         trainer.fit(duration="4ba")

@@ -10,7 +10,6 @@ from composer.algorithms import LayerFreezing
 from composer_jobs import Each, callback_of, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import simulate
 
 FIRST = "mlp.layers.0.weight"
@@ -78,18 +77,9 @@ def test_layers_that_freeze_in_mid_round_move_once_at_the_next_sync(diloco):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.fixture
-def lighthouse():
-    server = start_lighthouse(bind="127.0.0.1:0", heartbeat_timeout_ms=500)
-    yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
-    server.shutdown()
-
-
-def two_fits(lighthouse, between):
+def two_fits(between):
     """Two fits of one Trainer, and something done to its model in between."""
-    callback = DiLoCoCallback(
-        sync_every=2, replica_id=0, num_replicas=1, lighthouse_addr=lighthouse, hostname="127.0.0.1"
-    )
+    callback = DiLoCoCallback(sync_every=2, num_replicas=1)
     trainer = trainer_of(callback)
     layers = trainer.state.model.mlp.layers
     trainer.fit(duration="4ba")
@@ -103,15 +93,13 @@ def two_fits(lighthouse, between):
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_a_fit_goes_on_after_layers_were_frozen_by_hand(lighthouse):
-    moved = two_fits(lighthouse, lambda layers: layers[0].requires_grad_(False))
+def test_a_fit_goes_on_after_layers_were_frozen_by_hand():
+    moved = two_fits(lambda layers: layers[0].requires_grad_(False))
     assert moved == {f"mlp.layers.{i}.{kind}" for i in (2, 4) for kind in ("weight", "bias")}
 
 
-def test_a_fit_goes_on_after_layer_freezing(lighthouse):
-    callback = DiLoCoCallback(
-        sync_every=3, replica_id=0, num_replicas=1, lighthouse_addr=lighthouse, hostname="127.0.0.1"
-    )
+def test_a_fit_goes_on_after_layer_freezing():
+    callback = DiLoCoCallback(sync_every=3, num_replicas=1)
     trainer = trainer_of(callback, max_duration="3ep", algorithms=LayerFreezing(0.1, 0.6))
     trainer.fit()
     frozen = {

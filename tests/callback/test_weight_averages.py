@@ -7,15 +7,15 @@ simulation's.
 import logging
 import warnings
 
+import composer_jobs
 import pytest
 import torch
 from common import batch
-from composer import Callback, Trainer
+from composer import Callback
 from composer.algorithms import EMA, SWA
-from composer_jobs import TinyModel, building, callback_of, read_checkpoint
+from composer_jobs import Evaluated, callback_of, read_checkpoint
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanSquaredError
 
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.replica.heal import state_bytes as heal_format
@@ -30,20 +30,9 @@ STREAMING = {
 }
 
 
-class Evaluated(TinyModel):
+class Tied(Evaluated):
     """With a buffer that training changes, and two names for one weight."""
 
-    def get_metrics(self, is_train):
-        return {} if is_train else {"MeanSquaredError": MeanSquaredError()}
-
-    def eval_forward(self, batch, outputs=None):
-        return self(batch)
-
-    def update_metric(self, batch, outputs, metric):
-        metric.update(outputs, batch[1])
-
-
-class Tied(Evaluated):
     def __init__(self, seed=0):
         super().__init__(seed)
         self.head = torch.nn.Linear(4, 4, bias=False)
@@ -89,29 +78,19 @@ def loader(replica_id=0, batches=4):
     return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True))), 8)
 
 
-def trainer_of(*callbacks, replica_id=0, batches=4, model=Evaluated, **arguments):
-    with building, warnings.catch_warnings():
+def trainer_of(*callbacks, replica_id=0, batches=4, **arguments):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        built = model(seed=replica_id)
-        return Trainer(
-            model=built,
-            optimizers=torch.optim.SGD(built.parameters(), lr=0.05, momentum=0.9),
+        return composer_jobs.trainer_of(
+            *callbacks,
+            replica_id=replica_id,
             train_dataloader=loader(replica_id, batches),
-            callbacks=list(callbacks),
-            device="cpu",
-            seed=1,
-            progress_bar=False,
-            auto_log_hparams=False,
-            **{"max_duration": "12ba"} | arguments,
+            **{"model": Evaluated, "max_duration": "12ba"} | arguments,
         )
 
 
 def saving(folder, sim, interval="1ba"):
-    return {
-        "save_folder": f"{folder}/{sim.replica_id}",
-        "save_filename": "ba{batch}.pt",
-        "save_interval": interval,
-    }
+    return composer_jobs.saving(folder, sim, interval)
 
 
 def fit(sim, algorithm, *, diloco=None, evaluates_first=False, **arguments):
