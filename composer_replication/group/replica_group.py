@@ -40,9 +40,10 @@ package_log = logging.getLogger("composer_replication")
 class ReplicaGroup:
     """One replica group of a DiLoCo run, for a trainer that calls these methods.
 
-    A fit is ``join``, then for each step ``begin_step``, ``count`` and ``end_step``, and at last
-    ``end``; or ``leave`` if it fails. Between two fits the group keeps its state, and the next one
-    continues from there. Every rank of the group makes each call.
+    Before the first fit it is ``ask_coordinator``, and ``continuation.load`` for what a checkpoint
+    has. A fit is ``join``, then for each step ``begin_step``, ``count`` and ``end_step``, and at
+    last ``end``; or ``leave`` if it fails. Between two fits the group keeps its state, and the next
+    one continues from there. Every rank of the group makes each call.
 
     Args:
         host: The trainer.
@@ -128,13 +129,14 @@ class ReplicaGroup:
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
-        self.continuation.begin(self.settings)
-        name, is_resumed = replica_id_of(self.options), self.continuation.is_resumed
-        self._folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
-        self._reports = reports = Reports(self._folder, self.settings, self.host)
-        source = "" if self._run is None else self._run.settings_source
-        reports.settings(f"The coordinator's settings ({source})" if source else "Settings")
+        name = replica_id_of(self.options)
         try:
+            self.continuation.begin(self.settings)
+            is_resumed = self.continuation.is_resumed
+            self._folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
+            self._reports = reports = Reports(self._folder, self.settings, self.host)
+            source = "" if self._run is None else self._run.settings_source
+            reports.settings(f"The coordinator's settings ({source})" if source else "Settings")
             self.diloco = diloco = self._connect(manager)
             diloco.counts_steps = False
             reading = self.continuation.restore(diloco)
