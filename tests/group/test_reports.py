@@ -1,6 +1,6 @@
 """When a training ends whose number of batches nobody knows.
 
-Run: pytest tests/callback/test_progress.py. Faked: the clock, and the trainer.
+Run: pytest tests/group/test_reports.py. Faked: the clock, and the trainer.
 With a Trainer: tests/data/test_group_data.py.
 """
 

@@ -1,4 +1,4 @@
-"""Global weights in the place of local ones. Run: pytest tests/callback/test_global_weights.py"""
+"""Global weights in the place of local ones. Run: pytest tests/group/test_global_weights.py"""
 
 import copy
 

@@ -1,6 +1,6 @@
 """Making a run's folder, and what a group leaves in it.
 
-Run: pytest tests/callback/test_run_folder.py.
+Run: pytest tests/group/test_run_folder.py.
 
 Real: files in ``tmp_path``. Faked: the clock. ``no_file_above`` is a full disk.
 """
