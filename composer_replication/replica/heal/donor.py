@@ -160,8 +160,8 @@ class Donor:
     def _offer_in_quorum(self, step: str) -> Offer:
         source = self._source
         with self._lock:
-            # A joiner may ask before this group has made its offer. Without the wait it would get a
-            # 404, and the sync would fail for all groups.
+            # A joiner may ask before this group has made its offer. Without the wait it would be
+            # told that there is nothing, and the sync would fail for all groups.
             self._lock.wait_for(
                 lambda: self._is_at(step), answer_limit_s(self._timeout, self._num_bytes())
             )

@@ -2,7 +2,7 @@
 
 Run: pytest tests/replica/heal/test_prefetch.py.
 
-Real: the lighthouse, torchft's manager servers, the heal servers, prefetch. The stranger knows the
+Real: the lighthouse, torchft's manager servers, the peer servers, prefetch. The stranger knows the
 lighthouse's address and not the token.
 """
 
