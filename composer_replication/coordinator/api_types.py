@@ -70,7 +70,7 @@ class Heartbeat(StrictBody):
     loss: Number = None
     num_participants: Count | None = None
     sync_seconds: Number = None
-    inner_share: Number = None
+    compute_fraction: Number = None
     steps_per_second: Number = None
     digest_step: Count | None = None
     global_digest: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None

@@ -15,7 +15,14 @@ from composer_replication.diloco.fence import fence
 from composer_replication.diloco.fragments import persistent_buffers
 from composer_replication.diloco.global_state import digest_of
 from composer_replication.group.host import Host
-from composer_replication.group.run_folder import RESUME, START, SYNC, WARNING, ReplicaFolder
+from composer_replication.group.run_folder import (
+    OF_A_SYNC,
+    RESUME,
+    START,
+    SYNC,
+    WARNING,
+    ReplicaFolder,
+)
 from composer_replication.group.words import listed_groups, on_same_samples, plural
 from composer_replication.replica.ranks import rank, world_size
 from composer_replication.settings import DiLoCoSettings
@@ -124,11 +131,7 @@ class Reports:
             self._losses.clear()
             self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
-            self._last_sync |= {
-                "num_participants": report.num_participants,
-                "sync_seconds": report.sync_seconds,
-                "inner_share": report.compute_fraction,
-            }
+            self._last_sync |= {name: getattr(report, name) for name in OF_A_SYNC}
             at = self._round(report.inner_steps, report.outer_step)
             self._host.log_metrics(metrics | {"diloco/round": at})
             if report.global_digest is not None:

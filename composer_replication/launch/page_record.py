@@ -18,7 +18,7 @@ from composer_replication.coordinator.page import (
     write_report_html,
 )
 from composer_replication.group import run_folder
-from composer_replication.group.run_folder import START, log_path
+from composer_replication.group.run_folder import OF_A_SYNC, START, log_path
 from composer_replication.launch.group_events import MAX_EVENTS, GroupEvents
 from composer_replication.launch.run_record import Run
 from composer_replication.replica.json_files import read_json
@@ -128,8 +128,7 @@ def _ended_group(run: Run, id: str) -> dict[str, Any]:
     if id in run.results:
         status["phase"] = "finished"
     sync = run.metrics[id].newest
-    named = {name: f"diloco/{name}" for name in ("num_participants", "sync_seconds")}
-    newest = {name: sync[key] for name, key in named.items() if key in sync}
+    newest = {name: sync[key] for name in OF_A_SYNC if (key := f"diloco/{name}") in sync}
     return {**status, **newest, "is_alive": False, "last_seen_s": None}
 
 
