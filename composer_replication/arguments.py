@@ -9,7 +9,8 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
@@ -113,8 +114,8 @@ def pick(kind: Callable[..., Part], values: Mapping[str, Any]) -> Part:
 def _unknown(keyword: str, function: str, known: Mapping[str, Any]) -> str:
     if keyword in REMOVED:
         return f"{keyword} has been removed from {function}: {REMOVED[keyword]}"
-    close = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
+    close = closest(keyword, known)
+    hint = f"did you mean {close}?" if close else f"use one of {', '.join(known)}"
     return f"{keyword} is no argument of {function}: {hint}"
 
 
@@ -126,6 +127,25 @@ def _descriptions(arguments: Any) -> str:
         if found:
             sections.append(rest.partition("\n\n")[0])
     return "\n".join(sections)
+
+
+def closest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is most like an unknown one; None if none is."""
+    return next(iter(difflib.get_close_matches(str(name), [*known], n=1, cutoff=0.5)), None)
+
+
+def check_types(values: Any) -> None:
+    """Reject what is no flag, or no text, in a dataclass: YAML may have anything there.
+
+    Raises:
+        ValueError: A value is of another type than its field.
+    """
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if field.type == "bool" and not isinstance(value, bool):
+            raise ValueError(f"{field.name}={value!r}: use true or false")
+        if field.type == "str | None" and not isinstance(value, str | os.PathLike | None):
+            raise ValueError(f"{field.name}={value!r}: use a text in quotes")
 
 
 def check_integer(name: str, value: object, *, at_least: int) -> None:

@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
-from composer_replication.arguments import pick
 from composer_replication.launch.command_options import (
     Config,
     CoordinatorOptions,
@@ -56,6 +55,7 @@ from composer_replication.training.config import (
     ConfigError,
     diloco_section,
     load_config,
+    read_diloco,
     save_config,
 )
 from composer_replication.training.preflight import check_group
@@ -203,7 +203,7 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
     # The display shows one table for all groups. Their log lines would be drawn over it.
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
     console = Console(highlight=False)
-    print_settings(console, pick(DiLoCoSettings, diloco_section(checked)), str(config))
+    print_settings(console, read_diloco(diloco_section(checked))[0], str(config))
     with Display(console, run_dir, replicas).follow():
         simulate_replicas(checked, replicas)
     raise typer.Exit(finish(run_dir, range(replicas), time.monotonic() - began, restarts={}))

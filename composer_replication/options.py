@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
-from composer_replication.arguments import REMOVED, check_choice, check_integer, check_seconds
+from composer_replication.arguments import (
+    REMOVED,
+    check_choice,
+    check_integer,
+    check_seconds,
+    check_types,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +60,7 @@ class WaitOptions:
     give_up_after_s: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.num_replicas is not None:
             check_integer("num_replicas", self.num_replicas, at_least=1)
         if self.give_up_after_s is not None:
@@ -154,10 +161,8 @@ class ManagerOptions(WaitOptions):
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Self:
         """Fill the options that are None from the environment; an argument beats a variable."""
         env = ReplicaEnv.from_env(environ)
-        variables = {name: value for name, value in vars(env).items() if name in vars(self)}
-        own = replace(
-            self, **{name: v for name, v in variables.items() if getattr(self, name) is None}
-        )
+        unset = {name for name, value in vars(self).items() if value is None}
+        own = replace(self, **{name: v for name, v in vars(env).items() if name in unset})
         is_nameless = own.is_alone and own.replica_id is None
         return replace(own, replica_id="0") if is_nameless else own
 

@@ -5,13 +5,19 @@ Imports neither torch nor Composer.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from composer_replication.arguments import REMOVED, check_choice, check_integer, check_number
+from composer_replication.arguments import (
+    REMOVED,
+    check_choice,
+    check_integer,
+    check_number,
+    check_types,
+    closest,
+)
 
 WireFormatName = Literal["float32", "bfloat16", "int8", "fp4"]
 WIRE_FORMATS: tuple[WireFormatName, ...] = get_args(WireFormatName)
@@ -103,17 +109,13 @@ class DiLoCoSettings:
     max_sync_retries: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("sync_every", "num_fragments"):
-            check_integer(name, getattr(self, name), at_least=1)
+        check_types(self)
+        check_integer("num_fragments", self.num_fragments, at_least=1)
         for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
-        self._choose_alpha()
-        check_number("outer_lr", self.outer_lr, 0.0, math.inf)
-        check_number("outer_momentum", self.outer_momentum, 0.0, 1.0, below=True)
-        object.__setattr__(self, "schedule", check_rows(self.schedule))
-        if not isinstance(self.outer_nesterov, bool):
-            raise ValueError(f"outer_nesterov={self.outer_nesterov!r}: use true or false")
-        self._choose_weights()
+        _check_scheduled(vars(self))
+        self._choose()
+        check_choice("weight_by", self.weight_by, get_args(WeightBy))
         check_choice("sync_buffers", self.sync_buffers, get_args(SyncBuffers))
         if self.wire_format not in WIRE_FORMATS:
             formats = ", ".join(WIRE_FORMATS)
@@ -146,19 +148,18 @@ class DiLoCoSettings:
                 "less than others would count as much, use weight_by=steps, samples or tokens"
             )
 
-    def _choose_weights(self) -> None:
-        if self.weight_by is None:
-            weight_by = "uniform" if self.round_seconds is None else "steps"
-            object.__setattr__(self, "weight_by", weight_by)
-        check_choice("weight_by", self.weight_by, get_args(WeightBy))
-
-    def _choose_alpha(self) -> None:
-        alpha = self.fragment_update_alpha
+    def _choose(self) -> None:
+        """Choose what is left open, so that equal settings are equal however they are written."""
+        alpha, weight_by = self.fragment_update_alpha, self.weight_by
         if alpha is None:
             alpha = 0.5 if self.fragment_sync_delay else 0.0
         check_number("fragment_update_alpha", alpha, 0.0, 1.0)
+        if weight_by is None:
+            weight_by = "uniform" if self.round_seconds is None else "steps"
+        chosen = {"weight_by": weight_by, "schedule": check_rows(self.schedule)}
         # Always a float: 0 and 0.0 have different digests.
-        object.__setattr__(self, "fragment_update_alpha", float(alpha))
+        for name, value in (chosen | {"fragment_update_alpha": float(alpha)}).items():
+            object.__setattr__(self, name, value)
 
     def _check_patterns(self) -> None:
         patterns = self.fragment_patterns
@@ -238,20 +239,18 @@ class DiLoCoSettings:
         return self.wire_format != WIRE_FORMATS[0]
 
     @property
-    def outer_base(self) -> tuple[float, float, bool]:
-        """What the outer SGD is built with: learning rate, momentum, whether that is Nesterov's.
-
-        Without momentum torch refuses Nesterov's, and plain SGD is the same.
-        """
-        return self.outer_lr, self.outer_momentum, self.outer_nesterov and self.outer_momentum != 0
-
-    @property
     def changes_outer_numbers(self) -> bool:
         """Whether the schedule changes the learning rate or the momentum of the outer SGD."""
         return any("outer_lr" in row or "outer_momentum" in row for row in self.schedule or ())
 
     def outer_numbers_at(self, outer_step: int) -> tuple[float, float, bool]:
-        """The same for an outer step, from 1."""
+        """The outer SGD's learning rate, momentum, and whether that is Nesterov's.
+
+        Without momentum torch refuses Nesterov's, and plain SGD is the same.
+
+        Args:
+            outer_step: The number of the step, from 1. 0: before the schedule.
+        """
         lr = value_at(self.schedule, "outer_lr", outer_step, self.outer_lr)
         momentum = value_at(self.schedule, "outer_momentum", outer_step, self.outer_momentum)
         return lr, momentum, self.outer_nesterov and momentum != 0
@@ -269,7 +268,7 @@ class DiLoCoSettings:
         if self.schedule is None:
             del agreed["outer_nesterov"]  # the description of the outer optimizer has it
         else:
-            agreed["schedule"] = [dict(row) for row in self.schedule]
+            agreed["schedule"] = [*agreed["schedule"]]
         if self.fragment_patterns is not None:
             agreed["fragment_patterns"] = [
                 [entry] if isinstance(entry, str) else list(entry)
@@ -335,18 +334,23 @@ def _check_row(where: str, row: object) -> Mapping[str, Any]:
     known = ("outer_step", *KEYS)
     for key in row:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"use {', '.join(KEYS)}"
+            close = closest(key, KEYS)
+            fix = f"did you mean {close}?" if close else f"use {', '.join(KEYS)}"
             raise ValueError(f"{where}: {key} cannot change during a run: {fix}")
     check_integer(f"{where}: outer_step", row["outer_step"], at_least=1)
-    if "sync_every" in row:
-        check_integer(f"{where}: sync_every", row["sync_every"], at_least=1)
-    if "outer_lr" in row:
-        check_number(f"{where}: outer_lr", row["outer_lr"], 0.0, math.inf)
-    if "outer_momentum" in row:
-        check_number(f"{where}: outer_momentum", row["outer_momentum"], 0.0, 1.0, below=True)
+    _check_scheduled(row, f"{where}: ")
     fractions = ("outer_lr", "outer_momentum")
     return {key: float(row[key]) if key in fractions else row[key] for key in known if key in row}
+
+
+def _check_scheduled(values: Mapping[str, Any], where: str = "") -> None:
+    """Check the values of those ``KEYS`` that there are, in the settings or in a row."""
+    if "sync_every" in values:
+        check_integer(f"{where}sync_every", values["sync_every"], at_least=1)
+    if "outer_lr" in values:
+        check_number(f"{where}outer_lr", values["outer_lr"], 0.0, math.inf)
+    if "outer_momentum" in values:
+        check_number(f"{where}outer_momentum", values["outer_momentum"], 0.0, 1.0, below=True)
 
 
 def value_at(rows: Rows | None, key: str, outer_step: int, otherwise: Any) -> Any:

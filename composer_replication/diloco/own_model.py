@@ -66,7 +66,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
             optimizer ascends, or the manager cannot send the wire format.
     """
     check_can_quantize(arguments.manager, settings.wire_format)
-    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(*settings.outer_base)
+    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(*settings.outer_numbers_at(0))
     check_sign(outer_optimizer)
     split = split_all(arguments.model_fragments, settings, arguments.also_synced)
     fragments = [parameters for parameters, _ in split]

@@ -6,24 +6,20 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from composer_replication.arguments import pick
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fence import fence
 from composer_replication.launch.command_options import CoordinatorOptions
 from composer_replication.launch.processes import POLL_S, Interrupts
-from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, read_tokens
+from composer_replication.options import TOKEN, ReplicaEnv, read_tokens
 from composer_replication.replica.addresses import is_loopback
 from composer_replication.replica.json_files import read_json
-from composer_replication.settings import DiLoCoSettings
-from composer_replication.training.config import ConfigError, diloco_section
+from composer_replication.training.config import ConfigError, diloco_section, read_diloco
 from composer_replication.training.settings_file import in_words, load_settings
 
 log = logging.getLogger(__name__)
@@ -43,9 +39,8 @@ def coordinate(options: CoordinatorOptions) -> None:
     config, source = load_settings(options.file, options.set or [])
     bind, state_dir = options.bind, options.state_dir
     tokens = choose_tokens(options.token_file, options.no_token, bind, state_dir)
-    group = pick(ReplicaOptions, diloco_section(config))
+    settings, group = read_diloco(diloco_section(config))
     count = options.replicas or group.num_replicas or 1
-    settings = settings_of(config)
     console = Console(highlight=False)
     with Interrupts() as interrupts, ExitStack() as opened:
         try:
@@ -124,11 +119,6 @@ def choose_tokens(
     tokens = read_token_file(path)
     print(f"token: {path}  (set {TOKEN} to it in every group; the page asks for it)")
     return tokens
-
-
-def settings_of(config: Mapping[str, Any]) -> DiLoCoSettings:
-    """The DiLoCo settings that a config names; defaults for the others."""
-    return pick(DiLoCoSettings, diloco_section(config))
 
 
 def read_token_file(path: Path) -> tuple[str, ...]:

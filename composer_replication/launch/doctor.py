@@ -25,11 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication import __version__
-from composer_replication.arguments import pick
 from composer_replication.launch.output import FAILED
 from composer_replication.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.replica import addresses, lighthouse
-from composer_replication.settings import DiLoCoSettings
 from composer_replication.training import config as configs
 from composer_replication.training.preflight import save_folder_of
 
@@ -132,11 +130,10 @@ def check_settings(job: Job) -> Iterator[Row]:
         job.is_ours = "train_loader" in values and "tokenizer" not in values  # llm-foundry's
         job.config = configs.load_config(job.path, job.overrides) if job.is_ours else values
         job.section = configs.diloco_section(job.config)
-    configs.check_diloco(job.section)
-    job.options = pick(ReplicaOptions, job.section)
+    settings, job.options = configs.read_diloco(job.section)
     listed = ", ".join(f"{name}={value!r}" for name, value in job.section.items())
     yield OK, "settings", f"{job.path}: {listed or 'no callbacks.diloco, so the defaults'}"
-    settings, length = pick(DiLoCoSettings, job.section), str(job.config.get("max_duration"))
+    length = str(job.config.get("max_duration"))
     batches = int(length[:-2]) if re.fullmatch(r"\d+ba", length) else None
     for text in filter(None, (settings.overlap_warning, settings.momentum_warning(batches))):
         yield WARNING, "settings", text

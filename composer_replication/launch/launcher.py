@@ -13,12 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from composer_replication.arguments import pick
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.group.run_folder import CONFIG, make_run_folder
 from composer_replication.launch.coordinator_command import (
     TOKEN_FILE,
-    settings_of,
     write_token_file,
 )
 from composer_replication.launch.display import Display, print_settings
@@ -43,9 +41,9 @@ from composer_replication.launch.supervision import (
     SUPERVISED_HANG_TIMEOUT_S,
     Supervisor,
 )
-from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.options import TOKEN, ReplicaEnv
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import diloco_section, save_config
+from composer_replication.training.config import diloco_section, read_diloco, save_config
 
 _LOCAL = "127.0.0.1"
 """The address at which the coordinator listens: all groups are on this machine."""
@@ -95,13 +93,13 @@ def launch_groups(
     save_config(config, run_dir / CONFIG)
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
-    print_settings(console, settings_of(config), job.source)
+    settings, group = read_diloco(diloco_section(config))
+    print_settings(console, settings, job.source)
     began = time.monotonic()
     tokens_of_env = ReplicaEnv.from_env().tokens
     tokens = tokens_of_env or (secrets.token_hex(16),)
-    group = pick(ReplicaOptions, diloco_section(config))
     coordinator = make_coordinator(
-        settings_of(config),
+        settings,
         job.source,
         num_replicas=replicas,
         min_replicas=group.min_replica_size,

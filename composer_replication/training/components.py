@@ -5,9 +5,10 @@ They are strings, so that a config is checked without importing torch or Compose
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from composer_replication.arguments import closest
 
 TARGET = "_target_"
 
@@ -109,7 +110,7 @@ def _path(section: str, where: str, name: object) -> str:
     known = SHORT_NAMES[section]
     if name not in [*known]:  # which may be no string
         raise ConfigError(
-            f"{where} has no {name!r}: {closest(name, known)}; or write {TARGET}: "
+            f"{where} has no {name!r}: {hint(name, known)}; or write {TARGET}: "
             "package.module.callable"
         )
     return known[str(name)]
@@ -143,15 +144,14 @@ def check_keys(
             continue
         if removed and key in removed:
             raise ConfigError(f"{where} has no {key!r} any more: {removed[str(key)]}")
-        raise ConfigError(f"{where} has no {key!r}: {closest(key, allowed)}")
+        raise ConfigError(f"{where} has no {key!r}: {hint(key, allowed)}")
 
 
-def closest(name: object, allowed: Iterable[str]) -> str:
+def hint(name: object, allowed: Iterable[str]) -> str:
     """The end of a message about an unknown name: the closest allowed one, or the first of all."""
     allowed = sorted(allowed)
-    close = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    if close := closest(name, allowed):
+        return f"did you mean {close!r}?"
     more = f" or {len(allowed) - MOST_NAMES} more" if len(allowed) > MOST_NAMES else ""
     names = ", ".join(allowed[:MOST_NAMES])
     return f"use one of {names}{more}" if allowed else "leave it out"

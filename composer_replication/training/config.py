@@ -87,17 +87,36 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, resolve: boo
     Raises:
         ConfigError: The file is missing, or cannot be read or resolved.
     """
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"override {override!r}: write key=value, e.g. max_duration=100ba")
+    given = parse_overrides(overrides, "override", "max_duration=100ba")
     loaded = load_yaml(Path(path), "give the path of a YAML file")
     try:
-        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(loaded, given)
         resolved = OmegaConf.to_container(merged, resolve=resolve, throw_on_missing=resolve)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}") from error
     assert isinstance(resolved, dict) and isinstance(merged, DictConfig), "the file is no list"
     return Config({str(key): value for key, value in resolved.items()}, merged)
+
+
+def parse_overrides(given: Sequence[str], what: str, example: str) -> DictConfig:
+    """Read ``key=value`` overrides.
+
+    Args:
+        given: The overrides.
+        what: What they are called, for the message.
+        example: One of them, for the message.
+
+    Raises:
+        ConfigError: One of them is no ``key=value``, or its value is no YAML.
+    """
+    for each in given:
+        if "=" not in each:
+            raise ConfigError(f"{what} {each!r}: write key=value, e.g. {example}")
+    try:
+        return OmegaConf.from_dotlist(list(given))
+    except (OmegaConfBaseException, YAMLError) as error:
+        shown = " ".join(given)
+        raise ConfigError(f"{what} {shown} cannot be read: {in_one_line(error)}") from error
 
 
 def load_yaml(path: Path, fix: str) -> DictConfig:
@@ -123,7 +142,8 @@ def load_yaml(path: Path, fix: str) -> DictConfig:
 
 def in_one_line(error: Exception) -> str:
     """The message of a parser, without its line breaks and the folders of its file."""
-    return re.sub(r'in "[^"]*/([^"/]+)"', r"in \1", " ".join(str(error).split()))
+    text = re.sub(r"\s+object_type=\w+", "", " ".join(str(error).split()))
+    return re.sub(r'in "[^"]*/([^"/]+)"', r"in \1", text)
 
 
 class Config(dict[str, Any]):
@@ -141,13 +161,9 @@ class Config(dict[str, Any]):
     def __or__(self, changes: Mapping[str, Any]) -> Config:  # type: ignore[override]
         return Config({**self, **changes}, self.source)
 
-    def unresolved(self) -> dict[str, Any]:
-        """Return the values with ``${...}`` where the file has it and the value has not changed."""
-        resolved = OmegaConf.to_container(self.source, resolve=True)
-        return _unresolved(dict(self), resolved, OmegaConf.to_container(self.source))
-
 
 def _unresolved(value: Any, resolved: Any, written: Any) -> Any:
+    """A value with ``${...}`` where the file has it and the value has not changed."""
     if value == resolved:
         return written
     if isinstance(value, dict) and isinstance(resolved, dict) and isinstance(written, dict):
@@ -181,7 +197,10 @@ def save_config(config: Mapping[str, Any], path: str | Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    values = config.unresolved() if isinstance(config, Config) else dict(config)
+    values = dict(config)
+    if isinstance(config, Config):
+        resolved = OmegaConf.to_container(config.source, resolve=True)
+        values = _unresolved(values, resolved, OmegaConf.to_container(config.source))
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with naming(Path(path)), open(number, "w") as file:
         os.fchmod(number, 0o600)  # os.open does not change the mode of an existing file
@@ -234,7 +253,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         components_of(section, config.get(section) or {})
     if "diloco" not in (config.get("callbacks") or {}):
         raise ConfigError("the config lacks callbacks.diloco: see configs/quickstart.yaml")
-    check_diloco(diloco_section(config))
+    read_diloco(diloco_section(config))
     check_keys(config.get("reference") or {}, REFERENCE, "reference")
     for section in ("train_loader", "eval_loader"):
         loader = config.get(section) or {}
@@ -266,22 +285,15 @@ def _check_loader(section: str, loader: Mapping[str, Any]) -> None:
         )
 
 
-def check_diloco(section: Mapping[str, Any]) -> None:
-    """Check the ``callbacks.diloco`` section without building the callback.
+def read_diloco(section: Mapping[str, Any]) -> tuple[DiLoCoSettings, ReplicaOptions]:
+    """The run's settings and the group's options in ``callbacks.diloco``, which it checks.
 
     Raises:
         ConfigError: A key is unknown or has been removed, or a value is impossible.
     """
     known = [field.name for kind in (DiLoCoSettings, ReplicaOptions) for field in fields(kind)]
     check_keys(section, known, "callbacks.diloco", REMOVED)
-    for field in fields(ReplicaOptions):
-        value = section.get(field.name)
-        if field.type == "bool" and not isinstance(value, bool | None):
-            raise ConfigError(f"callbacks.diloco.{field.name}={value!r}: use true or false")
-        if field.type == "str | None" and not isinstance(value, str | None):
-            raise ConfigError(f"callbacks.diloco.{field.name}={value!r}: use a text in quotes")
     try:
-        pick(DiLoCoSettings, section)
-        pick(ReplicaOptions, section)
+        return pick(DiLoCoSettings, section), pick(ReplicaOptions, section)
     except ValueError as error:
         raise ConfigError(f"callbacks.diloco: {error}") from error

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from composer.utils import dist
@@ -21,12 +21,10 @@ from composer_replication.arguments import takes
 from composer_replication.data.loader import MapStyle, ReplicaDataLoader
 from composer_replication.training.text_files import Split, check_text_folder
 
-SHARDS = ("fixed", "leased")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardArguments:
-    """What the loaders have in common.
+    """What the loaders have in common. A config's are checked where it is read.
 
     Args:
         batch_size: Samples per batch and device.
@@ -41,9 +39,6 @@ class ShardArguments:
         unit_size: Samples that are leased together.
         replica_rank: The group's number, from 0. Unused by "eval".
         num_replica_groups: The largest number of groups there will be. Unused by "eval".
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     batch_size: int
@@ -52,22 +47,10 @@ class ShardArguments:
     seed: int = 0
     drop_last: bool | None = None
     num_workers: int = 0
-    shards: str = "fixed"
+    shards: Literal["fixed", "leased"] = "fixed"
     unit_size: int = 512
     replica_rank: int = 0
     num_replica_groups: int = 1
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} must be at least 1.")
-        if not 0 <= self.replica_rank < self.num_replica_groups:
-            raise ValueError(
-                f"replica_rank={self.replica_rank} is not one of num_replica_groups="
-                f"{self.num_replica_groups}. Number the groups from 0 to "
-                f"{self.num_replica_groups - 1}."
-            )
-        if self.shards not in SHARDS:
-            raise ValueError(f"shards={self.shards!r}: use {' or '.join(SHARDS)}")
 
     @property
     def is_leased(self) -> bool:
@@ -82,9 +65,6 @@ class TextArguments(ShardArguments):
     Args:
         path: The folder. None: the running Python's standard library.
         max_seq_len: Bytes in one sample.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     path: str | None = None
@@ -100,9 +80,6 @@ class DatasetArguments(ShardArguments):
         dataset_id: Its name with ``shards: leased``, see :class:`ReplicaDataLoader`.
         collate_fn: See ``torch.utils.data.DataLoader``, as for the next.
         pin_memory: Whether batches are put into pinned memory.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     dataset: Any

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_replication.arguments import pick
-from composer_replication.options import ReplicaEnv, ReplicaOptions, replica_id_of
+from composer_replication.options import ReplicaEnv, replica_id_of
 from composer_replication.replica.lighthouse import check_lighthouse
-from composer_replication.training.config import ConfigError, diloco_section
+from composer_replication.training.config import ConfigError, diloco_section, read_diloco
 
 CHECKPOINTS = "checkpoints"
 """The ``save_folder`` of a config that names a ``save_interval`` alone."""
@@ -87,32 +86,18 @@ def check_group(config: Mapping[str, Any], environ: Mapping[str, str] | None = N
         environ: Environment variables. None: those of this process.
 
     Raises:
-        ConfigError: Checkpoints are asked for, and there is no folder for them.
-        ValueError: See ``check_reachable``.
-        ConnectionError: See ``check_reachable``.
-    """
-    save_folder_of(config, run_dir_of(config, environ), 0)
-    check_device(config)
-    check_reachable(config, environ)
-
-
-def check_reachable(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
-    """Check that a group's coordinator agrees with its config and that its lighthouse answers.
-
-    Args:
-        config: From ``load_config``.
-        environ: Environment variables. None: those of this process.
-
-    Raises:
-        ConfigError: Neither the config nor the environment names a lighthouse or a coordinator,
-            and the group is not to train alone.
+        ConfigError: Checkpoints are asked for, and there is no folder for them; there is no GPU; or
+            neither the config nor the environment names a lighthouse or a coordinator, and the
+            group is not to train alone.
         ValueError: The coordinator has other settings, another model or another version, or an
             address cannot be used.
         ConnectionError: The coordinator or the lighthouse does not answer.
     """
     environ = os.environ if environ is None else environ
+    save_folder_of(config, run_dir_of(config, environ), 0)
+    check_device(config)
     section = diloco_section(config)
-    options = pick(ReplicaOptions, section).with_environment(environ)
+    options = read_diloco(section)[1].with_environment(environ)
     address, coordinator_addr = options.lighthouse_addr, options.coordinator_addr
     if (config.get("train_loader") or {}).get("shards") == "leased" and coordinator_addr is None:
         raise ConfigError(

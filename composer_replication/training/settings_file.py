@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from composer_replication.arguments import REMOVED
 from composer_replication.options import ReplicaOptions
@@ -18,9 +17,10 @@ from composer_replication.training.components import check_keys
 from composer_replication.training.config import (
     REQUIRED,
     ConfigError,
-    check_diloco,
     in_one_line,
     load_yaml,
+    parse_overrides,
+    read_diloco,
 )
 
 SECTION = "callbacks.diloco"
@@ -54,23 +54,21 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
     Raises:
         ConfigError: The file is missing or has no settings, or one is unknown or impossible.
     """
-    fix = "give the path of a YAML file, or none and --set key=value"
-    if "=" in str(path):
-        fix = f"a setting goes behind --set, as in --set {path}"
-    file = OmegaConf.create() if path is None else load_yaml(path, fix)
-    replaced = _parse(given)
-    values, left_out = {}, []
+    replaced = _values(_parse(given), "--set")
+    values, sources = {}, [f"--set {each}" for each in given]
+    config: dict[str, Any] = {"left_out": []}
     if path is not None:
+        fix = "give the path of a YAML file, or none and --set key=value"
+        is_set = f"a setting goes behind --set, as in --set {path}"
+        file = load_yaml(path, is_set if "=" in str(path) else fix)
         section, where = _section(file, path)
-        values = _values(section, where, left_out=map(str, replaced))
-        left_out = [str(name) for name in section if name not in OF_THE_RUN]
-    values |= _values(replaced, "--set")
-    check_diloco(values)
-    config: dict[str, Any] = {"callbacks": {"diloco": values}, "left_out": left_out}
-    model = _model(file)
-    sources = [str(path)] if path else []
-    sources += [f"--set {each}" for each in given]
-    return config | ({"model": model} if model else {}), " ".join(sources) or "the defaults"
+        values = _values(section, where, left_out=replaced)
+        config["left_out"] = [str(name) for name in section if name not in OF_THE_RUN]
+        config |= _model(file)
+        sources.insert(0, str(path))
+    read_diloco(values | replaced)
+    config["callbacks"] = {"diloco": values | replaced}
+    return config, " ".join(sources) or "the defaults"
 
 
 def in_words(settings: DiLoCoSettings) -> str:
@@ -88,17 +86,15 @@ def _section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:
     if not any(key in file for key in ("callbacks", *REQUIRED)):
         return file, str(path)
     try:
-        callbacks = file.get("callbacks")
-        if not isinstance(callbacks, DictConfig) or "diloco" not in callbacks:
-            raise ConfigError(
-                f"{path} is a job without {SECTION}: add it ({EXAMPLE}), or give a file with "
-                "settings alone, or none and --set key=value"
-            )
-        section = callbacks.diloco
+        section = OmegaConf.select(file, SECTION, default="missing")
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {SECTION} cannot be read: {_first_line(error)}") from error
-    if section is None:
-        section = OmegaConf.create()
+        raise ConfigError(f"{path}: {SECTION} cannot be read: {in_one_line(error)}") from error
+    if section == "missing":
+        raise ConfigError(
+            f"{path} is a job without {SECTION}: add it ({EXAMPLE}), or give a file with "
+            "settings alone, or none and --set key=value"
+        )
+    section = OmegaConf.create() if section is None else section
     if not isinstance(section, DictConfig):
         raise ConfigError(f"{path}: {SECTION}={section!r}: write key: value pairs ({EXAMPLE})")
     return section, f"{path}: {SECTION}"
@@ -106,8 +102,6 @@ def _section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:
 
 def _parse(given: Sequence[str]) -> DictConfig:
     for each in given:
-        if "=" not in each:
-            raise ConfigError(f"--set {each}: write key=value, e.g. --set sync_every=100")
         if each.startswith(f"{SECTION}."):
             raise ConfigError(f"--set {each}: write --set {each.removeprefix(f'{SECTION}.')}")
         if (name := each.partition("=")[0]) in _OF_A_GROUP:
@@ -115,41 +109,32 @@ def _parse(given: Sequence[str]) -> DictConfig:
                 f"--set {each}: {name} is no setting of the run; give it to DiLoCoCallback (its "
                 f"YAML key is {SECTION}.{name}) in each group"
             )
-    try:
-        return OmegaConf.from_dotlist(list(given))
-    except (OmegaConfBaseException, YAMLError) as error:
-        what = in_one_line(error)
-        raise ConfigError(f"--set {' '.join(given)} cannot be read: {what}") from error
+    return parse_overrides(given, "--set", "--set sync_every=100")
 
 
-def _values(section: DictConfig, where: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
+def _values(section: DictConfig, where: str, left_out: Collection[str] = ()) -> dict[str, Any]:
     """The values that a coordinator reads in a section, but for those left out."""
-    written = OmegaConf.to_container(section, resolve=False)
-    assert isinstance(written, dict), "the section is no list"
-    check_keys(map(str, written), {*OF_THE_RUN, *_OF_A_GROUP}, where, REMOVED)
+    check_keys(map(str, section), {*OF_THE_RUN, *_OF_A_GROUP}, where, REMOVED)
     values = {}
-    for name in [name for name in OF_THE_RUN if name in written.keys() - {*left_out}]:
+    for name in [name for name in OF_THE_RUN if name in section and name not in left_out]:
         try:
             value = section[name]
             is_node = OmegaConf.is_config(value)
             values[name] = OmegaConf.to_container(value, resolve=True) if is_node else value
         except OmegaConfBaseException as error:
+            written = OmegaConf.to_container(section)[name]  # pyright: ignore
             raise ConfigError(
-                f"{where}: {name}={written[name]!r} cannot be resolved ({_first_line(error)}): "
+                f"{where}: {name}={written!r} cannot be resolved ({in_one_line(error)}): "
                 f"write the value, or give it with --set {name}=..."
             ) from error
     return values
 
 
-def _model(file: DictConfig) -> dict[str, Any] | None:
-    """The section ``model``, which groups of ours compare with theirs; None if there is none."""
+def _model(file: DictConfig) -> dict[str, Any]:
+    """The section ``model``, which groups of ours compare with theirs, if there is one."""
     try:
-        model = file.get("model")
+        model = OmegaConf.select(file, "model")
         values = OmegaConf.to_container(model, resolve=True) if OmegaConf.is_dict(model) else None
     except OmegaConfBaseException:  # the job's own resolvers: no config of ours has one
-        return None
-    return values if isinstance(values, dict) else None  # pyright: ignore[reportReturnType]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+        return {}
+    return {"model": values} if values else {}

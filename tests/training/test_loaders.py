@@ -145,16 +145,6 @@ def test_a_composer_trainer_trains_and_evaluates_on_it(folder):
     assert 4 < metric.compute() < 8  # 8 without training
 
 
-def test_a_group_outside_the_number_of_groups_is_refused():
-    with pytest.raises(ValueError, match="replica_rank=2 .* Number the groups from 0 to 1"):
-        build_text_loader(max_seq_len=4, batch_size=5, replica_rank=2, num_replica_groups=2)
-
-
 def test_a_batch_larger_than_a_ranks_share_is_refused(folder):
     with pytest.raises(ValueError, match="20 samples for each rank, less .* batch_size=21"):
         build_text_loader(path=folder, max_seq_len=4, batch_size=21, num_replica_groups=2)
-
-
-def test_an_empty_batch_is_refused(folder):
-    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
-        build_text_loader(path=folder, max_seq_len=4, batch_size=0)

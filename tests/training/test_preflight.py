@@ -3,18 +3,18 @@
 import pytest
 
 from composer_replication.training.config import ConfigError
-from composer_replication.training.preflight import check_reachable
+from composer_replication.training.preflight import check_group
 
 
 def test_the_lighthouse_is_the_configs_before_the_environments():
     section = {"lighthouse_addr": "http://config"}
     environ = {"TORCHFT_LIGHTHOUSE": "http://environment"}
     with pytest.raises(ValueError, match="lighthouse_addr='http://config'"):
-        check_reachable({"callbacks": {"diloco": section}}, environ)
+        check_group({"callbacks": {"diloco": section}}, environ)
     with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
-        check_reachable({"callbacks": {"diloco": None}}, environ)
+        check_group({"callbacks": {"diloco": None}}, environ)
     with pytest.raises(ConfigError, match="lighthouse_addr=None: set COMPOSER_REPLICATION_COORD"):
-        check_reachable({}, {})
+        check_group({}, {})
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ def test_the_lighthouse_is_the_configs_before_the_environments():
 )
 def test_a_group_that_trains_alone_needs_none(section, environ):
     config = {"callbacks": {"diloco": section}}
-    check_reachable(config, environ)
+    check_group(config, environ)
     with pytest.raises(ValueError, match="lighthouse_addr='http://environment'"):
-        check_reachable(config, environ | {"TORCHFT_LIGHTHOUSE": "http://environment"})
+        check_group(config, environ | {"TORCHFT_LIGHTHOUSE": "http://environment"})
     with pytest.raises(ConfigError, match="train alone with callbacks.diloco.num_replicas=1"):
-        check_reachable({"callbacks": {"diloco": {"num_replicas": 2}}}, {})
+        check_group({"callbacks": {"diloco": {"num_replicas": 2}}}, {})

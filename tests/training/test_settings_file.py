@@ -5,13 +5,21 @@ from pathlib import Path
 import pytest
 
 from composer_replication.arguments import REMOVED
-from composer_replication.launch.coordinator_command import settings_of
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.training.config import ConfigError, load_config
+from composer_replication.training.config import (
+    ConfigError,
+    diloco_section,
+    load_config,
+    read_diloco,
+)
 from composer_replication.training.settings_file import in_words, load_settings
 
 ROOT = Path(__file__).parents[2]
 LLM_FOUNDRY = ROOT / "tests" / "llmfoundry" / "mpt_tiny.yaml"
+
+
+def settings_of(config):
+    return read_diloco(diloco_section(config))[0]
 
 
 @pytest.fixture
