@@ -410,6 +410,11 @@ class SettingsMismatch(ValueError):
     """Two replica groups of one run were started with different settings or models."""
 
 
+def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The keys of which two have different values: what "the same settings" means, everywhere."""
+    return [key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
+
+
 def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:
     """Check that two groups have the same fingerprint.
 
@@ -421,10 +426,8 @@ def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], who
     Raises:
         SettingsMismatch: They differ. The message lists every differing key with both values.
     """
-    keys = sorted(mine.keys() | theirs.keys())
-    differing = [key for key in keys if mine.get(key) != theirs.get(key)]
-    if differing:
-        both = [describe_difference(k, mine.get(k), theirs.get(k)) for k in differing]
+    if keys := differing(mine, theirs):
+        both = [describe_difference(key, mine.get(key), theirs.get(key)) for key in keys]
         raise SettingsMismatch(
             f"this replica group's settings differ from those of {whose}, make them equal: "
             + "; ".join(both)
@@ -464,9 +467,8 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     name = "outer_optimizer"
     if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
         compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
-    keys = sorted((mine.keys() | saved.keys()) - REMOVED.keys())
     return [
         f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now"
-        for key in keys
-        if mine.get(key) != saved.get(key)
+        for key in differing(mine, saved)
+        if key not in REMOVED
     ]

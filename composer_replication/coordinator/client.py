@@ -16,9 +16,15 @@ from urllib.parse import quote
 import httpx
 import tenacity
 
+from composer_replication.arguments import pick
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, digests_of
 from composer_replication.options import DuplicateIdError, ReplicaOptions
-from composer_replication.settings import DiLoCoSettings, SettingsMismatch, check_rows
+from composer_replication.settings import (
+    DiLoCoSettings,
+    SettingsMismatch,
+    describe_difference,
+    differing,
+)
 
 log = logging.getLogger(__name__)
 
@@ -88,22 +94,16 @@ class RunInfo:
         Raises:
             SettingsMismatch: One differs; the message lists both values of each.
         """
-        if "schedule" in named:  # as the settings hold it: rows of a YAML file are a list
-            named = {**named, "schedule": check_rows(named["schedule"])}
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = dataclasses.asdict(self.settings) | options
-        chosen = (*options, "fragment_update_alpha")
-        differing = [
-            f"{name}: {value!r} here, {run[name]!r} there"
-            for name, value in named.items()
-            if name in run and value != run[name]
-            if not (name in chosen and value is None)
-        ]
-        if differing:
+        mine = dataclasses.asdict(pick(DiLoCoSettings, named))
+        mine |= {name: named.get(name) or value for name, value in options.items()}
+        if names := [name for name in differing(mine, run) if name in named]:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "
                 f"{self.settings_source}), and this group's config has others; leave them out, or "
-                "make them equal: " + "; ".join(differing)
+                "make them equal: "
+                + "; ".join(describe_difference(name, mine[name], run[name]) for name in names)
             )
 
     def check_model(self, section: Mapping[str, Any]) -> None:

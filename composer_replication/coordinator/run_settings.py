@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings, differing
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (
@@ -47,10 +47,12 @@ class RunSettings:
         database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
             row = cursor.execute("SELECT settings FROM settings").fetchone()
-        before = None if row is None else _of_this_version(json.loads(row[0]))
         self.settings, self.source = settings, source
         now = _as_stored(settings)
-        changes = "" if before is None else _describe_changes(before, now)
+        before = now if row is None else _of_this_version(json.loads(row[0]))
+        changes = ", ".join(
+            f"{name} {before[name]!r} before, {now[name]!r} now" for name in differing(before, now)
+        )
         if changes and not all_start:
             raise RejectedError(
                 f"the state folder belongs to a run with other settings ({changes}), and groups in "
@@ -75,11 +77,3 @@ def _of_this_version(stored: dict[str, Any]) -> dict[str, Any]:
     """Settings that another version has stored: without those that are gone, with new defaults."""
     known = _as_stored(DiLoCoSettings())
     return known | {name: value for name, value in stored.items() if name in known}
-
-
-def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {before.get(name)!r} before, {now.get(name)!r} now"
-        for name in before | now
-        if before.get(name) != now.get(name)
-    )

@@ -37,10 +37,9 @@ def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSet
     Raises:
         ValueError: A setting is out of range, or of an outer SGD that is not used.
     """
-    model, changed = arguments.model_fragments, {}
-    if not isinstance(model, nn.Module) and model:
-        changed["num_fragments"] = len(model)
-    settings = pick(DiLoCoSettings, vars(arguments) | changed)
+    model = arguments.model_fragments
+    count = {} if isinstance(model, nn.Module) or not model else {"num_fragments": len(model)}
+    settings = pick(DiLoCoSettings, vars(arguments) | count)
     unused = [name for name in given if name.startswith("outer_") and name != "outer_optimizer"]
     if settings.changes_outer_numbers:
         unused.append("outer_lr or outer_momentum in the schedule")
