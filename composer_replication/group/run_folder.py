@@ -221,11 +221,14 @@ class ReplicaFolder:
         except OSError as error:
             self._warn(error)
 
+    def enter(self, phase: str) -> None:
+        """Write ``status.json`` with another phase, and the rest as it is."""
+        self.write_status(**self.read_status() | {"phase": phase})
+
     def write_rejection(self, reason: str) -> None:
         """Say that the group ends because of its settings, and would do so again."""
         self.append(REJECTION, {"error": reason})
-        status = self.read_status()
-        self.write_status(REJECTED, **{k: v for k, v in status.items() if k != "phase"})
+        self.enter(REJECTED)
 
     @fence("the result of this group")
     def write_end(self, result: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from composer import ComposerModel, Trainer
@@ -16,9 +15,8 @@ from torch.optim import Optimizer
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.membership import ask_for_run
 from composer_replication.data.loader import ReplicaDataLoader
-from composer_replication.group.run_folder import STATUS, ReplicaFolder
+from composer_replication.group.run_folder import ReplicaFolder
 from composer_replication.options import ReplicaOptions
-from composer_replication.replica.json_files import read_json
 from composer_replication.simulation.simulation import SimulatedReplica, SimulationError, simulate
 from composer_replication.training.building import (
     build_all,
@@ -234,7 +232,7 @@ def _fit(
     if dist.get_global_rank() == 0:
         folder = ReplicaFolder(run_dir, callback.result["replica_id"])
         folder.write_end(result)
-        folder.write_status("finished", **_last_status(run_dir, callback.result["replica_id"]))
+        folder.enter("finished")
     return result
 
 
@@ -262,10 +260,3 @@ def _evaluation(
         "unigram_bits_per_byte": unigram_bits_per_byte(folder),
         "uniform_bits_per_byte": 8.0,
     }
-
-
-def _last_status(run_dir: str | None, replica_id: str) -> dict[str, Any]:
-    if run_dir is None:
-        return {}
-    status = read_json(Path(run_dir) / f"replica_{replica_id}" / STATUS)
-    return {key: value for key, value in status.items() if key != "phase"}
