@@ -223,7 +223,9 @@ class ReplicaFolder:
 
     def enter(self, phase: str) -> None:
         """Write ``status.json`` with another phase, and the rest as it is."""
-        self.write_status(**self.read_status() | {"phase": phase})
+        status = self.read_status()
+        status["phase"] = phase
+        self.write_status(**status)
 
     def write_rejection(self, reason: str) -> None:
         """Say that the group ends because of its settings, and would do so again."""
