@@ -68,9 +68,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     Raises:
         ConfigError: The file is missing, or a key or a value is wrong.
     """
-    config = read_config(path, overrides)
-    check_config(config)
-    return config
+    return check_config(read_config(path, overrides))
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, resolve: bool = True) -> Config:

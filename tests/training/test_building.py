@@ -195,9 +195,8 @@ MLP = {"_target_": "own_parts.mlp", "width": 4}
     ({"train_loader": {"name": "dataset", "datset": 3}}, "did you mean 'dataset'?"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_with_the_section_and_the_key(loaded, wrong, message):
-    config = loaded(wrong) if isinstance(wrong, str) else loaded(**wrong)
     with pytest.raises(ConfigError) as caught:
-        built(config)
+        built(loaded(wrong) if isinstance(wrong, str) else loaded(**wrong))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
