@@ -10,25 +10,17 @@ from pathlib import Path
 import forked_commands
 import pytest
 from forked_commands import ForkedCommand
+from text_config import TINY
 
 from composer_replication import __version__
 
 pytestmark = pytest.mark.integration
 
-CONFIG = """
-max_duration: 20ba
-global_train_batch_size: 4
-model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 1, max_seq_len: 32}
-train_loader: {name: text, path: null, max_seq_len: 32}
-optimizer: {name: adamw, lr: 1.0e-3}
-callbacks: {diloco: {sync_every: 10}}
-"""
-
 
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "tiny.yaml"
-    path.write_text(CONFIG)
+    path.write_text(TINY)
     return path
 
 

@@ -14,6 +14,7 @@ import threading
 
 import pytest
 from forked_commands import ForkedCommand, run
+from text_config import TINY
 
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.launch.supervision import IN_THE_PROGRAM
@@ -22,15 +23,6 @@ from composer_replication.settings import DiLoCoSettings
 pytestmark = pytest.mark.integration
 
 LONGEST = 300
-
-CONFIG = """
-max_duration: 20ba
-global_train_batch_size: 4
-model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 1, max_seq_len: 32}
-train_loader: {name: text, path: null, max_seq_len: 32}
-optimizer: {name: adamw, lr: 1.0e-3}
-callbacks: {diloco: {sync_every: 10}}
-"""
 
 PLAN = "plan --step-time 1 --groups 2 --params"
 
@@ -87,7 +79,7 @@ COMMANDS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "broken.yaml").write_text("a: [1\nb: 2")
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):

@@ -18,6 +18,7 @@ from chaos.history import History
 from chaos.injector import KINDS, RandomFaultInjector, plan_faults
 from forked_commands import ForkedCommand, run
 from pace import paced
+from text_config import TINY
 
 from composer_replication.launch.job import command_job, config_job
 from composer_replication.launch.supervision import GroupRecord
@@ -229,17 +230,6 @@ def test_the_message_for_a_command_that_ends_before_the_faults_do(tmp_path, caps
     assert "The groups had finished after 0 of 60 s" in said.replace("\n", " ")
 
 
-CONFIG = """
-global_train_batch_size: 8
-max_duration: 10ba
-model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 1, max_seq_len: 32}
-train_loader: {name: text, path: null, max_seq_len: 32}
-optimizer: {name: adamw, lr: 1.0e-3}
-callbacks:
-  diloco: {sync_every: 10}
-"""
-
-
 def chaos(start, run_dir, *arguments, kind):
     """Run the command for 40 s, with less time than usual between the last fault and the end."""
     options = f"--duration 40 --faults-per-minute 12 --seed 0 --recovery-s 25 --kinds {kind}"
@@ -256,7 +246,7 @@ def chaos(start, run_dir, *arguments, kind):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_a_short_run_under_a_fault_is_clean(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.yaml").write_text(TINY)
     own = [tmp_path / "tiny.yaml", f"run_dir={tmp_path / 'run'}", "--replicas", 2, "--slow=1:0.5"]
     # As a user starts it.
     record = chaos(subprocess.Popen, tmp_path / "run", *own, kind="coordinator")

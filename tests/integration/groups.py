@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 from forked_commands import ForkedCommand
 from pace import paced
+from waiting import wait_until
 
 DEADLINE_S = 600.0  # below pytest's timeout, after which nobody would stop the groups
 COMPOSER = ["composer.cli.launcher", "--nproc", "--master_addr", "--master_port"]
@@ -41,14 +42,23 @@ def free_port() -> int:
 class RunningGroup:
     """The processes of a group, each with the file that has what it says."""
 
-    def __init__(self, processes: list[tuple[subprocess.Popen[bytes], Path]]) -> None:
+    def __init__(self, *processes: tuple[subprocess.Popen[bytes], Path]) -> None:
         self._processes = processes
+        self._deadline = time.monotonic() + DEADLINE_S
 
-    def wait(self, deadline: float) -> None:
-        """Until all of it has ended, well and before this ``time.monotonic()``."""
-        for process, output in self._processes:
-            status = process.wait(max(1.0, deadline - time.monotonic()))
-            assert status == 0, f"exit status {status}\n{output.read_text()[-4000:]}"
+    def wait(self) -> None:
+        """Until all of it has ended, and well."""
+        while any(process.poll() is None for process, _ in self._processes):
+            self.check()
+            time.sleep(0.05)
+        self.check()
+
+    def check(self) -> None:
+        """That nothing of it has failed, and that its time is not over."""
+        statuses = [process.poll() for process, _ in self._processes]
+        if any(statuses) or time.monotonic() > self._deadline:
+            said = [output.read_text()[-4000:] for _, output in self._processes]
+            raise AssertionError("\n".join([f"exit statuses {statuses}", *said]))
 
     def kill(self) -> None:
         """End all of it with SIGKILL."""
@@ -97,7 +107,7 @@ def start(
                 start_new_session=True,  # a launcher's ranks too are ended with it
             )
         processes.append((process, output))
-    return RunningGroup(processes)
+    return RunningGroup(*processes)
 
 
 class Launch:
@@ -138,10 +148,11 @@ class Launch:
         return self.run_dir / f"replica_{replica_id}"
 
     def wait_until(self, is_so: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 240
-        while not is_so():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
-            time.sleep(0.01)
+        def look() -> object:
+            assert self.process.poll() is None, self.said()
+            return is_so()
+
+        wait_until(look, said=self.said)
 
     def stop(self) -> None:
         """Let the groups end at their next sync."""

@@ -6,7 +6,6 @@ lighthouse and gloo between them.
 """
 
 import json
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from integration import groups
 from integration.groups import RunningGroup
+from waiting import wait_until
 
 from composer_replication.replica.lighthouse import start_lighthouse
 
@@ -52,13 +52,6 @@ def running(launcher: list[str] | None, num_groups: int, folder: Path, *argument
         lighthouse.shutdown()
 
 
-def wait_for(running: list[RunningGroup]) -> None:
-    """Wait for their ends; the output of one that failed is the message."""
-    deadline = time.monotonic() + groups.DEADLINE_S
-    for group in running:
-        group.wait(deadline)
-
-
 def lines_of(folder: Path, group: int, rank: int) -> list[dict[str, Any]]:
     path = folder / f"{group}_{rank}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -75,7 +68,8 @@ def lines_of(folder: Path, group: int, rank: int) -> list[dict[str, Any]]:
 )
 def test_all_ranks_of_all_groups_hold_the_same_model(tmp_path, launcher, dtype, microbatch_size):
     with running(launcher, 2, tmp_path, dtype, microbatch_size) as (running_groups, _):
-        wait_for(running_groups)
+        for group in running_groups:
+            group.wait()
     lines = {(group, rank): lines_of(tmp_path, group, rank) for group in (0, 1) for rank in RANKS}
     first = lines[0, 0]
     # The start, and a sync every two batches; each batch is one inner step.
@@ -104,13 +98,11 @@ def test_six_ranks_are_equal_at_every_sync_after_a_group_was_killed_and_healed(t
     arguments = (tmp_path, "float32", 8, 10_000, 0.25)
 
     def wait_for_step(group: int, more_than: int) -> int:
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
+        def newest() -> int:
             steps = [line["outer_step"] for line in lines_of(tmp_path, group, 1)]
-            if steps and steps[-1] > more_than:
-                return steps[-1]
-            time.sleep(0.1)
-        raise AssertionError(f"group {group} did not get past outer step {more_than}")
+            return steps[-1] if steps and steps[-1] > more_than else 0
+
+        return wait_until(newest)
 
     with running(None, 3, *arguments) as (six, start):
         killed_at = wait_for_step(2, 2)
@@ -120,7 +112,8 @@ def test_six_ranks_are_equal_at_every_sync_after_a_group_was_killed_and_healed(t
         back_at = wait_for_step(2, survivors_at)
         wait_for_step(2, back_at + 3)
         (tmp_path / "STOP").touch()
-        wait_for(six)
+        for group in six:
+            group.wait()
 
     held: dict[int, list[tuple[str, ...]]] = {}
     for group in range(3):

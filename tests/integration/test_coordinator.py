@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,7 @@ from forked_commands import ForkedCommand
 from integration.groups import free_port
 from pace import paced
 from run_events import syncs_of
+from waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -47,6 +48,20 @@ def command(
     )
 
 
+def info_of(process: subprocess.Popen[str], address: str, token: str) -> httpx.Response:
+    """What a coordinator says of the run, as soon as it answers."""
+
+    def ask() -> httpx.Response | None:
+        assert process.poll() is None, process.communicate()[0]
+        with suppress(httpx.TransportError):
+            headers = {"Authorization": f"Bearer {token}"}
+            return httpx.get(f"{address}/v1/info", headers=headers)
+
+    found = wait_until(ask)
+    assert found is not None
+    return found
+
+
 class Run:
     """A coordinator and its groups."""
 
@@ -69,15 +84,8 @@ class Run:
             "coordinator", self.config, *options, "--replicas", replicas, start=ForkedCommand
         )
         self.processes.append(process)
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                self.ask("GET", "/v1/info")
-                return process
-            except httpx.TransportError:
-                assert process.poll() is None, process.communicate()[0]
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        info_of(process, self.address, TOKEN)
+        return process
 
     def ask(self, method: str, path: str, **request) -> httpx.Response:
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -108,10 +116,7 @@ class Run:
 
     def wait_for_syncs(self, count: int, groups: Iterable[int] = range(2)) -> None:
         before = {i: len(self.metrics(i)) for i in groups}
-        deadline = time.monotonic() + 240
-        while any(len(self.metrics(i)) < before[i] + count for i in groups):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: all(len(self.metrics(i)) >= before[i] + count for i in groups))
 
 
 @pytest.fixture
@@ -219,14 +224,16 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
         assert "outer_lr 0.7 before, 0.3 now" in said and "--new-settings" in said, said
         run.coordinator = run.start_coordinator()
         run.wait_for_syncs(3)
-    deadline = time.monotonic() + 90
-    while True:
-        replicas = run.ask("GET", "/v1/status").json()["replicas"]
-        if len(replicas) == 2 and all(r["is_alive"] and r.get("outer_step") for r in replicas):
-            break
-        assert time.monotonic() < deadline, replicas
-        time.sleep(0.2)
-    assert [r["registrations"] for r in replicas] == [1, 1]
+
+    def replicas():
+        return run.ask("GET", "/v1/status").json()["replicas"]
+
+    wait_until(
+        lambda: [r["is_alive"] and bool(r.get("outer_step")) for r in replicas()] == [True, True],
+        90,
+        replicas,
+    )
+    assert [r["registrations"] for r in replicas()] == [1, 1]
     (run.folder / "run" / "STOP").touch()
     assert [group.wait(240) for group in groups] == [0, 0]
     ones, others = run.metrics(0), run.metrics(1)
@@ -265,27 +272,16 @@ def test_a_schedule_is_the_same_in_all_groups_whoever_comes_and_goes(start):
     assert max(digests) > 9 and all(len(found) == 1 for found in digests.values())
 
 
-@pytest.mark.alone
-def test_without_a_coordinator_at_the_address_a_group_says_so(run):
-    began = time.monotonic()
-    away = {"COMPOSER_REPLICATION_COORDINATOR": f"http://127.0.0.1:{free_port()}"}
-    group = run.start(0, start=subprocess.Popen, **away)
-    output, _ = group.communicate(timeout=240)
-    assert group.returncode == 1 and "no coordinator answers at http://127.0.0.1:" in output
-    assert time.monotonic() - began < 20
-
-
-@pytest.mark.parametrize("taken", [0, 1])
-def test_a_port_that_is_taken_is_an_error_of_one_line(tmp_path, taken):
-    """Its own, or the one after it, which its lighthouse takes."""
+def test_a_port_of_its_lighthouse_that_is_taken_is_an_error_of_one_line(tmp_path):
+    """The one after its own."""
     config, port = tmp_path / "tiny.yaml", free_port()
     config.write_text(CONFIG)
-    with socket.create_server(("127.0.0.1", port + taken)):
+    with socket.create_server(("127.0.0.1", port + 1)):
         options = ["--bind", f"127.0.0.1:{port}", "--state-dir", tmp_path / "state"]
         process = command("coordinator", config, *options, "--replicas", "3")
         said, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and said.count("\n") == 1, said
-    assert "listen" in said and f"127.0.0.1:{port + taken}" in said and "choose" in said.lower()
+    assert "listen" in said and f"127.0.0.1:{port + 1}" in said and "choose" in said.lower()
 
 
 def test_a_second_coordinator_on_the_state_folder_is_an_error_of_one_line(run):
@@ -307,15 +303,7 @@ def test_a_token_is_made_and_kept_and_groups_need_it(tmp_path):
         first = process.stdout.readline()
         token = (tmp_path / "state" / "token").read_text().strip()
         assert str(tmp_path / "state" / "token") in first and token not in first
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                headers = {"Authorization": f"Bearer {token}"}
-                found = httpx.get(f"http://127.0.0.1:{port}/v1/info", headers=headers)
-                break
-            except httpx.TransportError:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        found = info_of(process, f"http://127.0.0.1:{port}", token)
         assert found.status_code == 200
         assert httpx.get(f"http://127.0.0.1:{port}/v1/info").status_code == 401
     finally:

@@ -9,25 +9,18 @@ import signal
 import pytest
 from integration.groups import Launch
 from run_events import syncs_of
+from text_config import TINY
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-CONFIG = """
-max_duration: 1000000ba
-global_train_batch_size: 8
-model: {name: byte_gpt, d_model: 64, n_heads: 2, n_layers: 1, max_seq_len: 64}
-train_loader: {name: text, path: null, max_seq_len: 64}
-optimizer: {name: adamw, lr: 1.0e-3}
-callbacks:
-  diloco: {sync_every: 30, digest_every: 1}
-"""
+OVERRIDES = ["max_duration=1000000ba", "callbacks.diloco.sync_every=30"]
 
 
 @pytest.mark.parametrize("when", ["joining", "training"])
 def test_it_is_started_again_and_all_end_with_the_same(tmp_path, when):
     config = tmp_path / "tiny.yaml"
-    config.write_text(CONFIG)
-    with Launch(config, tmp_path / "run", "--replicas", "3", pace_s=0.05) as launch:
+    config.write_text(TINY)
+    with Launch(config, tmp_path / "run", "--replicas", "3", *OVERRIDES, pace_s=0.05) as launch:
 
         def phase_of(replica_id):
             path = launch.folder(replica_id) / "status.json"

@@ -262,39 +262,3 @@ def test_a_resumed_group_that_cannot_heal_leaves_soon_and_takes_nobody_along():
     assert "it does not accept the token" in joiner["ended"]
     for member in (first, second):
         assert member["ended"] is None and member["lost"] == 0 and member["syncs_after"] > 3
-
-
-def a_stranger_in_the_quorum(group: Group) -> dict[str, Any]:
-    token = "another" if group.replica_id == 2 else "secret"
-    if group.replica_id == 2:
-        group.signal.wait(30)
-        return join_as_a_stranger(group, token)
-
-    def trouble(group: Group, manager: ReplicaManager) -> None:
-        group.signal.set()
-
-    two = {"num_replicas": 2}
-    return train(group, trouble, options={"token": token}, settings=two, first=2)
-
-
-def join_as_a_stranger(group: Group, token: str) -> dict[str, Any]:
-    """Take part in quorums at the highest step, and send a huge value in every sync."""
-    syncs = 0
-    with group.manager(token=token, timeout=2.0) as manager:
-        manager.load_state_dict({"step": 10**6, "batches_committed": 0})
-        end = time.monotonic() + 5.0
-        while time.monotonic() < end:
-            manager.start_quorum()
-            value = torch.full((8,), 1e9)
-            manager.allreduce(value).wait()
-            syncs += manager.should_commit() and manager.num_participants() > 1
-    group.over.set()
-    return {"syncs": syncs}
-
-
-def test_a_stranger_that_asks_for_quorums_moves_nothing_and_costs_nobody_a_step():
-    first, second, stranger = run_groups(a_stranger_in_the_quorum, 3)
-    assert stranger["syncs"] == 0
-    for member in (first, second):
-        assert member["ended"] is None and member["lost"] == 0
-        assert member["syncs_after"] > 3 and abs(member["theta"]) < 1000

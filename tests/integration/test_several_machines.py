@@ -22,6 +22,7 @@ from forked import context
 from integration.leased_group import train, what_is_in
 from network_hosts import Hosts, why_not
 from run_events import syncs_of
+from waiting import wait_until
 
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 
@@ -127,9 +128,7 @@ class Run:
             sizes = [line["diloco/num_participants"] for line in new]
             return sizes.count(participants) >= count
 
-        wait_until(
-            lambda: all(map(has_all, groups)), 200, lambda: "\n".join(map(self.said, groups))
-        )
+        wait_until(lambda: all(map(has_all, groups)), 200, lambda: list(map(self.said, groups)))
 
     def check_end(self, *groups: int) -> None:
         """These groups end well, with equal models in which every sample is once."""
@@ -142,13 +141,6 @@ class Run:
         for is_in, is_in_twice in what_is_in(trained[0]["moments"]):
             assert is_in.all(), f"{(~is_in).sum()} samples are missing"
             assert not is_in_twice.any(), f"{is_in_twice.sum()} samples are in it twice"
-
-
-def wait_until(is_so, timeout_s: float, said=lambda: "") -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, said()[-4000:]
-        time.sleep(0.1)
 
 
 def train_on_host(hosts: Hosts, group: int, plan: dict, vanish_at: int | None) -> None:

@@ -4,10 +4,9 @@ Real: llm-foundry's own command in two processes on the CPU, MosaicML streaming,
 lighthouse, Gloo. The tokenizer and the text are made here, so that nothing is downloaded.
 """
 
-import os
-import signal
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +15,11 @@ import pytest
 import torch
 import yaml
 from foundry_jobs import NUM_GROUPS, foundry_command, offline_environ, write_data
+from integration.groups import RunningGroup
 from run_events import result_of, syncs_of
 
 pytestmark = [
     pytest.mark.llmfoundry,
-    pytest.mark.timeout(500),  # more than DEADLINE_S: after it nobody would stop the groups
     pytest.mark.skipif(
         not foundry_jobs.is_installed(),
         reason=foundry_jobs.NOT_INSTALLED,
@@ -28,7 +27,6 @@ pytestmark = [
 ]
 
 YAML = Path(__file__).with_name("mpt_tiny.yaml")
-DEADLINE_S = 400
 
 
 @dataclass(frozen=True)
@@ -44,83 +42,27 @@ class GroupTrace:
         return {sync["diloco/outer_step"]: sync["diloco/global_digest"] for sync in self.syncs}
 
 
-class RunningGroups:
-    """The replica groups, each a process group of its own; leaving kills what still runs."""
-
-    def __init__(self, folder, lighthouse, overrides):
-        self.folder = folder
-        self.lighthouse = lighthouse
-        self.overrides = overrides
-        self.processes = []
-        self.deadline = time.monotonic() + DEADLINE_S
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        for process in self.processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
-
-    def start(self, group):
-        command = foundry_command(
-            "train",
-            YAML,
-            f"variables.group={group}",
-            f"variables.data={self.folder / 'data'}",
-            f"variables.run_dir={self.folder / 'run'}",
-            *self.overrides,
-        )
-        environ = offline_environ(
-            TORCHFT_LIGHTHOUSE=self.lighthouse,
-            REPLICA_GROUP_ID=str(group),
-            NUM_REPLICA_GROUPS=str(NUM_GROUPS),
-            # StreamingDataset leaves lock files here, and looks for those of others.
-            TMPDIR=str(self.folder),
-        )
-        with self.log_path(group).open("w") as log:
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.processes.append(process)
-
-    def wait_for_line(self, group, text):
-        while text not in self.log_path(group).read_text():
-            self._fail_if_broken_or_late()
-            if self.processes[group].poll() == 0:
-                pytest.fail(self._story(f"group {group} ended without a line with {text!r}"))
-            time.sleep(0.2)
-
-    def wait(self):
-        while any(process.poll() is None for process in self.processes):
-            self._fail_if_broken_or_late()
-            time.sleep(0.2)
-        self._fail_if_broken_or_late()
-
-    def log_path(self, group):
-        return self.folder / f"group_{group}.log"
-
-    def _fail_if_broken_or_late(self):
-        statuses = [process.poll() for process in self.processes]
-        if any(statuses):
-            pytest.fail(self._story(f"exit statuses {statuses}"))
-        if time.monotonic() > self.deadline:
-            pytest.fail(self._story(f"not done after {DEADLINE_S} s"))
-
-    def _story(self, headline):
-        logs = [self.log_path(group) for group in range(len(self.processes))]
-        tails = ["\n".join(log.read_text().splitlines()[-60:]) for log in logs]
-        return "\n".join(
-            [headline, *(f"--- {log.name}\n{tail}" for log, tail in zip(logs, tails, strict=True))]
-        )
+def start(group, folder, lighthouse, overrides):
+    """A replica group, which is llm-foundry's own command; and the file of what it says."""
+    command = foundry_command(
+        "train",
+        YAML,
+        f"variables.group={group}",
+        f"variables.data={folder / 'data'}",
+        f"variables.run_dir={folder / 'run'}",
+        *overrides,
+    )
+    environ = offline_environ(
+        TORCHFT_LIGHTHOUSE=lighthouse,
+        REPLICA_GROUP_ID=str(group),
+        NUM_REPLICA_GROUPS=str(NUM_GROUPS),
+        # StreamingDataset leaves lock files here, and looks for those of others.
+        TMPDIR=str(folder),
+    )
+    output = folder / f"group_{group}.log"
+    with output.open("w") as log:
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(command, env=environ, cwd=folder, **options), output
 
 
 MUON = [
@@ -139,16 +81,19 @@ def groups(request, tmp_path_factory):
     # One is enough for it: that a cold start waits for both groups is the callback's doing.
     lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000)
     address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
-    try:
-        with RunningGroups(folder, address, request.param) as running:
-            running.start(0)
-            # Two StreamingDatasets that start together on one machine can choose the same name for
-            # their shared memory. llm-foundry says this when its loaders have theirs.
-            running.wait_for_line(0, "Initializing model...")
-            running.start(1)
-            running.wait()
-    finally:
-        lighthouse.shutdown()
+    with ExitStack() as opened:
+        opened.callback(lighthouse.shutdown)
+        first = start(0, folder, address, request.param)
+        alone = RunningGroup(first)
+        opened.callback(alone.kill)
+        # Two StreamingDatasets that start together on one machine can choose the same name for
+        # their shared memory. llm-foundry says this when its loaders have theirs.
+        while "Initializing model..." not in first[1].read_text():
+            alone.check()
+            time.sleep(0.2)
+        both = RunningGroup(first, start(1, folder, address, request.param))
+        opened.callback(both.kill)
+        both.wait()
     return [read_group(folder / "run", group) for group in range(NUM_GROUPS)]
 
 
@@ -205,7 +150,7 @@ def test_three_lines_train_one_group_without_a_lighthouse(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=400,
     )
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-4000:]
