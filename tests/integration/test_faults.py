@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import Constant, TinyMLP, batch, mse, take_step
 from integration.groups import free_port
 from integration.replicas import Group, kept_messages, run_groups
@@ -36,9 +37,16 @@ from torchft.checkpointing.transport import CheckpointTransport
 from composer_replication import simulate
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
 from composer_replication.options import DuplicateIdError
+from composer_replication.replica import manager as replica_manager
 from composer_replication.replica import messages, peer_client, rendezvous
 from composer_replication.replica.factory import make_manager
-from composer_replication.replica.lighthouse import can_connect, start_lighthouse
+from composer_replication.replica.lighthouse import (
+    LighthouseStatus,
+    can_connect,
+    read_status,
+    start_lighthouse,
+)
+from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.peer_client import PeerError
 
 pytestmark = pytest.mark.integration
@@ -291,6 +299,62 @@ def test_a_group_that_dies_with_the_lighthouse_is_awaited_for_some_seconds(tmp_p
     # The one that asked first waits; to the other the new ids may look like growth.
     said = first_said + second_said
     assert "Going on without those that the lighthouse has not heard of: group_2" in said
+
+
+# ---- the ranks of a group and a lighthouse that comes back ------------------------------------
+
+RANKS = 2
+
+
+def be_of_another_mind(rank: int, manager: ReplicaManager) -> None:
+    """Rank 1 gives up on missing members at once; to rank 0 they live for two seconds."""
+    manager._watch.missing.HEARTBEAT_WITHIN_S = 5.0 if rank == 0 else 0.0
+    believes_from: list[float] = []
+
+    def read_an_old_status(lighthouse_addr: str) -> LighthouseStatus:
+        status = read_status(lighthouse_addr)
+        believes_from.append(time.monotonic())
+        if rank == 0 and believes_from[-1] - believes_from[0] < 2.0:
+            return replace(status, alive=status.alive | manager._watch.missing.names)
+        return status
+
+    replica_manager.read_status = read_an_old_status  # type: ignore[assignment]
+
+
+def train_ranks_through_a_restart(
+    process: Group, address: str, folder: str
+) -> list[tuple[Any, ...]]:
+    """Three groups of two ranks; the last group dies with the lighthouse."""
+    group = replace(process.of_rank(folder, RANKS), lighthouse_addr=address)
+    rank, move = dist.get_rank(), MOVES[group.replica_id]
+    with group.training(Scalar()) as run:
+        be_of_another_mind(rank, run.manager)
+        seen = run.steps(4, move, pause_s=0.1)
+        if group.replica_id == 2:
+            time.sleep(1.0)  # its last packets do not die with it
+            Path(folder, f"dead {rank}").touch()
+            group.kill()
+        while not Path(folder, "restarted").exists():
+            time.sleep(0.05)
+        time.sleep(0.3 * process.replica_id)  # each asks at a time of its own
+        return seen + run.steps(6, move, pause_s=0.1)
+
+
+def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_none(tmp_path):
+    lighthouse = Lighthouse()
+    lighthouse.restart_when_dead(tmp_path, RANKS)
+    try:
+        *ranks, _, _ = run_groups(
+            train_ranks_through_a_restart,
+            num_replicas=3 * RANKS,
+            killed=[4, 5],
+            address=lighthouse.address,
+            folder=str(tmp_path),
+        )
+    finally:
+        lighthouse.kill()
+    assert all(seen == ranks[0] for seen in ranks)
+    assert [line[:2] for line in ranks[0]] == [(1, 3), (2, 3), (3, 2), (4, 2), (5, 2)]
 
 
 # ---- a joiner behind a slow line ---------------------------------------------------------------

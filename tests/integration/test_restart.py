@@ -1,16 +1,23 @@
-"""All groups killed at once, and started again. Run: pytest tests/integration/test_restart.py
+"""Launched runs whose groups are killed, or whose disk is full for a while.
 
-Real: the command `launch`, its groups, lighthouse and gloo, SIGKILL, Composer's autoresume.
+Run: pytest tests/integration/test_restart.py. Real: the command `launch`, its groups, lighthouse
+and gloo, SIGKILL, Composer's autoresume. On a full disk no file of the launcher and the groups may
+grow (``RLIMIT_FSIZE``).
 """
 
+import json
 import os
+import resource
 import signal
 import sys
+import time
 
+import psutil
 import pytest
 from forked_commands import ForkedCommand, run
 from integration.groups import Launch
 from run_events import events_of, syncs_of
+from text_config import TINY
 
 from composer_replication.replica.lighthouse import read_status, start_lighthouse
 
@@ -100,3 +107,81 @@ def test_nobody_hears_of_a_group_whose_checkpoint_is_cut_off_and_an_earlier_one_
         train(0, f"load_path={earlier}", "autoresume=false", "save_overwrite=true")
     finally:
         lighthouse.shutdown()
+
+
+# ---- before the first commit ------------------------------------------------------------------
+
+ENDLESS = ["max_duration=1000000ba", "callbacks.diloco.sync_every=30"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["joining", "training"])
+def test_a_group_killed_before_the_first_commit_is_started_again_and_all_end_with_the_same(
+    tmp_path, when
+):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY)
+    with Launch(config, tmp_path / "run", "--replicas", "3", *ENDLESS, pace_s=0.05) as launch:
+
+        def phase_of(replica_id):
+            path = launch.folder(replica_id) / "status.json"
+            return json.loads(path.read_text())["phase"] if path.exists() else ""
+
+        if when == "training":  # all have taken part in the cold start, and nobody has committed
+            launch.wait_until(lambda: all(phase_of(i) == "training" for i in range(3)))
+        else:
+            launch.wait_until(lambda: phase_of(2) == "joining")
+        launch.leader_of(2).send_signal(signal.SIGKILL)
+        assert not any(syncs_of(launch.folder(i)) for i in range(3))
+
+        launch.wait_until(lambda: syncs_of(launch.folder(2)))  # it is back
+        launch.stop()
+        replicas = launch.summary()["replicas"]
+    assert [replica["restarts"] for replica in replicas] == [0, 0, 1]
+    assert len({replica["global_digest"] for replica in replicas}) == 1
+    for replica_id in range(2):
+        syncs = syncs_of(launch.folder(replica_id))
+        assert sum(sync["diloco/steps_lost"] for sync in syncs) == 0
+
+
+# ---- a full disk ------------------------------------------------------------------------------
+
+ARGUMENTS = [
+    "max_duration=1000000ba",
+    "callbacks.diloco.sync_every=10",
+    "log_to_console=true",  # Composer's own prints, into a file on that disk
+    "eval_interval=100000ba",
+    *("model.d_model=32", "model.n_heads=2", "model.n_layers=1", "model.max_seq_len=32"),
+    *("train_loader.max_seq_len=32", "eval_loader.max_seq_len=32"),
+]
+
+
+def allow_files_of(launcher, num_bytes):
+    """Files of the launcher, and of everything that it has started, may be of this size."""
+    for process in (launcher, *launcher.children(recursive=True)):
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_path):
+    with Launch("configs/quickstart.yaml", tmp_path / "run", *ARGUMENTS, pace_s=0.03) as launch:
+
+        def num_syncs():
+            return min(len(syncs_of(launch.folder(i))) for i in range(2))
+
+        launcher = psutil.Process(launch.process.pid)
+        launch.wait_until(lambda: num_syncs() >= 5)
+        groups = {child.pid for child in launcher.children()}
+        allow_files_of(launcher, 0)
+        before = num_syncs()
+        time.sleep(4)
+        assert num_syncs() - before <= 1, "the disk was not full"
+        allow_files_of(launcher, resource.RLIM_INFINITY)
+        launch.wait_until(lambda: num_syncs() >= before + 20)
+        assert groups <= {child.pid for child in launcher.children()}
+        launch.stop()
+        launch.summary()
+    for i in range(2):
+        steps = [sync["diloco/outer_step"] for sync in syncs_of(launch.folder(i))]
+        assert steps == list(range(1, len(steps) + 1))
+    assert f"equal in 2 groups after {len(steps)} outer steps" in launch.said()
+    assert "started again" not in launch.said()

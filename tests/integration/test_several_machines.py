@@ -39,7 +39,7 @@ def allowed():
         pytest.skip(reason)
 
 
-class Run:
+class Run(ExitStack):
     """A coordinator and three groups, each on a host of its own.
 
     Args:
@@ -49,6 +49,7 @@ class Run:
     """
 
     def __init__(self, folder: Path, family: str, num_samples: int) -> None:
+        super().__init__()
         self.folder = folder
         self.plan = {
             "run_dir": str(folder / "run"),
@@ -59,16 +60,9 @@ class Run:
             "unit_size": 64,
             "epochs": 1,
         }
-        self._opened = ExitStack()
         self.hosts = Hosts(5, family, folder)
-        self._opened.enter_context(self.hosts.connected())
+        self.enter_context(self.hosts.connected())
         self.num_coordinators = 0
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._opened.close()
 
     def start_coordinator(self, host: int) -> subprocess.Popen[str]:
         """Start it on a host, under the name ``coordinator``."""
@@ -91,8 +85,8 @@ class Run:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-        self._opened.callback(process.wait)
-        self._opened.callback(process.kill)
+        self.callback(process.wait)
+        self.callback(process.kill)
         wait_until(lambda: "settings: " in path.read_text() or process.poll() is not None, 120)
         assert process.poll() is None, path.read_text()
         return process
@@ -110,8 +104,8 @@ class Run:
         ]
         for process in self.groups:
             process.start()
-            self._opened.callback(process.join)
-            self._opened.callback(process.kill)
+            self.callback(process.join)
+            self.callback(process.kill)
 
     def metrics(self, group: int) -> list[dict]:
         return syncs_of(self.folder / "run" / f"replica_{group}")
