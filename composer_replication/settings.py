@@ -406,6 +406,10 @@ COUNTED = ("samples", "tokens")
 """Values of ``weight_by`` that need a count which a checkpoint of another ``weight_by`` lacks."""
 
 
+TENSORS = "tensors"
+"""Key of the shapes and dtypes by name, which say in which tensor two models differ."""
+
+
 class SettingsMismatch(ValueError):
     """Two replica groups of one run were started with different settings or models."""
 
@@ -426,12 +430,51 @@ def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], who
     Raises:
         SettingsMismatch: They differ. The message lists every differing key with both values.
     """
+    mine, theirs = dict(mine), dict(theirs)
+    tensors = mine.pop(TENSORS, None), theirs.pop(TENSORS, None)
+    if all(tensors) and mine["model"] != theirs["model"]:
+        mine["model"], theirs["model"] = tensors
     if keys := differing(mine, theirs):
         both = [describe_difference(key, mine.get(key), theirs.get(key)) for key in keys]
         raise SettingsMismatch(
             f"this replica group's settings differ from those of {whose}, make them equal: "
             + "; ".join(both)
         )
+
+
+def compare_groups(
+    settings: Mapping[str, Mapping[str, Any]], own_name: str, run_name: str
+) -> dict[str, str]:
+    """Compare the settings of the groups in a quorum with the run's.
+
+    Args:
+        settings: By the lighthouse's name of the group.
+        own_name: The name of this group.
+        run_name: The group whose settings are the run's.
+
+    Returns:
+        What to log of each group that has to leave, by its name.
+
+    Raises:
+        SettingsMismatch: This group has to leave.
+    """
+
+    def difference(name: str) -> SettingsMismatch | None:
+        try:
+            compare_fingerprints(
+                settings[own_name], settings[name], f"replica group {name.partition(':')[0]}"
+            )
+        except SettingsMismatch as error:
+            return error
+        return None
+
+    if (error := difference(run_name)) is not None:
+        raise error
+    return {
+        name: f"Not connecting to a replica group, which has to leave: {error}"
+        for name in settings
+        if (error := difference(name)) is not None
+    }
 
 
 def describe_difference(name: str, mine: Any, theirs: Any) -> str:

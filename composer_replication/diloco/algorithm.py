@@ -18,7 +18,7 @@ from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.joining import join
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.outer_optimizer import describe
-from composer_replication.diloco.own_model import note_layout, own_model, settings_of
+from composer_replication.diloco.own_model import own_model, settings_of, tell_settings
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
@@ -86,7 +86,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(synced),
         }
-        note_layout(manager, synced, fingerprint)
+        tell_settings(manager, synced, fingerprint)
         self._state = GlobalState(owned, fingerprint, settings)
         self.hang_watch = HangWatch(arguments.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-from torch.distributed import ReduceOp
+from collections.abc import Sequence
 
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.fragments import described_tensors
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.retry import StartBarrier
 from composer_replication.diloco.torchft_api import DiLoCoManager, fetched_state
-from composer_replication.settings import SettingsMismatch, compare_fingerprints
 
 log = logging.getLogger(__name__)
 
 PREPARATIONS = 3
 """How often a joiner prepares for the others' next sync, if they sync before it is ready."""
-
-FINGERPRINT_BYTES = 8192
-"""Most bytes that one group's fingerprint may take as JSON."""
-
-MODEL_BYTES = 2**20
-"""The same of the names and shapes of its tensors, which are sent where two models differ."""
 
 
 def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
@@ -75,7 +62,6 @@ def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
                 if not loop.peer_table.are_all_joining:
                     state.ledger.stop_reading()  # resumed steps may be lost in part
                     return True
-                agree_on_settings(manager, state.fingerprint, loop.fragments)
             # This group is alone, or all are resuming. Without the vote it would begin to train,
             # and a group that resumes later would have to join it.
             barrier.vote_to_start(device)
@@ -100,7 +86,6 @@ def _prepare(loop: OuterLoop) -> None:
 
 
 def _start(loop: OuterLoop) -> bool:
-    agree_on_settings(loop.manager, loop.state.fingerprint, loop.fragments)
     with loop.state.changing():
         if not share_initial_parameters(loop.manager, loop.fragments):
             return False
@@ -114,71 +99,6 @@ def _sync_as_joiner(loop: OuterLoop) -> None:
     loop.sync_in_quorum()
     loop.finish_sync()
     loop.peer_table.is_joining = False
-
-
-def agree_on_settings(
-    manager: DiLoCoManager, fingerprint: Mapping[str, Any], fragments: Sequence[FragmentSync]
-) -> None:
-    """Compare this group's fingerprint and min_replica_size with those of the quorum's first group.
-
-    This comes before any other tensor is sent: if another group sent other shapes or dtypes, gloo
-    would abort the process. A group that differs leaves, and the others log what it has.
-
-    Args:
-        manager: The torchft manager, in a quorum.
-        fingerprint: This group's settings and model, as plain containers.
-        fragments: Of this group's model.
-
-    Raises:
-        SettingsMismatch: They differ; the message lists every differing key with both values, and
-            the first tensor in which the models differ.
-        ValueError: The fingerprint is longer than ``FINGERPRINT_BYTES`` as JSON.
-    """
-    # With unequal values one group would train alone while another waits for more. The fingerprint
-    # does not contain min_replica_size: checkpoints hold the fingerprint, and a resume may change
-    # this value.
-    compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
-    device = fragments[0].device
-    rows = _gather(manager, compared, FINGERPRINT_BYTES, device)
-    if len({row["model"] for row in rows}) > 1:
-        model = described_tensors(fragment.globals.local for fragment in fragments)
-        if len(json.dumps(model)) > MODEL_BYTES:
-            model = fingerprint["model"]
-        models = _gather(manager, model, MODEL_BYTES, device)
-        rows = [row | {"model": each} for row, each in zip(rows, models, strict=False)]
-    if manager.errored():
-        return
-    own = rows[manager.participating_rank() or 0]
-    for rank, row in enumerate(rows if own == rows[0] else rows[:1]):
-        try:
-            compare_fingerprints(own, row, f"replica group {rank} (by its rank in the quorum)")
-        except SettingsMismatch as error:
-            if own != rows[0]:
-                raise
-            log.warning("That group leaves, and this one goes on: %s", error)
-
-
-def _gather(manager: DiLoCoManager, value: Any, size: int, device: torch.device) -> list[Any]:
-    """Gather a value of each group, by summing a table in which each group fills its own row.
-
-    Returns:
-        The values by the groups' ranks in the quorum; empty after an error.
-    """
-    text = json.dumps(value, sort_keys=True).encode()
-    if len(text) > size:
-        raise ValueError(
-            f"the settings take {len(text)} bytes as JSON, more than {size}: "
-            "use fewer or shorter fragment_patterns"
-        )
-    rank = manager.participating_rank()
-    table = torch.zeros(manager.num_participants(), size, dtype=torch.uint8)
-    assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-    table[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    table = table.to(device)
-    manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore[reportArgumentType]
-    if manager.errored():
-        return []
-    return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table.cpu()]
 
 
 def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[FragmentSync]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from composer_replication.arguments import pick
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
-from composer_replication.diloco.fragments import check_trained_by, split_all
+from composer_replication.diloco.fragments import check_trained_by, described_tensors, split_all
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
 from composer_replication.diloco.peer_row import ROW
 from composer_replication.diloco.shards import HostRanks, Shards, count_shards
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.settings import TENSORS, DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -88,21 +89,33 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     ]
 
 
-def note_layout(
+LARGEST_DESCRIPTION = 1 << 17
+"""Most bytes of the names and shapes of a model's tensors, as JSON, that a group tells its peers.
+The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
+
+
+def tell_settings(
     manager: Any, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
 ) -> None:
-    """Give a ``ReplicaManager`` what it compares with its peers before it connects to them.
+    """Give the manager what has to be equal in all groups, before it connects to them.
 
     Args:
-        manager: Of this group. Others compare nothing.
+        manager: Of this group. torchft's own compares nothing.
         synced: The synchronised tensors by name, of each fragment.
         fingerprint: The run's settings and the model.
     """
-    if hasattr(manager, "layout"):
-        compared = {**fingerprint, "min_replica_size": manager._min_replica_size}
-        manager.layout.settings = tuple(f"{name}={compared[name]!r}" for name in sorted(compared))
-        manager.layout.row = ROW
-        manager.layout.num_shards = max(count_shards(t) for each in synced for t in each.values())
+    if not hasattr(manager, "settings"):
+        return
+    manager.settings |= {
+        **fingerprint,
+        # With unequal values one group would train alone while another waits for more. Checkpoints
+        # hold the fingerprint, and a resume may change this value.
+        "min_replica_size": manager._min_replica_size,
+        "shards": max(count_shards(tensor) for each in synced for tensor in each.values()),
+        "peer_table_row": ROW,  # of another build of this package
+    }
+    if len(json.dumps(tensors := described_tensors(synced))) <= LARGEST_DESCRIPTION:
+        manager.settings[TENSORS] = tensors
 
 
 def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:

@@ -54,7 +54,7 @@ class PeerTable:
     * Does any group still train, or have steps to send? If none has, training is over for all.
     * Do all groups hold the same? Their outer steps are compared at every sync, and a digest of
       each fragment every ``digest_every`` outer steps, after a heal and after a resume. (Settings
-      are compared before the groups connect, see ``GroupLayout``.)
+      are compared before the groups connect, see ``compare_groups``.)
     * How much of each group's sample stream is in the model once the sync has committed?
     * Has a group replaced its local parameters by an average that is to be the global ones?
     * How long is each group's pseudo-gradient?

@@ -77,7 +77,7 @@ class SyncRetries(_Waiting):
     pseudo-gradient again. (torchft resets the model and drops the round.)
 
     A failed attempt counts against ``max_retries`` if no group is known to have caused it. (A group
-    in training that causes failures leaves after a while, see ``QuorumWatch``.) One that failed
+    in training that causes failures leaves after a while, see ``QuorumMember``.) One that failed
     only because fewer than ``min_replica_size`` groups were connected does not count either: this
     group waits for the others to return.
 

@@ -1,6 +1,6 @@
 """The connection of one replica group to the others: a torchft Manager that waits and recovers.
 
-``make_manager`` builds it. Read ``manager.py`` first, then ``quorum_watch.py``. With ``heal`` a
+``make_manager`` builds it. Read ``manager.py`` first, then ``quorum_member.py``. With ``heal`` a
 joiner gets the global state. A group that trains alone has ``single_group.py`` instead of all that.
 This package may import ``diloco``, but not Composer.
 """

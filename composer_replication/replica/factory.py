@@ -38,13 +38,13 @@ from composer_replication.replica.addresses import (
     own_address,
 )
 from composer_replication.replica.connections import raise_file_limit
-from composer_replication.replica.group_layout import check_ranks
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store, make_process_group
+from composer_replication.replica.quorum import check_ranks
 from composer_replication.replica.ranks import ask_on_rank_0
 from composer_replication.replica.single_group import SingleGroupManager
 

@@ -14,24 +14,24 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 
 from composer_replication.diloco.torchft_api import HealSource
 from composer_replication.replica.addresses import bracketed
-from composer_replication.replica.group_layout import GroupLayout
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 from composer_replication.replica.lighthouse import read_status
+from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import check_is_torchft_s
-from composer_replication.replica.quorum_members import (
-    MissingMembers,
-    UnreachableMembers,
-    is_own_failure,
+from composer_replication.replica.quorum_member import (
+    QuorumDeclined,
+    QuorumFailed,
+    QuorumMember,
 )
-from composer_replication.replica.quorum_watch import QuorumDeclined, QuorumFailed, QuorumWatch
 from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm, find_unreachable
 
 log = logging.getLogger(__name__)
@@ -47,22 +47,44 @@ The next manager with the same id uses the uuid again. With another uuid it woul
 the lighthouse, which would also wait for the old one until its heartbeats are old."""
 
 
+class AnsweringClient:
+    """Takes the place of torchft's ``ManagerClient``, and answers torchft with a quorum in use.
+
+    Args:
+        client: torchft's.
+
+    Attributes:
+        quorum: The quorum with which torchft is to connect and heal.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.ask, self.should_commit = client._quorum, client.should_commit
+        self.quorum: Any = None
+
+    def _quorum(self, **request: Any) -> Any:
+        del request  # ``ReplicaManager._ask`` has made the same one
+        return self.quorum
+
+
 class ReplicaManager(InterruptibleManager):
     """The torchft Manager of one replica group; ``make_manager`` builds it.
 
     It differs from torchft's Manager (``manager.py``) in what it does when something goes wrong:
 
     * If a quorum fails, it asks again. torchft raises the same error for ever after.
-    * If the lighthouse has been restarted, it notices (``QuorumWatch``). The restarted lighthouse
+    * If the lighthouse has been restarted, it notices (``QuorumMember``). The restarted lighthouse
       uses quorum ids again, and torchft would add up two groups and divide by three.
     * If an address of a peer does not answer, it names the peer before gloo waits for it. The
-      member because of which syncs fail leaves, and strangers are left out (``QuorumWatch``).
+      member because of which syncs fail leaves, and strangers are left out (``QuorumMember``).
     * If one member sees an error in a collective, it ends the collective on all (``SyncAlarm``).
     * While it waits for a quorum, a collective or a vote, signals are handled.
 
-    Threads: torchft asks for each quorum on a thread of the executor, and connects and heals there;
-    the main thread waits for it in ``start_quorum``. So the methods below run on one thread at a
-    time, but for ``report_error``, which gloo's threads call too.
+    ``start_quorum`` is a sync's quorum from top to bottom: what the last error was, asking until
+    there is a quorum that its members use, and then torchft's part, which connects and heals.
+
+    Threads: a thread of the executor asks for each quorum, connects and heals; the main thread
+    waits for it in ``start_quorum``. So the methods below run on one thread at a time, but for
+    ``report_error``, which gloo's threads call too.
 
     Args:
         replica_id: Name of this group.
@@ -77,6 +99,8 @@ class ReplicaManager(InterruptibleManager):
 
     Attributes:
         connection: How often the members of a quorum have connected so far.
+        member: This group as a member of quorums.
+        settings: What has to be equal in all groups; DiLoCo adds the settings and the model.
         wants_to_gather: Says whether this group asks that messages are gathered, and not summed.
 
     Raises:
@@ -117,38 +141,35 @@ class ReplicaManager(InterruptibleManager):
         """Since when this group waits for a quorum."""
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
-        self.layout = GroupLayout(self._group_world_size, self._group_rank, self._store)
-        self._client = self._watch = QuorumWatch(
-            self._client,
+        self.settings: dict[str, Any] = {"ranks": self._group_world_size}
+        self.member = QuorumMember(
             self._store.get(REPLICA_ID_KEY).decode(),
             self._store.get(MANAGER_ADDR_KEY).decode(),
             server.address,
-            self._forget_quorum,
-            self._timeout,
-            self.layout,
-            MissingMembers(lambda: read_status(lighthouse_addr).alive),
-            UnreachableMembers(self._find_unreachable, self._min_replica_size),
             server.tokens,
+            MissingMembers(lambda: read_status(lighthouse_addr).alive),
+            self._find_unreachable,
+            self._min_replica_size,
+            (self._group_rank, self._group_world_size),
+            self._store,
         )
+        self.member.settings = self.settings
+        self._client = AnsweringClient(self._client)
 
     @property
     def fault(self) -> str | None:
         """Where the reason lies why the last sync failed: ``this`` group, ``another``, or None."""
-        return self._watch.faults.blamed
+        return self.member.blamed
 
     @property
     def gathers(self) -> bool:
         """Whether a member of the last quorum asks that messages are gathered."""
-        return self._watch.gathers
+        return self.member.gathers
 
     @property
     def members(self) -> tuple[str, ...]:
         """The lighthouse's names of the groups in the last quorum: ``<replica_id>:<uuid>``."""
-        return self._watch.members
-
-    def _forget_quorum(self) -> None:
-        """Have torchft connect anew, which it does when the quorum's id is new to it."""
-        self._quorum_id = -1
+        return self.member.members
 
     def serve_state(self, source: HealSource) -> None:
         """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
@@ -166,55 +187,110 @@ class ReplicaManager(InterruptibleManager):
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """Ask for a quorum, as torchft does, until there is one that may be used.
+        """Ask for a quorum until there is one that its members use, then connect and heal.
 
         After an error in the last sync it first closes the connections. A peer that has not seen
         the error still waits for this group's part of a collective. With open connections it would
         wait for ``timeout``, and this quorum would wait for the peer.
 
         Raises:
-            TimeoutError: There is no quorum after ``give_up_after_s``.
+            TimeoutError: There is no quorum after ``give_up_after_s``, or another rank of this
+                group did not vote on it.
+            AtFaultError: Syncs have failed because of this group for too long.
+            SettingsMismatch: This group has other settings, or another model, than the run.
+            DuplicateIdError: Another group of the run has this one's replica id.
         """
+        member = self.member
         if error := self.errored():
-            self._watch.faults.has_failed |= is_own_failure(error.original_exception)
+            member.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
-        self._watch.wants_to_gather = self.wants_to_gather()
+        member.wants_to_gather = self.wants_to_gather()
         self._waits_since = began = time.monotonic()
         while True:
             try:
-                super().start_quorum(allow_heal, shrink_only, timeout)
+                quorum = self._wait(self._executor.submit(self._ask, shrink_only, timeout))
                 break
             except QuorumDeclined:
-                # torchft keeps the failed future, and would raise its error in every later quorum.
-                self._quorum_future = None
-                self._watch.missing.wait(began)
+                member.missing.wait(began)
             except QuorumFailed as error:
-                self._quorum_future = None
                 log.warning("No quorum: %s. Asking again", error)
                 self._check_give_up()
                 time.sleep(1.0)  # a lighthouse that is away fails at once: do not spin
-            except BaseException:
-                self._quorum_future = None
-                raise
+        if not member.keeps_connection:
+            self._quorum_id = -1  # torchft connects anew when the quorum's id is new to it
+        self._client.quorum = quorum
+        try:
+            super().start_quorum(allow_heal, shrink_only, timeout)
+        except BaseException:
+            # torchft keeps the failed future, and would raise its error in every later quorum.
+            self._quorum_future = None
+            raise
         self._is_syncing = True
         if self.errored():
             # The heal, or a connection, failed on the executor's thread, where torchft swallows the
             # error. Peers are about to send: without the alarm they would wait for our part.
             # A heal comes after the connection, and its failure is always this group's own: no
             # other member can tell what went wrong.
-            self._watch.faults.has_failed = self._watch.is_connected
+            member.has_failed = member.connection is not None
             self._close_connections()
+
+    def _ask(self, shrink_only: bool, timeout: timedelta | None) -> Any:
+        """Ask the lighthouse for a quorum, and decide with its other members what becomes of it.
+
+        The request is that of torchft's ``Manager._async_quorum``, with a report in the handle.
+        """
+        handle = self._pg.get_reconfigure_handle()  # pyright: ignore[reportAttributeAccessIssue]
+        handle = self.member.add_report(handle, self._step)
+        # The lighthouse gives a new quorum id while a member counts failed commits, and all would
+        # connect anew in every quorum. A member that is left out has no connection to renew.
+        failures = 0 if self.member.is_left_out else self._commit_failures
+        try:
+            quorum = self._client.ask(
+                group_rank=self._group_rank,
+                step=self._step,
+                checkpoint_metadata=self._checkpoint_transport.metadata(),
+                shrink_only=shrink_only,
+                timeout=timeout or self._quorum_timeout,
+                init_sync=self._init_sync,
+                commit_failures=failures,
+                reconfigure_handle=handle,
+            )
+        except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
+            raise QuorumFailed((str(error) or repr(error)).splitlines()[0]) from error
+        return self.member.use(quorum, self._vote)
+
+    def _vote(self, is_used: bool) -> bool:
+        """Whether all ranks of this group vote for a quorum."""
+        try:
+            return self._client.should_commit(
+                self._group_rank, self._step, is_used, timeout=self._timeout
+            )
+        except (RuntimeError, TimeoutError) as error:  # Rust's own
+            # No second try: the manager server would count this vote among those of the next one.
+            raise TimeoutError(
+                "another rank of this group did not vote on a quorum within timeout="
+                f"{self._timeout.total_seconds():g}: it has died, or hangs. End the group, and "
+                f"start it again ({str(error).splitlines()[0]})"
+            ) from error
 
     def _close_connections(self) -> None:
         if self._alarm is not None:
             self._alarm.raise_for_all()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
-        self._watch.disconnected()
+        self.member.connection = None
 
     def wait_quorum(self) -> None:
-        """Wait for the quorum, and log every ``LOG_EVERY_S`` what the lighthouse waits for."""
-        future, logged_at = self._quorum_future, time.monotonic()
-        assert future is not None, "wait_quorum comes after start_quorum"
+        """Wait until torchft has connected and healed."""
+        assert self._quorum_future is not None, "wait_quorum comes after start_quorum"
+        self._wait(self._quorum_future)
+
+    def _wait(self, future: futures.Future[Any]) -> Any:
+        """Wait for a step of a quorum, and log every ``LOG_EVERY_S`` what the lighthouse waits for.
+
+        Returns:
+            The result of the future.
+        """
+        logged_at = time.monotonic()
         # With a timeout, so that Python handles signals between two waits.
         while not futures.wait([future], timeout=min(1.0, self.LOG_EVERY_S)).done:
             self._check_give_up()
@@ -223,7 +299,7 @@ class ReplicaManager(InterruptibleManager):
                 situation = read_status(self._lighthouse_addr).situation
                 waited = logged_at - self._waits_since
                 log.warning("Waiting for a quorum for %.0f s: %s", waited, situation)
-        super().wait_quorum()
+        return future.result()
 
     def _check_give_up(self) -> None:
         waited = time.monotonic() - self._waits_since
@@ -241,31 +317,31 @@ class ReplicaManager(InterruptibleManager):
         the id alone, a restarted lighthouse that counts from 1 again would lead members to the
         addresses that the store still has from the last quorum of that id.
         """
-        self._watch.disconnected()
+        self.member.connection = None
         self.connection += 1
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
-        identity = json.dumps([communicator_id, self._watch.max_step, handles]).encode()
+        identity = json.dumps([communicator_id, self.member.max_step, handles]).encode()
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         limit_s = self._connect_timeout.total_seconds()
         boards = {
             name: Notices(address, self._server.tokens, limit_s)
-            for name, address in self._watch.boards.items()
+            for name, address in self.member.boards.items()
         }
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
-        rendezvous = Rendezvous(boards, self._watch.name, number, 2 * limit_s)
+        rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
         try:
             self._check_reachable(dict(zip(boards, map(json.loads, handles), strict=True)))
         except ConnectionError:
-            rendezvous.decline(self._watch.faults.unreachable)
+            rendezvous.decline(self.member.unreachable)
             raise
         if len(handles) > 1:
             rendezvous.wait_for_all()
         super()._reconfigure_pg(number, handles)
         if len(handles) > 1:
             self._alarm = SyncAlarm(next(iter(boards.values())), number)
-        self._watch.connected(communicator_id, number)
+        self.member.connected(communicator_id, number)
 
     def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
         """Check that every member's address answers, and note which do not, for the next report.
@@ -277,7 +353,7 @@ class ReplicaManager(InterruptibleManager):
             ConnectionError: One of them does not.
         """
         unreachable = self._find_unreachable(handles)
-        self._watch.faults.unreachable = unreachable
+        self.member.unreachable = unreachable
         if unreachable:
             name = unreachable[0]
             raise ConnectionError(
@@ -313,10 +389,10 @@ class ReplicaManager(InterruptibleManager):
         """
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._watch.unreachable.stop()
+            self.member.stop()
             super().shutdown(wait=wait)
             if self._group_rank == 0:  # the rank with the manager server
-                uuid = self._watch.name.rpartition(":")[2]
+                uuid = self.member.name.rpartition(":")[2]
                 free_uuids[self.replica_name, self._lighthouse_addr] = uuid
             _departed.append(self)
             self.store = None
@@ -328,9 +404,20 @@ class ReplicaManager(InterruptibleManager):
         self._server.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these closes its sockets when its last reference goes.
-        names = "_pg _store _client _watch _manager _checkpoint_transport _prefetch"
+        names = "_pg _store _client member _manager _checkpoint_transport _prefetch"
         for name in names.split():
             setattr(self, name, None)
-        self.layout = GroupLayout(self._group_world_size)  # the old one holds the store
         self._load_state_dict_fns.clear()
         self._user_state_dicts.clear()
+
+
+def is_own_failure(error: Exception) -> bool:
+    """Whether an error in a sync is this group's own, and not the effect of a peer's death.
+
+    torch raises the errors of gloo and NCCL as plain RuntimeErrors, so their text tells.
+    """
+    if isinstance(error, ConnectionError | TimeoutError | torch.distributed.DistError):
+        return False
+    return isinstance(error, OSError | RuntimeError | MemoryError) and not any(
+        backend in str(error).lower() for backend in ("gloo", "nccl")
+    )

@@ -80,16 +80,9 @@ class Rendezvous:
         """Post that this member connects, and wait until all members have posted the same.
 
         Raises:
-            ConnectionError: A member does not connect, or has not answered within ``limit_s``.
+            ConnectionError: A member does not connect, has gone, or has not answered within
+                ``limit_s``.
         """
-        try:
-            self._wait_for_all()
-        except (ConnectionError, TimeoutError):
-            raise
-        except OSError as error:
-            raise ConnectionError(f"a member of the quorum has gone: {error}") from error
-
-    def _wait_for_all(self) -> None:
         deadline = time.monotonic() + self._limit_s
         first, own = next(iter(self._boards.values())), self._boards[self._own_name]
         first.post(self._answers[self._own_name], "yes")

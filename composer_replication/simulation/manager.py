@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from composer_replication.settings import compare_groups
 from composer_replication.simulation.shared_buffer import Quorum, Request, SharedBuffer, Stopped
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class SimulatedManager:
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self.wants_to_gather: Callable[[], bool] = lambda: False
         """Whether this replica asks that messages are gathered, and not summed."""
+        self.settings: dict[str, Any] = {}
+        """All that has to be equal in all replicas; DiLoCo sets it."""
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -87,9 +93,11 @@ class SimulatedManager:
             Stopped: A scripted fault kills this replica here.
         """
         has_failed = self._has_failed or self._error is not None
-        request = Request(self._step, has_failed, self._user_state_dict, self.wants_to_gather())
+        request = Request(
+            self._step, has_failed, self._user_state_dict, self.wants_to_gather(), self.settings
+        )
         before, self._error, self._has_failed = self.connection, None, False
-        self._quorum = quorum = self._network.join_quorum(self._replica_id, request)
+        self._quorum = quorum = self._join_quorum(request)
         if self.connection != before:
             self._num_collectives = 0
         if self._fault_happens("kill"):
@@ -111,6 +119,16 @@ class SimulatedManager:
             self._step = quorum.max_step
             for key, (load, _) in self._state_dict_fns.items():
                 load(quorum.state[key])
+
+    def _join_quorum(self, request: Request) -> Quorum:
+        """Ask for a quorum until all its members have the same settings."""
+        while True:
+            quorum = self._network.join_quorum(self._replica_id, request)
+            others = compare_groups(quorum.settings, str(self._replica_id), quorum.donor)
+            if not others:
+                return quorum
+            for warning in others.values():
+                log.warning("%s", warning)
 
     def _fault_happens(self, kind: str) -> bool:
         return self._network.consume_fault(kind, self._replica_id, self._step)

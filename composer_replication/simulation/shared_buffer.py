@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -111,12 +111,14 @@ class Request:
         has_failed: Whether its last sync failed, so that all connect anew.
         save: Returns its state; called if the replica becomes a donor.
         gathers: Whether it asks that messages are gathered, and not summed.
+        settings: All that has to be equal in all replicas.
     """
 
     step: int
     has_failed: bool
     save: Callable[[], dict[str, Any]]
     gathers: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Quorum:
         state: State of a member at ``max_step``; None if nobody has to heal.
         connection: Through which its members send.
         gathers: Whether a member asks that messages are gathered.
+        settings: What has to be equal in all members, by the member's name.
+        donor: The name of the first member at ``max_step``.
     """
 
     members: tuple[int, ...]
@@ -136,6 +140,8 @@ class Quorum:
     state: dict[str, Any] | None
     connection: Connection
     gathers: bool
+    settings: Mapping[str, Mapping[str, Any]]
+    donor: str
 
 
 class SharedBuffer:
@@ -256,13 +262,16 @@ class SharedBuffer:
         members = tuple(sorted(self._requests))
         max_step = max(request.step for request in requests)
         behind = any(request.step < max_step for request in requests)
-        donor = next(request for request in requests if request.step == max_step)
+        donor = next(m for m in members if self._requests[m].step == max_step)
+        save = self._requests[donor].save
         self._quorum = Quorum(
             members=members,
             max_step=max_step,
-            state=copy.deepcopy(donor.save()) if behind else None,  # no memory is shared
+            state=copy.deepcopy(save()) if behind else None,  # no memory is shared
             connection=self._connect(members, any(request.has_failed for request in requests)),
             gathers=any(request.gathers for request in requests),
+            settings={str(member): self._requests[member].settings for member in members},
+            donor=str(donor),
         )
         self._requests.clear()
 

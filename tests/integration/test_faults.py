@@ -308,14 +308,14 @@ RANKS = 2
 
 def be_of_another_mind(rank: int, manager: ReplicaManager) -> None:
     """Rank 1 gives up on missing members at once; to rank 0 they live for two seconds."""
-    manager._watch.missing.HEARTBEAT_WITHIN_S = 5.0 if rank == 0 else 0.0
+    manager.member.missing.HEARTBEAT_WITHIN_S = 5.0 if rank == 0 else 0.0
     believes_from: list[float] = []
 
     def read_an_old_status(lighthouse_addr: str) -> LighthouseStatus:
         status = read_status(lighthouse_addr)
         believes_from.append(time.monotonic())
         if rank == 0 and believes_from[-1] - believes_from[0] < 2.0:
-            return replace(status, alive=status.alive | manager._watch.missing.names)
+            return replace(status, alive=status.alive | manager.member.missing.names)
         return status
 
     replica_manager.read_status = read_an_old_status  # type: ignore[assignment]

@@ -25,8 +25,7 @@ import composer_replication.replica.manager as manager_module
 from composer_replication.diloco.algorithm import DiLoCo, SyncError
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.peer_client import PeerError
-from composer_replication.replica.quorum_members import SyncFaults
-from composer_replication.replica.quorum_watch import AtFaultError
+from composer_replication.replica.quorum_member import AtFaultError, QuorumMember
 
 pytestmark = pytest.mark.integration
 
@@ -47,7 +46,7 @@ def train(
     All have ``ENOUGH`` syncs after that. The group ``first`` then ends, unless it has had to leave
     before, and the others end after it.
     """
-    SyncFaults.LEAVES_AFTER_S = LEAVES_AFTER_S
+    QuorumMember.LEAVES_AFTER_S = LEAVES_AFTER_S
     model = Scalar()
     lost = syncs_after = retries = 0
     ended, manager, last, longest = None, None, time.monotonic(), 0.0

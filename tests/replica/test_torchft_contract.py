@@ -38,9 +38,10 @@ PRIVATE_NAMES = {
     "_average_grads _set_grads _merge_parameters _outer_optimizer",
     "torchft.process_group.ProcessGroupGloo": "_pg _rendezvous_store _create_pg _timeout",
     "torchft.manager.Manager": "_use_async_quorum _min_replica_size _pg _checkpoint_transport "
-    "_client _connect_timeout _executor _group_rank _group_world_size _load_state_dict_fns "
-    "_manager _quorum_future _quorum_id _reconfigure_pg _store _quorum_timeout _timeout "
-    "_user_state_dicts",
+    "_client _commit_failures _connect_timeout _executor _group_rank _group_world_size _init_sync "
+    "_load_state_dict_fns _manager _quorum_future _quorum_id _reconfigure_pg _store "
+    "_quorum_timeout _step "
+    "_timeout _user_state_dicts",
     "torchft.manager.ManagerServer": "address shutdown",  # ours is put in its place
     "torchft.manager._ManagedWork": "_work wait",
     "torchft.work._DummyWork": "wait",
@@ -156,8 +157,11 @@ def test_prepare_sync_still_forms_before_it_sends():
 
 def test_the_manager_still_does_what_ours_hangs_on():
     quorum = inspect.getsource(Manager._async_quorum)
-    # We look at a quorum, and may change _quorum_id, between these two.
-    assert quorum.index("self._client._quorum(") < quorum.index("quorum_id != self._quorum_id")
+    # We have asked before, with the same request, and may have changed _quorum_id.
+    asked = re.findall(r"^ +(\w+)=", quorum[: quorum.index("quorum_id = ")], re.MULTILINE)
+    ours = inspect.getsource(ReplicaManager._ask)
+    assert asked == re.findall(r"^ +(\w+)=", ours[: ours.index("except")], re.MULTILINE)
+    assert "quorum_id != self._quorum_id" in quorum
     assert "self._reconfigure_pg(quorum_id, quorum.reconfigure_handles)" in quorum
     # We add to what it hands around; every member gets the handles of all.
     assert "reconfigure_handle=self._pg.get_reconfigure_handle()" in quorum

@@ -1,7 +1,7 @@
 """How long a group waits for members that a quorum lacks.
 
 Faked are the lighthouse's status page and the clock.
-Run: pytest tests/replica/test_quorum_members.py
+Run: pytest tests/replica/test_missing_members.py
 """
 
 import logging
@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.replica import quorum_members
+from composer_replication.replica import missing_members
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.replica.quorum_members import MissingMembers
+from composer_replication.replica.missing_members import MissingMembers
 
 
 class Situation:
@@ -22,7 +22,7 @@ class Situation:
     def __init__(self, monkeypatch, **heard_from):
         self.now, self._heard_from, self.died = 0.0, heard_from, {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
-        monkeypatch.setattr(quorum_members, "time", clock)
+        monkeypatch.setattr(missing_members, "time", clock)
         self.missing = MissingMembers(self._read_alive)
         self.missing.add_all(["b:1", "c:1"])
 

@@ -1,0 +1,251 @@
+"""What follows from the reports in a quorum: who leaves, is left out, is waited for or is used.
+
+The members of a quorum call these functions with the same reports, so all come to the same
+conclusion. ``QuorumMember`` acts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from composer_replication.replica.lighthouse import LighthouseStatus
+from composer_replication.replica.quorum_reports import PreviousQuorum, Report
+from composer_replication.settings import compare_fingerprints, compare_groups
+
+Reports = Mapping[str, Report]
+"""By the lighthouse's name of the member, in the order of the quorum."""
+
+
+def group_names(members: Iterable[str]) -> str:
+    """The replica ids of members, for a message. The lighthouse's names also have a uuid."""
+    return ", ".join(sorted(member.partition(":")[0] for member in members))
+
+
+# ---- who leaves ------------------------------------------------------------------------------
+
+
+def other_settings(reports: Reports, own_name: str) -> dict[str, str]:
+    """Name the members that have to leave: their settings, model or ranks are not the run's.
+
+    Those of the first member that was in a quorum before are the run's. If all members are new, it
+    is the first one with the newest state.
+
+    Rank r of a group averages with rank r of the others, and their messages are as long as the
+    rank's part of the model. If a peer's message has another length, gloo aborts the process
+    without a Python error. So this comes before any connection.
+
+    Args:
+        reports: Of all members.
+        own_name: The member whose view it is.
+
+    Returns:
+        What to log, by the member's name.
+
+    Raises:
+        SettingsMismatch: This member is one of them.
+    """
+    run = min(reports, key=lambda name: (reports[name].previous is None, -reports[name].step))
+    settings = {name: report.settings for name, report in reports.items()}
+    return compare_groups(settings, own_name, run)
+
+
+def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> None:
+    """Compare this group's ranks with those of the groups in training, before they notice it.
+
+    The members that a lighthouse lists have not proved that they belong to the run. So this group
+    leaves only if all of them have another number of ranks.
+
+    Args:
+        status: The lighthouse's status.
+        replica_id: The name of this group. A member with this name is an earlier incarnation of it
+            and does not count.
+        num_ranks: Its ranks now.
+
+    Raises:
+        SettingsMismatch: All living groups of the last quorum have another number.
+    """
+    peers = [
+        member
+        for member in status.members
+        if member.replica_id.partition(":")[0] != replica_id and member.replica_id in status.alive
+    ]
+    if peers and all(peer.world_size != num_ranks for peer in peers):
+        whose = f"replica group {group_names([peers[0].replica_id])}"
+        compare_fingerprints({"ranks": num_ranks}, {"ranks": peers[0].world_size}, whose)
+
+
+def second_holders(reports: Reports) -> frozenset[str]:
+    """Name the members of a quorum whose replica id another member had before them.
+
+    The member that was in a quorum before is the first holder of an id, or if none was, the one
+    whose name sorts first. All members read the same reports, so they name the same ones.
+
+    Args:
+        reports: By the lighthouse's name of the member: its replica id, a colon and a uuid.
+    """
+    holders: dict[str, list[str]] = {}
+    for name in sorted(reports, key=lambda each: (reports[each].previous is None, each)):
+        holders.setdefault(name.partition(":")[0], []).append(name)
+    return frozenset(name for names in holders.values() for name in names[1:])
+
+
+# ---- who is waited for -------------------------------------------------------------------------
+
+
+def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: PreviousQuorum) -> bool:
+    """Tell from quorum ids whether the lighthouse has been restarted since the quorum before.
+
+    While a lighthouse lives, its ids only grow, and one id always has the same members
+    (``_quorum_tick`` in torchft's ``lighthouse.rs``). A restarted lighthouse counts from 1 again.
+
+    Groups that join a restarted lighthouse first may raise its ids above those of the groups in
+    training, so that the ids alone look like growth. Then the groups in training were not in the
+    quorum that the joiners had before, and that gives the restart away.
+
+    Args:
+        previous: What each member of the current quorum remembers; members without a memory are
+            left out.
+        current: The quorum that the lighthouse has given now.
+    """
+    newest = max(previous, key=lambda each: each.quorum_id, default=current)
+
+    def contradicts(earlier: PreviousQuorum) -> bool:
+        if earlier.quorum_id > current.quorum_id:
+            return True
+        if earlier.quorum_id == current.quorum_id and earlier != current:
+            return True
+        return earlier != newest and (
+            earlier.quorum_id == newest.quorum_id or set(earlier.members).isdisjoint(newest.members)
+        )
+
+    return any(contradicts(each) for each in previous)
+
+
+def members_before(reports: Reports) -> frozenset[str]:
+    """The members that the previous quorums of all these members had, but for those left out.
+
+    Of all reports, not of this member's own memory: a joiner has none, and would use the quorum and
+    wait in it for those that decline it.
+    """
+    return frozenset(
+        name
+        for report in reports.values()
+        if report.previous is not None
+        for name in report.previous.members
+        if name not in report.left_out
+    )
+
+
+# ---- who is blamed, and left out ---------------------------------------------------------------
+
+
+def at_fault(reports: Reports) -> str | None:
+    """Name the member that the failure of the last sync is blamed on; None if nobody can be named.
+
+    All members read the same reports, so all name the same member. These rules are applied in
+    turn:
+
+    1. A member that failed by an error of its own is named first.
+    2. A joiner with a broken connection is named before a group in training.
+    3. The member with the most broken connections is named: a group that nobody can reach has a
+       broken connection with each of the others.
+    4. The member that most others cannot reach is named.
+    5. The member whose name sorts last is named.
+
+    Args:
+        reports: By the lighthouse's name of the member.
+    """
+    highest = max(report.step for report in reports.values())
+    broken_links = {
+        frozenset((name, other))
+        for name, report in reports.items()
+        for other in report.unreachable
+        if other in reports
+    }
+
+    def blame(name: str) -> tuple[bool, bool, int, int, str]:
+        links = sum(name in link for link in broken_links)
+        accusers = sum(name in report.unreachable for report in reports.values())
+        is_joiner = links > 0 and reports[name].step < highest
+        return reports[name].has_failed, is_joiner, links, accusers, name
+
+    has_failed, _, links, _, name = max(map(blame, reports))
+    return name if has_failed or links else None
+
+
+def describe_fault(name: str, reports: Reports) -> str:
+    """Say in one sentence why the member is blamed, for a message."""
+    if reports[name].has_failed:
+        return "it fails by an error of its own, which the log has"
+    others = [(other, report) for other, report in reports.items() if other != name]
+    groups = {other for other, report in others if name in report.unreachable}
+    if not groups:
+        return f"it cannot reach {group_names(reports[name].unreachable)}"
+    return (
+        f"{group_names(groups)} cannot reach it, check its hostname, its firewall and its network"
+    )
+
+
+def members_to_leave_out(reports: Reports, min_replica_size: int = 1) -> frozenset[str]:
+    """Name the members without which all connections of a quorum work, by the reports.
+
+    Nobody is left out if a member has failed by an error of its own, if fewer than
+    ``min_replica_size`` members would stay, or none with the newest global parameters.
+    """
+    kept = dict(reports)
+    newest = max(report.step for report in reports.values())
+    if any(report.has_failed for report in reports.values()):
+        return frozenset()
+    while (name := at_fault(kept)) is not None:
+        del kept[name]
+        if len(kept) < max(1, min_replica_size):
+            return frozenset()
+    if all(report.step < newest for report in kept.values()):
+        return frozenset()
+    return frozenset(reports.keys() - kept.keys())
+
+
+# ---- what is left of the quorum ----------------------------------------------------------------
+
+
+def restrict_quorum(quorum: Any, reports: Reports, group_rank: int) -> Any:
+    """Reduce a quorum to those of its members whose reports are given.
+
+    It also assigns the donors of the joiners anew, among the members that stay, by the rule of
+    torchft's ``manager.rs`` (``compute_quorum_results``): the members behind the highest step take
+    the members at that step as donors in turn.
+
+    Args:
+        quorum: torchft's ``QuorumResult``.
+        reports: Of the members that stay. This group is one of them.
+        group_rank: This process's rank in its group.
+
+    Returns:
+        An object with the attributes that ``torchft.manager.Manager`` reads of a ``QuorumResult``.
+    """
+    kept = [index for index, name in enumerate(quorum.replica_ids) if name in reports]
+    rank, steps = kept.index(quorum.replica_rank), [report.step for report in reports.values()]
+    max_step = max(steps)
+    donors = [index for index, step in enumerate(steps) if step == max_step]
+    joiners = [index for index, step in enumerate(steps) if step != max_step]
+    donor_of = {
+        joiner: donors[(turn + group_rank) % len(donors)] for turn, joiner in enumerate(joiners)
+    }
+    source = donor_of.get(rank)
+    return SimpleNamespace(
+        quorum_id=quorum.quorum_id,
+        replica_rank=rank,
+        replica_world_size=len(kept),
+        recover_src_manager_address="" if source is None else [*reports.values()][source].manager,
+        recover_src_replica_rank=source,
+        recover_dst_replica_ranks=[joiner for joiner, donor in donor_of.items() if donor == rank],
+        store_address=quorum.store_address,
+        max_step=max_step,
+        max_replica_rank=donors.index(rank) if rank in donors else None,
+        max_world_size=len(donors),
+        heal=source is not None,
+        replica_ids=[quorum.replica_ids[index] for index in kept],
+        reconfigure_handles=[quorum.reconfigure_handles[index] for index in kept],
+    )

@@ -1,0 +1,466 @@
+"""This group as a member of quorums: what it reports, and what it remembers between two."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from threading import Event, Thread
+from typing import Any
+
+from composer_replication.options import DuplicateIdError
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S
+from composer_replication.replica.missing_members import MissingMembers
+from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.quorum import (
+    Reports,
+    at_fault,
+    describe_fault,
+    group_names,
+    has_lighthouse_restarted,
+    members_before,
+    members_to_leave_out,
+    other_settings,
+    restrict_quorum,
+    second_holders,
+)
+from composer_replication.replica.quorum_reports import (
+    Connection,
+    PreviousQuorum,
+    Report,
+    read_handle,
+    write_handle,
+)
+from composer_replication.settings import TENSORS, SettingsMismatch
+
+log = logging.getLogger(__name__)
+
+FindUnreachable = Callable[[Mapping[str, Any]], tuple[str, ...]]
+"""Takes members' handles, by the lighthouse's name of the member, and returns the names of those
+whose address does not answer."""
+
+
+class QuorumFailed(ConnectionError):
+    """The lighthouse, or the group's own manager server, gave no quorum."""
+
+
+class QuorumDeclined(Exception):
+    """The members of this quorum do not use it, since it may lack groups that are alive.
+
+    All members of the quorum come to this conclusion. Each asks for a quorum again.
+    """
+
+
+class AtFaultError(ConnectionError):
+    """Syncs have failed because of this group for too long, so it leaves and the others go on."""
+
+
+class QuorumMember:
+    """Decides with the other members of each quorum what becomes of it.
+
+    Each member adds a ``Report`` to the handle that torchft passes around (``manager.py``,
+    ``reconfigure_handle``). All members read the same reports, so all come to the same conclusion:
+
+    | what this member sees in a quorum | what it does |
+    |---|---|
+    | a report without a proof of the run's token: a stranger that reaches the lighthouse | it uses
+      the quorum without that member |
+    | quorum ids that a single lighthouse cannot have given: it has been restarted | it declines,
+      and waits for all members of the previous quorum (``MissingMembers``) |
+    | a member of the quorum that any of them had before is not in it, and is alive by the
+      lighthouse's page: the lighthouse stood still, nobody reached it for a while, or its join
+      timeout began when a joiner asked | it declines, and waits for that member, for
+      ``MissingMembers.WAIT_FOR_LIVING_S`` |
+    | another member waits for somebody | it declines too, and waits with it |
+    | groups with other settings, another model, other ranks or shards | it declines until they have
+      left (``other_settings``) |
+    | another member with the replica id of one that was there before | it uses the quorum without
+      that member, which leaves if the first holder of the id is alive; if it is not, the member is
+      that group started again, and asks again until its dead predecessor is out of the quorum |
+    | two members cannot connect to each other | one of them declines, and the others use the quorum
+      without it (``members_to_leave_out``) |
+    | all members still have the connection of the previous quorum, and nobody joined or left | it
+      keeps the connection |
+    | none of these | it connects to the members anew |
+
+    A member whose address does not answer another one reaches the lighthouse all the same, so it is
+    in every quorum. Left out it asks for quorums like the others, trains nothing meanwhile, and is
+    in the first one in which nobody reports a broken connection with it. It is then behind, and
+    heals.
+
+    Each rank of a group reads the reports of the same rank in the other groups, and stops waiting
+    for missing members by its own clock. So the ranks of a group vote on every quorum. Without the
+    vote one rank could use a quorum that another has declined: it would wait in a vote on a commit,
+    and the other in a request for a quorum. For the same reason groups of several ranks leave out
+    nobody who cannot be reached: they try again until the connection is back, or until the member
+    at fault leaves.
+
+    Args:
+        name: The lighthouse's name of this member: its replica id, a colon and a uuid.
+        manager_addr: Address of this group's manager server.
+        board_addr: Address of this process's notice board.
+        tokens: The run's accepted secrets; the first one signs reports.
+        missing: The members that this group waits for.
+        find_unreachable: Says which members' addresses do not answer. Called on a thread too.
+        min_replica_size: So many members stay when members are left out. If too few would, nobody
+            is.
+        ranks: This process's rank in its group, and how many the group has.
+        store: The group's ``TCPStore``; a single rank needs none.
+
+    Attributes:
+        members: The lighthouse's names of the members of the last quorum.
+        boards: Addresses of their notice boards, by their names.
+        max_step: The highest manager step among them.
+        connection: The connection to them; None if this group has none.
+        keeps_connection: Whether the last quorum is used with the connection of the one before.
+        settings: See ``Report``.
+        wants_to_gather: Whether this group asks that messages are gathered, and not summed.
+        gathers: Whether a member of the last quorum asks for that.
+        unreachable: The members whose address did not answer this one since the last quorum.
+        has_failed: Whether the last sync failed by an error of this group's own.
+        blamed: Where the reason lies why the last sync failed, if it did: in ``this`` group, in
+            ``another`` one (also if one has joined or left since), or None if nobody can be named.
+    """
+
+    LEAVES_AFTER_S = 30.0
+    """For how long the member at fault tries again. An interruption of 20 s ends nobody."""
+
+    REJECTIONS = (SettingsMismatch, DuplicateIdError)
+    """Why this group leaves. The name is the key in the store that has the reason."""
+
+    def __init__(
+        self,
+        name: str,
+        manager_addr: str,
+        board_addr: str,
+        tokens: Sequence[str],
+        missing: MissingMembers,
+        find_unreachable: FindUnreachable,
+        min_replica_size: int = 1,
+        ranks: tuple[int, int] = (0, 1),
+        store: Any = None,
+    ) -> None:
+        self.name = name
+        self._manager_addr, self._board_addr = manager_addr, board_addr
+        self._tokens = tuple(tokens) or ("",)
+        self.missing = missing
+        self._find_unreachable, self._min_replica_size = find_unreachable, min_replica_size
+        (self._rank, self._num_ranks), self._store = ranks, store
+        self.members: tuple[str, ...] = ()
+        self.boards: dict[str, str] = {}
+        self.max_step = 0
+        self.connection: Connection | None = None
+        self.keeps_connection = False
+        self.settings: dict[str, Any] = {}
+        self.wants_to_gather = self.gathers = False
+        self.unreachable: tuple[str, ...] = ()
+        self.has_failed = False
+        self.blamed: str | None = None
+        self._leave_reason: str | None = None
+        self._at_fault_since: float | None = None
+        self._managers: dict[str, str] = {}
+        self._previous: PreviousQuorum | None = None
+        self._left_out: tuple[str, ...] = ()
+        self._recheck = Recheck({}, find_unreachable)
+        self._rejection: ValueError | None = None
+        self._warned: dict[str, set[str]] = {}
+
+    # ---- what this member says ---------------------------------------------------------------
+
+    def add_report(self, handle: str, step: int) -> str:
+        """Add this member's report to torchft's handle, for a request for a quorum.
+
+        Args:
+            handle: From ``ProcessGroup.get_reconfigure_handle``.
+            step: The manager's step.
+
+        Raises:
+            AtFaultError: Syncs have failed because of this group for too long.
+        """
+        if self._leave_reason and self.connection is None:  # the sync has failed once more
+            raise AtFaultError(self._leave_reason)
+        settings = dict(self.settings)
+        if self._previous is not None:
+            settings.pop(TENSORS, None)  # long, and needed only to say why a joiner is refused
+        report = Report(
+            step=step,
+            manager=self._manager_addr,
+            board=self._board_addr,
+            previous=self._previous,
+            left_out=self._left_out,
+            missing=tuple(sorted(self.missing.names)),
+            has_waited=self.missing.has_waited,
+            connection=self.connection,
+            unreachable=tuple({*self.unreachable, *self._recheck.names}),
+            has_failed=self.has_failed,
+            gathers=self.wants_to_gather,
+            settings=settings,
+        )
+        return write_handle(handle, report, self.name, self._tokens[0])
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the others have used the last quorum without this member."""
+        return self.name in self._left_out
+
+    def connected(self, quorum_id: int, number: int) -> None:
+        """Note that this group has connected to the members of the last quorum.
+
+        Args:
+            quorum_id: The quorum's id.
+            number: The number of the connection, equal on all members.
+        """
+        self.connection = Connection(quorum_id, len(self.members), number)
+
+    def stop(self) -> None:
+        """End the thread that tries addresses again."""
+        self._recheck.stop()
+
+    # ---- what it makes of the reports of all -------------------------------------------------
+
+    def use(self, quorum: Any, vote: Callable[[bool], bool]) -> Any:
+        """Decide what becomes of a quorum, as all its other members do.
+
+        Args:
+            quorum: torchft's ``QuorumResult``.
+            vote: Whether all ranks of this group vote yes; called if there are several.
+
+        Returns:
+            The quorum, perhaps of fewer members.
+
+        Raises:
+            QuorumFailed: Somebody else has asked in the name of this group.
+            QuorumDeclined: The members do not use it.
+            SettingsMismatch: This group has other settings, or another model, than the run.
+            DuplicateIdError: Another group of the run has this one's replica id.
+        """
+        handles = dict(zip(quorum.replica_ids, quorum.reconfigure_handles, strict=True))
+        reports = self._without_strangers(handles)
+        # With strangers: the lighthouse counts them too when it decides on a new id.
+        current = PreviousQuorum(quorum.quorum_id, tuple(handles))
+        is_used = all(
+            [self._is_complete(reports, current), self._fits(reports), self._is_first(reports)]
+        )
+        if not (vote(is_used) if self._num_ranks > 1 else is_used):
+            self._check_rejection(vote)
+            raise QuorumDeclined
+        self.missing.deadline = None
+        self._assign_blame(reports)
+        if self._num_ranks == 1:  # another rank might leave out others
+            reports = self._without_unreachable(reports, handles)
+        self.members, self.max_step = tuple(reports), max(each.step for each in reports.values())
+        self.gathers = any(report.gathers for report in reports.values())
+        self.boards = {name: report.board for name, report in reports.items()}
+        own = self.connection
+        is_for_this = own is not None and own[:2] == (quorum.quorum_id, len(reports))
+        same = all(report.connection == own for report in reports.values())
+        self.keeps_connection = is_for_this and same
+        if len(reports) == len(handles):
+            return quorum
+        return restrict_quorum(quorum, reports, self._rank)
+
+    def _warn(self, kind: str, warnings: Mapping[str, str]) -> None:
+        """Log a warning for each member, once for as long as there is one in each quorum."""
+        for name in sorted(warnings.keys() - self._warned.get(kind, ())):
+            log.warning("%s", warnings[name])
+        self._warned[kind] = set(warnings)
+
+    def _without_strangers(self, handles: Mapping[str, str]) -> dict[str, Report]:
+        """The reports of those members that prove the token, one for each replica id.
+
+        Any process that reaches the lighthouse can be a member of a quorum.
+        """
+        found = {name: read_handle(handle, name, self._tokens) for name, handle in handles.items()}
+        reports = {name: report for name, report in found.items() if report is not None}
+        if self.name not in reports:
+            raise QuorumFailed(
+                f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
+            )
+        # torchft makes up an empty handle for a group that has no rank of this number.
+        strangers = [name for name in handles if name not in reports]
+        strangers = [name for name in strangers if handles[name] or not self._rank]
+        doubles = second_holders(reports) - {self.name}
+        self._warn("stranger", {name: _STRANGER.format(name) for name in strangers})
+        self._warn(
+            "double",
+            {
+                name: _DOUBLE.format(group_names([name]), reports[name].board.rpartition(":")[0])
+                for name in doubles
+            },
+        )
+        reports = {name: report for name, report in reports.items() if name not in doubles}
+        self._left_out = tuple(name for name in handles if name not in reports)
+        return reports
+
+    def _is_complete(self, reports: Reports, current: PreviousQuorum) -> bool:
+        """Whether the quorum has all the members that it should wait for; remember the quorum."""
+        previous = [each.previous for each in reports.values() if each.previous is not None]
+        has_restarted = has_lighthouse_restarted(previous, current)
+        if has_restarted:
+            log.warning(
+                "The lighthouse has been restarted: quorum id %d after %s",
+                current.quorum_id,
+                " and ".join(sorted({str(each.quorum_id) for each in previous})),
+            )
+            self.missing.add_all(self.members)
+        elif absent := members_before(reports) - reports.keys():
+            # Nor by their own clocks: with quorums of two out of three each began at another time.
+            if not any(report.has_waited for report in reports.values()):
+                self.missing.add_living(absent)
+        self._previous, self.members = current, tuple(reports)
+        self.missing.update((report.missing for report in reports.values()), reports)
+        return not has_restarted and not self.missing.names
+
+    def _fits(self, reports: Reports) -> bool:
+        """Whether all members have the run's settings; always true on ranks other than 0.
+
+        Only rank 0 compares, because torchft tells higher ranks nothing of a group that has no such
+        rank. Its vote is that of all ranks.
+        """
+        if self._rank:
+            return True
+        try:
+            others = other_settings(reports, self.name)
+        except SettingsMismatch as error:
+            self._reject(error)
+            return False
+        self._warn("settings", others)
+        return not others
+
+    def _is_first(self, reports: Reports) -> bool:
+        """Whether this member is the first holder of its replica id.
+
+        If it is not, and the first holder is alive, this group has to leave. The reports do not
+        tell: a process that was killed while it asked for a quorum is still in the next one.
+        """
+        if self.name not in second_holders(reports):
+            return True
+        self._previous = None  # this member was in no quorum yet: it stays the second holder
+        replica_id = group_names([self.name])
+        board = next(
+            report.board
+            for name, report in reports.items()
+            if name != self.name and group_names([name]) == replica_id
+        )
+        if self._rank == 0 and self._answers(board):
+            self._reject(
+                DuplicateIdError(
+                    f"replica_id={replica_id!r} is taken: a living replica group on "
+                    f"{board.rpartition(':')[0]} has it. Give each group a REPLICA_GROUP_ID "
+                    "(replica_id=...) of its own; the ranks of one group call "
+                    "torch.distributed.init_process_group before make_manager"
+                )
+            )
+        return False
+
+    def _answers(self, board: str) -> bool:
+        with suppress(OSError):
+            Notices(board, self._tokens, CONNECT_TIMEOUT_S).read(())
+            return True
+        return False
+
+    def _reject(self, error: ValueError) -> None:
+        """Note on rank 0, before the ranks vote, why this group has to leave."""
+        self._rejection = error
+        if self._num_ranks > 1:
+            self._store.set(type(error).__name__, str(error))
+
+    def _check_rejection(self, vote: Callable[[bool], bool]) -> None:
+        """Raise, on every rank, the reason that rank 0 has found why this group has to leave."""
+        for kind in self.REJECTIONS:
+            if self._rank and self._store.check([kind.__name__]):
+                self._rejection = kind(self._store.get(kind.__name__).decode())
+        if self._rejection is None:
+            return
+        if self._num_ranks > 1:  # the store ends with rank 0, which waits until all have read it
+            with suppress(TimeoutError):
+                vote(False)
+        raise self._rejection
+
+    def _assign_blame(self, reports: Reports) -> None:
+        """Note who is to blame for the failure of the last sync, and start with a clean record.
+
+        The group at fault does not leave at once: the other members have it in their quorum, and
+        would wait for it there. It leaves when the sync in this quorum has failed too. The others
+        do not count these failures as theirs, so they do not leave.
+        """
+        culprit = at_fault(reports)
+        managers = {name: report.manager for name, report in reports.items()}
+        # A member whose manager server has another address has been started again.
+        has_changed, self._managers = managers != self._managers, managers
+        self.blamed = "another" if culprit is not None or has_changed else None
+        self.unreachable, self.has_failed, self._leave_reason = (), False, None
+        if culprit != self.name:
+            self._at_fault_since = None
+            return
+        self.blamed, now = "this", time.monotonic()
+        if self._at_fault_since is None:
+            self._at_fault_since = now
+        if (seconds := now - self._at_fault_since) > self.LEAVES_AFTER_S:
+            self._leave_reason = (
+                f"for {seconds:.0f} s syncs have failed because of this replica group: "
+                f"{describe_fault(self.name, reports)}. It leaves, and the others go on"
+            )
+
+    def _without_unreachable(
+        self, reports: dict[str, Report], handles: Mapping[str, str]
+    ) -> dict[str, Report]:
+        """The reports of those members that can reach each other.
+
+        Raises:
+            QuorumDeclined: This member is not one of them.
+        """
+        left_out = members_to_leave_out(reports, self._min_replica_size)
+        warning = "Syncs go on without group {}: {}"
+        self._warn(
+            "unreachable",
+            {n: warning.format(group_names([n]), describe_fault(n, reports)) for n in left_out},
+        )
+        # Broken connections between two members that stay are found again when they connect.
+        own = reports[self.name].unreachable
+        broken = reports.keys() & own if self.name in left_out else left_out.intersection(own)
+        self._recheck.stop()
+        self._recheck = Recheck(
+            {name: json.loads(handles[name]) for name in broken}, self._find_unreachable
+        )
+        self._left_out += tuple(sorted(left_out))
+        if self.is_left_out:
+            raise QuorumDeclined
+        return {name: report for name, report in reports.items() if name not in left_out}
+
+
+_STRANGER = (
+    "Left {!r} out of the quorum: it does not prove that it knows this run's token. It is a "
+    "stranger, COMPOSER_REPLICATION_TOKEN differs between the replica groups, or it runs another "
+    "version of composer-replication"
+)
+_DOUBLE = (
+    "Left a second replica group {!r}, on {}, out of the quorum: give each group a "
+    "REPLICA_GROUP_ID of its own"
+)
+
+
+class Recheck:
+    """Tries addresses on a thread until all have answered; ``names``: those that have not yet."""
+
+    EVERY_S = 0.5
+
+    def __init__(self, handles: Mapping[str, Any], find_unreachable: FindUnreachable) -> None:
+        self.names = tuple(handles)
+        self._handles, self._find_unreachable = handles, find_unreachable
+        self._stopped = Event()
+        if handles:
+            Thread(target=self._run, daemon=True, name="diloco-recheck").start()
+
+    def _run(self) -> None:
+        while self.names:
+            left = {name: self._handles[name] for name in self.names}
+            self.names = self._find_unreachable(left)
+            if self._stopped.wait(self.EVERY_S):
+                return
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        self._stopped.set()
