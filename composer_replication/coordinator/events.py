@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError, StorageError
-from composer_replication.coordinator.page import MAX_POINTS, Points, agreement_of, thinned
+from composer_replication.coordinator.page import Curve, agreement_of
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class History:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._losses: dict[str, dict[int, float]] = {}
+        self._losses: defaultdict[str, Curve] = defaultdict(Curve)
         self._digests: dict[int, dict[str, str]] = {}
 
     def add(self, replica_id: str, progress: Mapping[str, Any]) -> None:
@@ -101,10 +102,8 @@ class History:
         """
         with self._lock:
             if progress.get("loss") is not None:
-                losses = self._losses.setdefault(replica_id, {})
-                losses[progress.get("batch") or 0] = progress["loss"]
-                if len(losses) > 4 * MAX_POINTS:
-                    self._losses[replica_id] = dict(sorted(losses.items())[::2])
+                batch = progress.get("batch") or 0
+                self._losses[replica_id].add(batch, (batch, progress["loss"]))
             if progress.get("global_digest") is not None:
                 self._add_digest(
                     replica_id, progress.get("digest_step") or 0, progress["global_digest"]
@@ -118,14 +117,13 @@ class History:
         if len(self._digests) > self.MAX_DIGESTS:
             del self._digests[min(self._digests)]
 
-    def losses(self) -> dict[str, Points]:
-        """The losses of each group, as rows of batch and loss, at most ``MAX_POINTS`` of them.
+    def losses(self) -> dict[str, list[tuple[int, float]]]:
+        """The losses of each group, as rows of batch and loss, see ``Curve``.
 
         They are by batch, since a group that was restarted counts inner steps from 0.
         """
         with self._lock:
-            copies = {id: list(losses.items()) for id, losses in self._losses.items()}
-        return {id: thinned(points) for id, points in copies.items()}
+            return {id: curve.points for id, curve in self._losses.items()}
 
     def agreement(self) -> dict[str, Any] | None:
         """Whether the groups' parameters are equal, see ``agreement_of``."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_replication.coordinator.page import MAX_POINTS
+from composer_replication.coordinator.page import Curve
 from composer_replication.group import run_folder
 from composer_replication.group.run_folder import EVENTS, OUTER_STEP, SYNC
 from composer_replication.group.words import plural
@@ -51,7 +51,7 @@ class GroupEvents:
         self.newest: dict[str, Any] = {}
         self.digests: dict[int, str] = {}
         self.troubles: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
-        self.losses = Curve(MAX_POINTS)
+        self.losses = Curve()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (line for line in JsonLineReader(self._path).read() if line.get("event") == SYNC)
@@ -118,35 +118,6 @@ class GroupEvents:
                 del self.digests[next(iter(self.digests))]
         if trouble := _trouble_of(line):
             self.troubles.append((at, f"outer step {step}: {trouble}"))
-
-
-class Curve:
-    """Evenly spaced points of a curve, however long it gets, without those that a resume repeated.
-
-    Args:
-        most: Most points to hold.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._every, self._count = 1, 0
-        self._held: list[tuple[int, Any]] = []
-
-    @property
-    def points(self) -> list[Any]:
-        """The points in their order."""
-        return [point for _, point in self._held]
-
-    def add(self, step: int, point: Any) -> None:
-        """Add the point of an outer step. It replaces those of this and of later steps."""
-        while self._held and self._held[-1][0] >= step:
-            self._held.pop()
-        if self._count % self._every == 0:
-            self._held.append((step, point))
-        self._count += 1
-        if len(self._held) > self._most:
-            self._held = self._held[::2]
-            self._every *= 2
 
 
 def _trouble_of(line: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The connection of one replica group to the others: a torchft Manager that waits and recovers.
 
 ``make_manager`` builds it. Read ``manager.py`` first, then ``quorum_member.py``. With ``heal`` a
-joiner gets the global state. A group that trains alone has ``single_group.py`` instead of all that.
-This package may import ``diloco``, but not Composer.
+joiner gets the global state. A group that trains alone has a ``SingleGroupManager`` instead of all
+that. This package may import ``diloco``, but not Composer.
 """
 
 from typing import TYPE_CHECKING

@@ -6,6 +6,7 @@ Real: FastAPI and SQLite in ``tmp_path``; requests go straight into the applicat
 import dataclasses
 import re
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -22,6 +23,7 @@ from composer_replication.coordinator.api import RunData, RunFacts, create_app
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.page import Curve
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
@@ -416,7 +418,7 @@ def test_losses_are_read_while_heartbeats_add_groups(client):
     registry.heartbeat("0", "one", progress)
     other = threading.Thread(target=registry.heartbeat, args=("1", "one", progress))
 
-    class Losses(dict):
+    class Losses(defaultdict):
         def items(self):
             for item in super().items():
                 if not other.ident:
@@ -425,7 +427,7 @@ def test_losses_are_read_while_heartbeats_add_groups(client):
                 yield item
 
     history = registry.history
-    history._losses = Losses(history._losses)
+    history._losses = Losses(Curve, history._losses)
     assert history.losses().keys() == {"0"}
     other.join()
     assert history.losses().keys() == {"0", "1"}

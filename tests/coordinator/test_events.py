@@ -64,7 +64,12 @@ def test_a_long_curve_is_thinned_and_keeps_its_newest_point(history):
     assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1][0] == 5 * MAX_POINTS - 1
     gaps = {b[0] - a[0] for a, b in zip(points, points[1:], strict=False)}
     assert max(gaps) <= 16
-    assert len(history._losses["0"]) <= 4 * MAX_POINTS  # however long the run is
+
+
+def test_a_batch_that_is_reported_twice_is_one_point(history):
+    for batch in [0, 10, 20, 20, 30, 30]:
+        history.add("0", {"batch": batch, "loss": 1.0})
+    assert [batch for batch, _ in history.losses()["0"]] == [0, 10, 20, 30]
 
 
 def tell(history, group, step, digest):

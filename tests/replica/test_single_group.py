@@ -16,9 +16,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.retry import SyncError
-from composer_replication.replica.factory import make_manager
+from composer_replication.replica.factory import SingleGroupManager, make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
-from composer_replication.replica.single_group import SingleGroupManager
 
 STREAMING = {
     "sync_every": 8,

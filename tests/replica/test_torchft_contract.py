@@ -23,8 +23,8 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.replica.factory import SingleGroupManager
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.single_group import SingleGroupManager
 from composer_replication.simulation.simulation import SimulatedManager, simulate
 
 PACKAGE = Path(__file__).parents[2] / "composer_replication"
