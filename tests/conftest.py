@@ -13,6 +13,8 @@ os.environ.setdefault("COMPOSER_REPLICATION_NO_TOKEN", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # Models here are tiny: more threads in each of many processes only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# pyarrow, which transformers imports, would start a thread, and the fork server may have none.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 gc.disable()  # until all tests are imported: it would look at all that they import
 
 

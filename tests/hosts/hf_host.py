@@ -101,7 +101,9 @@ def train_group(group: Group, job: Job) -> Outcome:
         return Outcome(
             digest=callback.result["global_digest"],
             weights=weights_of(net),
-            evaluations={each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
+            evaluations={
+                each["step"]: each["eval_loss"] for each in history if "eval_loss" in each
+            },
             inner_steps=callback.result["inner_steps"],
             outer_steps=callback.result["outer_steps"],
             contributions=[

@@ -1,0 +1,283 @@
+"""Run a Hugging Face ``Trainer`` as one replica group. TRL's trainers are such Trainers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.group import Host, ReplicaGroup
+from composer_replication.replica.options import DuplicateIdError
+from composer_replication.replica.ranks import broadcast
+
+STATE = "diloco.pt"
+"""A group's part of a checkpoint, in the Trainer's folder ``checkpoint-<step>``."""
+
+
+class TrainerJob(Host):
+    """What a replica group asks of a ``Trainer``. A joiner gets its step and its scheduler.
+
+    Attributes:
+        trainer: Whose ``train`` runs, or has run last.
+    """
+
+    name = "transformers"
+    load_weights_only = "its weights alone (from_pretrained, without resume_from_checkpoint)"
+    tokens_fix = "give the model attention_mask or input_ids"
+    trainer: Trainer
+    group: ReplicaGroup
+    _received: dict[str, Any] | None = None
+
+    # ---- what is trained --------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        return self.trainer.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        own = self.trainer.optimizer
+        return getattr(own, "optimizer", own)  # accelerate wraps it
+
+    def size_of(self, batch: Any, what: str) -> int:
+        tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.ndim]
+        if what == "samples":
+            return len(tensors[0]) if tensors else 0
+        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+        return int(mask.sum()) if mask is not None else 0 if ids is None else ids.numel()
+
+    # ---- where it is ------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        return self.trainer.state.global_step
+
+    def last_step(self, *, is_bound: bool = False) -> int | None:
+        return self.trainer.state.max_steps
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        folder = Path(self.trainer.args.output_dir)
+        newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        return None if newest is None else Path(newest).absolute()
+
+    # ---- what it shows ----------------------------------------------------------------------
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        control = self.trainer.control
+        wants_own = control.should_log  # on_log resets it, and the Trainer has yet to log this step
+        # The base class's, because TRL's log also takes and clears the averages that it collects.
+        Trainer.log(self.trainer, dict(metrics))
+        control.should_log = wants_own
+
+    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.set_description_str(position, refresh=False)
+
+    # ---- what a joiner gets -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        # The sync is in the optimizer's step, after which the Trainer counts it and steps the
+        # scheduler.
+        return {
+            "steps": self.steps + self.group.is_in_step,
+            "schedule": self.trainer.lr_scheduler.state_dict(),
+            "is_in_step": self.group.is_in_step,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._received = saved
+
+    def after_heal(self) -> None:
+        """Continue at the step of rank 0's donor; torchft picks a donor for each rank."""
+        saved = broadcast(self._received)
+        self._received = None
+        if saved is None:
+            return
+        scheduler = self.trainer.lr_scheduler
+        scheduler.load_state_dict(saved["schedule"])
+        if saved["is_in_step"]:
+            self.optimizer._opt_called = True  # the donor's was; torch warns of a first call
+            scheduler.step()
+        for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        self.trainer.state.global_step = saved["steps"]
+
+
+class DiLoCoTrainerCallback(TrainerCallback):
+    """Make a Hugging Face ``Trainer`` one replica group of a DiLoCo run.
+
+    Each group is a training job of its own, under plain ``python`` or ``torchrun``. The arguments,
+    their defaults, the environment variables and the logged metrics are those of
+    :class:`DiLoCoCallback`. Evaluations and saved models are of the global parameters. A checkpoint
+    of the Trainer also has ``diloco.pt``, with which ``resume_from_checkpoint`` continues exactly.
+
+    Example:
+        .. code-block:: python
+
+            trainer = Trainer(
+                model, args, train_dataset=dataset, callbacks=[DiLoCoTrainerCallback(sync_every=100)]
+            )
+
+    Args:
+        manager: A manager to use for one training, for tests. None: build one.
+        **arguments: See ``DiLoCoSettings`` and ``ReplicaOptions``.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(self, *, manager: Any = None, **arguments: Any) -> None:
+        self._job = TrainerJob()
+        self._group = self._job.group = ReplicaGroup(self._job, arguments)
+        self._manager = manager
+        self._hook: Any = None
+        self._evaluations_left = 0
+
+    @property
+    def diloco(self) -> DiLoCo | None:
+        """DiLoCo, while training."""
+        return self._group.diloco
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """How the last training has ended; empty before."""
+        return self._group.result
+
+    # ---- the Trainer's events, in the order in which they come ------------------------------
+
+    def on_train_begin(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
+        frame = _frame_of_train()
+        self._job.trainer, resumes_from = frame.f_locals["self"], None
+        try:
+            check_parallelism(self._job.trainer)
+            self._group.ask_coordinator()
+            resumes_from = frame.f_locals["resume_from_checkpoint"]
+            if resumes_from and (path := Path(resumes_from) / STATE).exists():
+                saved = torch.load(path, map_location="cpu", weights_only=True)
+                self._group.load_state_dict(saved)
+            self._group.check_loaded(resumes_from)
+            self._group.join(self._manager)
+        except ValueError as error:
+            if not isinstance(error, DuplicateIdError):  # the name may be free the next time
+                self._group.reject(error)
+            raise
+        # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
+        self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        if args.eval_on_start:
+            self._show_for_evaluation()
+
+    @torch.compiler.disable
+    def _count(self, model: nn.Module, inputs: tuple[Any, ...], batch: dict[str, Any]) -> None:
+        if self._group.is_in_step and torch.is_grad_enabled() and batch:
+            self._group.count(batch)
+
+    def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
+        self._note_progress()
+        self._group.show_local()  # a user may have evaluated without on_evaluate
+        self._group.begin_step()
+
+    def on_substep_end(self, args, state, control, **kwargs: Any) -> None:
+        self._note_progress()
+
+    def on_step_end(self, args, state, control, **kwargs: Any) -> None:
+        if self._group.end_step(self._loss):
+            control.should_training_stop = True
+        self._loss = None
+        self._end_or_evaluate(control)
+
+    def on_epoch_end(self, args, state, control, **kwargs: Any) -> None:
+        self._end_or_evaluate(control)
+
+    def on_log(self, args, state, control, logs: Any = None, **kwargs: Any) -> None:
+        logs = logs or {}
+        self._loss = logs.get("loss", self._loss)
+        # The Trainer's last log. It comes before load_best_model_at_end, whose weights a final sync
+        # would take for this group's training, and also after an early stop at an epoch's end.
+        if "train_loss" in logs:
+            self._group.end()
+
+    _loss: float | None = None
+    """The mean loss that the Trainer has logged since the last step."""
+
+    def on_prediction_step(self, args, state, control, **kwargs: Any) -> None:
+        self._note_progress()
+
+    def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs: Any) -> None:
+        self._evaluations_left -= 1
+        if self._evaluations_left <= 0:
+            self._group.show_local()
+        numbers = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
+        self._group.note_evaluation(numbers)
+
+    def on_save(self, args, state, control, **kwargs: Any) -> None:
+        saved = self._group.state_dict()  # on every rank: it may gather
+        if args.should_save and saved:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            part = folder / f"{STATE}.part"
+            torch.save(saved, part)
+            part.replace(folder / STATE)
+
+    def on_train_end(self, args, state, control, **kwargs: Any) -> None:
+        self._group.end()
+        self._hook.remove()
+        self._group.close()
+
+    def _end_or_evaluate(self, control: Any) -> None:
+        if control.should_training_stop:
+            self._group.end()  # now, so that the last evaluation and checkpoint are of its result
+        elif control.should_evaluate:
+            self._show_for_evaluation()
+
+    def _show_for_evaluation(self) -> None:
+        datasets = self._job.trainer.eval_dataset
+        self._evaluations_left = len(datasets) if isinstance(datasets, dict) else 1
+        self._group.show_global()
+
+    def _note_progress(self) -> None:
+        if self.diloco is not None:
+            self.diloco.hang_watch.note_progress()
+
+
+def check_parallelism(trainer: Trainer) -> None:
+    """Reject what cannot be a replica group.
+
+    Raises:
+        ValueError: The message names it and the fix.
+    """
+    args = trainer.args
+    rejected = {
+        f"nn.DataParallel over {args.n_gpu} GPUs: start the job with torchrun": args.n_gpu > 1,
+        "DeepSpeed: use DDP or FSDP2": trainer.is_deepspeed_enabled,
+        "FSDP version 1: set fsdp_config={'version': 2}": trainer.is_fsdp_enabled
+        and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1,
+        "auto_find_batch_size, which begins training anew while others wait: set the batch size": (
+            args.auto_find_batch_size
+        ),
+    }
+    for problem, is_there in rejected.items():
+        if is_there:
+            raise ValueError(f"DiLoCo cannot train with {problem}")
+
+
+def _frame_of_train() -> FrameType:
+    """The frame of the ``Trainer.train`` that calls this: a callback has no other way to it.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is Trainer.train.__code__:
+            return frame
+        frame = frame.f_back
+    raise RuntimeError("DiLoCoTrainerCallback was called outside of Trainer.train: do not call it")
