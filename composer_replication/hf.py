@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group import Host, ReplicaGroup
-from composer_replication.replica.options import DuplicateIdError
+from composer_replication.options import DuplicateIdError
 from composer_replication.replica.ranks import broadcast
 
 STATE = "diloco.pt"
@@ -124,9 +124,8 @@ class DiLoCoTrainerCallback(TrainerCallback):
     Example:
         .. code-block:: python
 
-            trainer = Trainer(
-                model, args, train_dataset=dataset, callbacks=[DiLoCoTrainerCallback(sync_every=100)]
-            )
+            diloco = DiLoCoTrainerCallback(sync_every=100)
+            trainer = Trainer(model, args, train_dataset=dataset, callbacks=[diloco])
 
     Args:
         manager: A manager to use for one training, for tests. None: build one.
@@ -142,6 +141,8 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._manager = manager
         self._hook: Any = None
         self._evaluations_left = 0
+        self._loss: float | None = None
+        """The mean loss that the Trainer has logged since the last step."""
 
     @property
     def diloco(self) -> DiLoCo | None:
@@ -205,9 +206,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
         # would take for this group's training, and also after an early stop at an epoch's end.
         if "train_loss" in logs:
             self._group.end()
-
-    _loss: float | None = None
-    """The mean loss that the Trainer has logged since the last step."""
 
     def on_prediction_step(self, args, state, control, **kwargs: Any) -> None:
         self._note_progress()

@@ -43,9 +43,6 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self._job.after_step(self._replica_id, state.global_step, self._net)
 
-    def on_substep_end(self, args, state, control, **kwargs) -> None:
-        pass
-
 
 class _Stop(TrainerCallback):
     def __init__(self, step: int | None) -> None:
@@ -106,9 +103,7 @@ def train_group(group: Group, job: Job) -> Outcome:
             },
             inner_steps=callback.result["inner_steps"],
             outer_steps=callback.result["outer_steps"],
-            contributions=[
-                each["diloco/contribution"] for each in history if "diloco/contribution" in each
-            ],
+            contributions=[at["diloco/contribution"] for at in history if "diloco/round" in at],
             warns_of_samples=any("train on the same samples" in each for each in said),
         )
 
