@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group import Host, ReplicaGroup
-from composer_replication.options import DuplicateIdError
+from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
 
 STATE = "diloco.pt"
@@ -244,6 +245,29 @@ class DiLoCoTrainerCallback(TrainerCallback):
     def _note_progress(self) -> None:
         if self.diloco is not None:
             self.diloco.hang_watch.note_progress()
+
+
+def replica_shard(dataset: Any) -> Any:
+    """The part of a dataset that this replica group trains on: every k-th sample of k groups.
+
+    The ranks of the group divide it further, as the Trainer always does.
+
+    Args:
+        dataset: A ``datasets.Dataset``, or any other with a length and an index. All groups have
+            to give the same.
+
+    Raises:
+        ValueError: ``REPLICA_GROUP_ID`` is not a number below ``NUM_REPLICA_GROUPS``.
+    """
+    options = ReplicaOptions().with_environment()
+    name, count = replica_id_of(options), options.num_replicas or 1
+    if not name.isdecimal() or int(name) >= count:
+        raise ValueError(
+            f"REPLICA_GROUP_ID={name!r} does not say which part of the data is this group's: "
+            f"number the {count} groups 0 to {count - 1}"
+        )
+    own = range(int(name), len(dataset) - len(dataset) % count, count)  # as many for each group
+    return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
 
 
 def check_parallelism(trainer: Trainer) -> None:
