@@ -4,6 +4,7 @@
 # make test-pages: install, then run the commands of the pages as they stand.
 # make check: lint, types and the quick tests, in 90 s on two cores.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
+# make test-hf: the tests of Hugging Face's Trainer and of TRL, with the newest torch.
 # make test-ray: the test of the example for Ray Train.
 # make gpu-check: the tests and benchmarks that need a GPU.
 # make chaos: trains under injected faults (docs/chaos.md). ARGS="--duration 180 --seed 1 --kinds
@@ -14,6 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLMFOUNDRY := .venv-llmfoundry
+HF := .venv-hf
 RAY := .venv-ray
 TORCH_NEW := .venv-torch-new
 RELEASE := .venv-release
@@ -22,7 +24,7 @@ DOCS := .venv-docs
 # Where Python may not keep what it compiles, each of some hundred processes compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-alone test-pages check check-tests chaos gpu-check lint test-torch-new test-llmfoundry test-ray docs release-check clean
+.PHONY: train test test-alone test-pages check check-tests chaos gpu-check lint test-torch-new test-llmfoundry test-hf test-ray docs release-check clean
 
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2 $(ARGS)
@@ -98,6 +100,16 @@ $(LLMFOUNDRY)/.installed: tests/llmfoundry/requirements.txt
 	$(LLMFOUNDRY)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/llmfoundry/requirements.txt
 	touch $@
 
+test-hf: $(HF)/.installed
+	$(HF)/bin/python -m pytest -rs -n $(WORKERS) --maxprocesses 16 --dist worksteal tests/hosts
+
+# Without Composer, which holds torch at 2.7.
+$(HF)/.installed: pyproject.toml
+	@echo "Installing transformers, TRL and the newest torch into $(HF): about 5 GB, some minutes."
+	$(PYTHON) -m venv $(HF)
+	$(HF)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test-hf]'
+	touch $@
+
 # Ray starts some ten processes, which other tests would make wait.
 test-ray: $(RAY)/.installed
 	$(RAY)/bin/python -m pytest tests/deploy/test_ray.py -rs
@@ -130,4 +142,4 @@ $(RELEASE)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH_NEW) $(LLMFOUNDRY) $(RAY) $(DOCS) $(RELEASE) dist build
+	rm -rf $(VENV) $(TORCH_NEW) $(LLMFOUNDRY) $(HF) $(RAY) $(DOCS) $(RELEASE) dist build

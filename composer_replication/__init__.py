@@ -45,6 +45,7 @@ EXTRA_OF = {
     "omegaconf": "launch",
     "packaging": "launch",
     "rich": "launch",
+    "transformers": "transformers",
     "typer": "launch",
     "yaml": "launch",
 }

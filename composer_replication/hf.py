@@ -11,13 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
+from composer_replication import named_extra
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group import Host, ReplicaGroup
 from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
+
+try:
+    from transformers import (  # pyright: ignore[reportMissingImports] # only here is it needed
+        ProgressCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+    from transformers.trainer_utils import (  # pyright: ignore[reportMissingImports]
+        get_last_checkpoint,
+    )
+except ModuleNotFoundError as error:
+    raise named_extra("DiLoCoTrainerCallback", error) from None
 
 STATE = "diloco.pt"
 """A group's part of a checkpoint, in the Trainer's folder ``checkpoint-<step>``."""
@@ -107,7 +119,8 @@ class TrainerJob(Host):
         scheduler = self.trainer.lr_scheduler
         scheduler.load_state_dict(saved["schedule"])
         if saved["is_in_step"]:
-            self.optimizer._opt_called = True  # the donor's was; torch warns of a first call
+            # The step before it was the donor's; torch warns of a scheduler that goes first.
+            self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             scheduler.step()
         for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate

@@ -154,6 +154,7 @@ for module, name in [
     ("composer_replication.callback", "DiLoCoCallback"),
     ("composer_replication.training", "train"),
     ("composer_replication.launch", "launch_groups"),
+    ("composer_replication.hf", "DiLoCoTrainerCallback"),
 ]:
     try:
         exec(f"from {module} import {name}")
@@ -170,6 +171,7 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
         "train needs Composer: run pip install '.[composer]'",
         "launch_groups needs rich: run pip install '.[launch]'",
+        "DiLoCoTrainerCallback needs transformers: run pip install '.[transformers]'",
     ], result.stderr
 
 

@@ -48,10 +48,15 @@ def test_every_package_has_a_row():
     assert packages == MAY_IMPORT.keys()
 
 
-def test_beside_the_packages_are_the_command_the_plan_and_what_a_user_sets():
+def test_beside_the_packages_are_the_command_the_plan_a_host_and_what_a_user_sets():
     modules = {path.name for path in PACKAGE.glob("*.py")}
     below = {f"{name}.py" for name in BELOW}
-    assert modules == {"__init__.py", "__main__.py", "cli.py", "plan.py", *below}
+    assert modules == {"__init__.py", "__main__.py", "cli.py", "hf.py", "plan.py", *below}
+
+
+def test_hugging_face_s_trainer_is_a_host_like_composer_s():
+    allowed = MAY_IMPORT["callback"] | {*BELOW}
+    assert {name.split(".")[1] for name in own_imports(PACKAGE / "hf.py")} <= allowed
 
 
 @pytest.mark.parametrize("name", BELOW)

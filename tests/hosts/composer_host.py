@@ -9,13 +9,13 @@ from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer_jobs import building
-from hosts.host import BATCH_SIZE, Job, Outcome, held_out, warnings_of_package, weights_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from composer_replication import DiLoCoCallback, simulate
 from composer_replication.simulation.simulation import SimulatedReplica
+from hosts.host import BATCH_SIZE, Job, Outcome, held_out, warnings_of_package, weights_of
 
 name = "Composer"
 

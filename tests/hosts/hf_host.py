@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hosts.host import BATCH_SIZE, Job, Outcome, held_out, warnings_of_package, weights_of
 from integration.replicas import Group, run_groups
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from composer_replication.hf import DiLoCoTrainerCallback
+from hosts.host import BATCH_SIZE, Job, Outcome, held_out, warnings_of_package, weights_of
 
 name = "Hugging Face's Trainer"
 

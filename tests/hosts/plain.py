@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from common import mse
-from hosts.host import Job, Outcome, held_out, weights_of
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.simulation.simulation import SimulatedReplica
+from hosts.host import Job, Outcome, held_out, weights_of
 
 name = "plain loop"
 

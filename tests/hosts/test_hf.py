@@ -18,11 +18,15 @@ from hosts.host import held_out, own_batches, weights_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from hosts.hf_host import _Model, _rows  # noqa: E402
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from composer_replication.hf import DiLoCoTrainerCallback  # noqa: E402
+from hosts.hf_host import _Model, _rows  # noqa: E402
 
 
 def arguments_of(folder: Path | str, **changed: Any) -> TrainingArguments:

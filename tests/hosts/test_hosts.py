@@ -12,8 +12,9 @@ import importlib
 import pytest
 import torch
 from common import Buffered, TinyMLP, batch
-from hosts.host import Job
 from torch import nn
+
+from hosts.host import Job
 
 NEEDS = {"plain": "torch", "composer_host": "composer", "hf_host": "transformers"}
 

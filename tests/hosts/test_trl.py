@@ -1,0 +1,161 @@
+"""TRL and PEFT under DiLoCo, and the examples. Run: pytest tests/hosts/test_trl.py
+
+Real: the examples under ``launch``, with a coordinator, torchrun, gloo; TRL's trainers elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed")
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaForCausalLM
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from composer_replication.hf import DiLoCoTrainerCallback, replica_shard
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+from trl_models import tiny_llama, tokenizer_of_bytes  # noqa: E402
+
+
+def launch(folder: Path, *command: str) -> dict[str, Any]:
+    """Train an example in two groups; the summary of the run."""
+    launched = [sys.executable, "-m", "composer_replication", "launch", "--replicas", "2"]
+    done = subprocess.run(
+        [*launched, "--set", "sync_every=5", "--", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (folder / "runs").iterdir()
+    return json.loads((run / "summary.json").read_text())
+
+
+PYTHON = (sys.executable,)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("start", "example"),
+    [(PYTHON, "train_sft.py"), (PYTHON, "train_grpo.py"), (TORCHRUN, "train_sft.py")],
+    ids=["sft", "grpo", "sft with two ranks"],
+)
+def test_an_example_trains_in_two_groups_that_end_equal(start, example, tmp_path):
+    summary = launch(tmp_path, *start, str(ROOT / "examples" / example), "10")
+    assert len({group["global_digest"] for group in summary["replicas"]}) == 1
+    assert [group["outer_steps"] for group in summary["replicas"]] == [2, 2]
+
+
+# ---- alone: what is synced ------------------------------------------------------------------
+
+
+def arguments(folder):
+    return {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+
+
+def alone():
+    return DiLoCoTrainerCallback(num_replicas=1, replica_id="0", sync_every=3)
+
+
+def test_lora_syncs_what_is_trained_and_no_more(tmp_path):
+    tokenizer = tokenizer_of_bytes()
+    rows = [{"text": f"the number {i}"} for i in range(32)]
+    synced = {}
+
+    class Looks(DiLoCoTrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            synced.update(self.diloco.global_parameters())
+
+    trainer = SFTTrainer(
+        model=tiny_llama(tokenizer),
+        args=SFTConfig(max_length=32, **arguments(tmp_path)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
+        callbacks=[Looks(num_replicas=1, replica_id="0", sync_every=3)],
+    )
+    trainer.train()
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert synced.keys() == trained and all("lora_" in name for name in trained)
+
+
+def test_dpo_moves_the_model_and_not_its_reference(tmp_path):
+    tokenizer = tokenizer_of_bytes()
+    rows = [{"prompt": f"say {i}", "chosen": f" {i}", "rejected": f" {i + 1}"} for i in range(24)]
+    reference = tiny_llama(tokenizer)
+    before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    trainer = DPOTrainer(
+        model=tiny_llama(tokenizer),
+        ref_model=reference,
+        args=DPOConfig(**arguments(tmp_path)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[diloco := alone()],
+    )
+    trainer.train()
+    assert diloco.result["outer_steps"] == 2
+    after = reference.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not torch.equal(trainer.model.lm_head.weight, after["lm_head.weight"])
+
+
+# ---- the data -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["datasets", "torch"])
+def test_groups_get_parts_of_equal_length_that_do_not_overlap(kind, monkeypatch):
+    rows = list(range(32))
+    whole = Dataset.from_dict({"x": rows}) if kind == "datasets" else [{"x": x} for x in rows]
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "3")
+    parts = []
+    for group in range(3):
+        monkeypatch.setenv("REPLICA_GROUP_ID", str(group))
+        parts.append([row["x"] for row in replica_shard(whole)])
+    assert [len(part) for part in parts] == [10, 10, 10]
+    assert sorted(sum(parts, [])) == rows[:30]
+
+
+def test_a_group_that_has_a_name_gets_no_part(monkeypatch):
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
+    monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
+    with pytest.raises(ValueError, match="'berlin' does not say which part.*number the 2 groups"):
+        replica_shard([1, 2, 3])
+
+
+def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
+    tokenizer = tokenizer_of_bytes()
+    trainer = SFTTrainer(
+        model=tiny_llama(tokenizer),
+        args=SFTConfig(max_length=32, **arguments(tmp_path)),
+        train_dataset=Dataset.from_list([{"text": f"the number {i}"} for i in range(32)]),
+        processing_class=tokenizer,
+        callbacks=[alone()],
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "final")
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
