@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from composer_replication import named_extra
-from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group import Host, ReplicaGroup
-from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
-from composer_replication.replica.ranks import broadcast
 
 try:
     from transformers import (  # pyright: ignore[reportMissingImports] # only here is it needed
@@ -30,6 +26,11 @@ try:
     )
 except ModuleNotFoundError as error:
     raise named_extra("DiLoCoTrainerCallback", error) from None
+
+from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.group import Host, ReplicaGroup
+from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
+from composer_replication.replica.ranks import broadcast
 
 STATE = "diloco.pt"
 """A group's part of a checkpoint, in the Trainer's folder ``checkpoint-<step>``."""
