@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,8 +26,10 @@ try:
 except ModuleNotFoundError as error:
     raise named_extra("DiLoCoTrainerCallback", error) from None
 
+from composer_replication.arguments import takes
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group import Host, ReplicaGroup
+from composer_replication.group import GroupArguments, Host, ReplicaGroup
+from composer_replication.group.call_watch import caller, when_over
 from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
 
@@ -45,6 +46,8 @@ class TrainerJob(Host):
 
     name = "transformers"
     load_weights_only = "its weights alone (from_pretrained, without resume_from_checkpoint)"
+    load_checkpoint = "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))"
+    load_from = "resume_from_checkpoint"
     tokens_fix = "give the model attention_mask or input_ids"
     trainer: Trainer
     group: ReplicaGroup
@@ -142,18 +145,15 @@ class DiLoCoTrainerCallback(TrainerCallback):
             diloco = DiLoCoTrainerCallback(sync_every=100)
             trainer = Trainer(model, args, train_dataset=dataset, callbacks=[diloco])
 
-    Args:
-        manager: A manager to use for one training, for tests. None: build one.
-        **arguments: See ``DiLoCoSettings`` and ``ReplicaOptions``.
-
     Raises:
         ValueError: An argument is out of range.
     """
 
-    def __init__(self, *, manager: Any = None, **arguments: Any) -> None:
+    @takes(GroupArguments)
+    def __init__(self, **arguments: Any) -> None:
         self._job = TrainerJob()
         self._group = self._job.group = ReplicaGroup(self._job, arguments)
-        self._manager = manager
+        self._manager = arguments.get("manager")
         self._hook: Any = None
         self._evaluations_left = 0
         self._loss: float | None = None
@@ -172,21 +172,24 @@ class DiLoCoTrainerCallback(TrainerCallback):
     # ---- the Trainer's events, in the order in which they come ------------------------------
 
     def on_train_begin(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
-        frame = _frame_of_train()
-        self._job.trainer, resumes_from = frame.f_locals["self"], None
+        train = caller(Trainer.train)  # a callback has no other way to its Trainer
+        if train is None:
+            raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
+        self._job.trainer = train.f_locals["self"]
+        resumes_from = train.f_locals["resume_from_checkpoint"]
+        continuation = self._group.continuation
         try:
             check_parallelism(self._job.trainer)
             self._group.ask_coordinator()
-            resumes_from = frame.f_locals["resume_from_checkpoint"]
             if resumes_from and (path := Path(resumes_from) / STATE).exists():
-                saved = torch.load(path, map_location="cpu", weights_only=True)
-                self._group.load_state_dict(saved)
-            self._group.check_loaded(resumes_from)
+                continuation.load(torch.load(path, map_location="cpu", weights_only=True))
+            continuation.check_loaded(resumes_from)
             self._group.join(self._manager)
         except ValueError as error:
             if not isinstance(error, DuplicateIdError):  # the name may be free the next time
                 self._group.reject(error)
             raise
+        when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
         if args.eval_on_start:
@@ -303,17 +306,3 @@ def check_parallelism(trainer: Trainer) -> None:
     for problem, is_there in rejected.items():
         if is_there:
             raise ValueError(f"DiLoCo cannot train with {problem}")
-
-
-def _frame_of_train() -> FrameType:
-    """The frame of the ``Trainer.train`` that calls this: a callback has no other way to it.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is Trainer.train.__code__:
-            return frame
-        frame = frame.f_back
-    raise RuntimeError("DiLoCoTrainerCallback was called outside of Trainer.train: do not call it")

@@ -212,5 +212,5 @@ def test_an_argument_out_of_range_is_an_error_of_one_line_before_any_peer_waits(
 
 
 def test_a_failed_step_ends_the_job_with_its_own_error(host):
-    with pytest.raises(Exception, match="step 3 of group 0 fails"):
+    with pytest.raises(Exception, match="step 3 of group . fails"):
         host.train(Job(fails_at={0: 3, 1: 3}))
