@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,9 @@ def check_launch(job: Job, replicas: int) -> None:
 def group_command(
     command: Sequence[str], nproc: int | None, run_dir: Path, replica_id: str | int
 ) -> list[str]:
-    """Return the command line of one group. With more ranks than one, Composer's launcher runs it.
+    """Return the command line of one group. With more ranks than one, a launcher runs it.
+
+    It is Composer's, or torchrun where there is no Composer.
 
     Args:
         command: As in ``Job``.
@@ -273,10 +276,17 @@ def group_command(
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
+    folder = str(log_path(run_dir, replica_id).parent)
+    if find_spec("composer") is None:
+        others = ",".join(f"{rank}:3" for rank in range(1, nproc))  # their stdout and stderr
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--no-python"),
+            *("--nproc-per-node", str(nproc), "--master-port", str(port)),
+            *("--log-dir", folder, "--redirects", others, *own),
+        ]
     # Composer's launcher forwards the output of rank 0. Without a file, that of the other ranks
     # would be lost.
-    folder = str(log_path(run_dir, replica_id).parent).replace("{", "{{").replace("}", "}}")
-    other_ranks = f"{folder}/log_rank{{rank}}.txt"
+    other_ranks = folder.replace("{", "{{").replace("}", "}}") + "/log_rank{rank}.txt"
     return [
         *(sys.executable, "-m", "composer.cli.launcher"),
         *("--nproc", str(nproc), "--master_port", str(port)),

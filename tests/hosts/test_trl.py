@@ -29,11 +29,11 @@ sys.path.insert(0, str(ROOT / "examples"))
 from trl_models import tiny_llama, tokenizer_of_bytes  # noqa: E402
 
 
-def launch(folder: Path, *command: str) -> dict[str, Any]:
+def launch(folder: Path, ranks: int, *command: str) -> dict[str, Any]:
     """Train an example in two groups; the summary of the run."""
     launched = [sys.executable, "-m", "composer_replication", "launch", "--replicas", "2"]
     done = subprocess.run(
-        [*launched, "--set", "sync_every=5", "--", *command],
+        [*launched, "--nproc", str(ranks), "--set", "sync_every=5", "--", *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -44,17 +44,12 @@ def launch(folder: Path, *command: str) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
-PYTHON = (sys.executable,)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
 @pytest.mark.parametrize(
-    ("start", "example"),
-    [(PYTHON, "train_sft.py"), (PYTHON, "train_grpo.py"), (TORCHRUN, "train_sft.py")],
-    ids=["sft", "grpo", "sft with two ranks"],
+    ("example", "ranks"), [("train_sft.py", 1), ("train_grpo.py", 1), ("train_sft.py", 2)]
 )
-def test_an_example_trains_in_two_groups_that_end_equal(start, example, tmp_path):
-    summary = launch(tmp_path, *start, str(ROOT / "examples" / example), "10")
+def test_an_example_trains_in_two_groups_that_end_equal(example, ranks, tmp_path):
+    script = str(ROOT / "examples" / example)
+    summary = launch(tmp_path, ranks, sys.executable, script, "10")
     assert len({group["global_digest"] for group in summary["replicas"]}) == 1
     assert [group["outer_steps"] for group in summary["replicas"]] == [2, 2]
 
