@@ -19,7 +19,10 @@ from hosts.host import Job
 NEEDS = {"plain": "torch", "composer_host": "composer", "hf_host": "transformers"}
 
 
-@pytest.fixture(params=list(NEEDS), scope="module")
+@pytest.fixture(
+    params=["plain", pytest.param("composer_host", marks=pytest.mark.slow), "hf_host"],
+    scope="module",
+)
 def host(request):
     pytest.importorskip(NEEDS[request.param], reason=f"{NEEDS[request.param]} is not installed")
     return importlib.import_module(f"hosts.{request.param}")
