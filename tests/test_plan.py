@@ -24,6 +24,20 @@ HEADERS = 0.956
 MEDIAN, MOST = 8.2, 19.0
 """Error in percent beside the measured rounds."""
 
+LINKS = 49.6e6, 198.5e6, 992.6e6, 4963.5e6
+"""What iperf measured of four shaped links, in bits per second. Here and below: diloco-measured
+(github.com/Adnan082/diloco-measured, results/raw, cu_grid-diloco-30m-*), others' runs of DiLoCo on
+four L40S over NCCL, with 30.8 million parameters and steps of 23.9 ms; means of three runs."""
+SHARES = {
+    1: (0.07, 0.32, 1.74, 7.79),
+    8: (0.53, 2.47, 12.2, 39.8),
+    32: (2.34, 9.73, 35.7, 67.7),
+    128: (11.3, 35.0, 70.8, 86.3),
+}
+"""By sync_every: the share of time in inner steps over each of the links, in percent."""
+OTHERS_MEDIAN, OTHERS_MOST = 6.0, 20.3
+"""Error in percent of the planned share beside these."""
+
 
 def planned(fragments=1, delay=0, wire_format="float32", sync_every=100, **changed):
     """1 billion parameters in 2 groups; 4 GB take 32 s on the link, and a sync 1 s on the host."""
@@ -227,3 +241,25 @@ def test_as_a_command_it_needs_neither_torch_nor_composer_nor_numpy():
     command = [sys.executable, "-c", check, *GIVEN]
     answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.returncode == 0 and "vanilla" in answer.stdout, answer.stderr
+
+
+def test_the_shares_that_others_have_measured_are_near_the_planned_ones():
+    errors, rows = [], []
+    for sync_every, measured in SHARES.items():
+        cells = []
+        for link, share in zip(LINKS, measured, strict=True):
+            run = planned(
+                sync_every=sync_every,
+                params=30.8e6,
+                step_s=0.0239,
+                groups=4,
+                link_bits_per_s=link,
+                host_s_per_param=0.0,  # of two cores; their sums are on a GPU
+            )
+            of_plan = 100 * run.train_s / (run.train_s + run.blocked_s)
+            errors.append(100 * abs(of_plan - share) / share)
+            cells.append(f"{share:.3g} / {of_plan:.3g}")
+        rows.append(f"| {sync_every} | {' | '.join(cells)} |")
+    assert statistics.median(errors) == pytest.approx(OTHERS_MEDIAN, abs=0.05)
+    assert max(errors) == pytest.approx(OTHERS_MOST, abs=0.05)
+    assert "\n".join(rows) in (ROOT / "docs/plan.md").read_text()
