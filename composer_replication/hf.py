@@ -116,10 +116,10 @@ class TrainerJob(Host):
 
     def after_heal(self) -> None:
         """Continue at the step of rank 0's donor; torchft picks a donor for each rank."""
+        if self._received is None:
+            return  # on all ranks alike, and in nearly every step: no collective then
         saved = broadcast(self._received)
         self._received = None
-        if saved is None:
-            return
         scheduler = self.trainer.lr_scheduler
         scheduler.load_state_dict(saved["schedule"])
         if saved["is_in_step"]:

@@ -62,8 +62,8 @@ class Admission:
             # A browser that opens the page has no token yet.
             is_guess = rejection.status_code == 401 and "authorization" in Headers(scope=scope)
             if is_guess and (count := self._wrong_tokens.count()) is not None:
-                told = f"requests with a wrong token: {count}, the last one from"
-                await run_in_threadpool(self._events.try_to_add, f"{told} {address_of(scope)}")
+                text = f"requests with a wrong token: {count}, the last one from"
+                await run_in_threadpool(self._events.try_to_add, f"{text} {address_of(scope)}")
             return
         size = 0
 

@@ -163,8 +163,8 @@ class Registry:
         """
         with self._lock:
             since = self._registered(replica_id, session).registered_at
-            told = Incarnation(session, since, self.clock(), dict(progress))
-            self._incarnations[replica_id] = told
+            now = self.clock()
+            self._incarnations[replica_id] = Incarnation(session, since, now, dict(progress))
         self.history.add(replica_id, progress)
 
     def end(self, replica_id: str) -> None:
