@@ -28,9 +28,10 @@ except ModuleNotFoundError as error:
 
 from composer_replication.arguments import takes
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group import GroupArguments, Host, ReplicaGroup
 from composer_replication.group.call_watch import caller, when_over
-from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
+from composer_replication.group.host import GroupArguments, Host
+from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.options import ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
 
 STATE = "diloco.pt"
@@ -178,17 +179,13 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._job.trainer = train.f_locals["self"]
         resumes_from = train.f_locals["resume_from_checkpoint"]
         continuation = self._group.continuation
-        try:
+        with self._group.rejections():
             check_parallelism(self._job.trainer)
             self._group.ask_coordinator()
             if resumes_from and (path := Path(resumes_from) / STATE).exists():
                 continuation.load(torch.load(path, map_location="cpu", weights_only=True))
             continuation.check_loaded(resumes_from)
             self._group.join(self._manager)
-        except ValueError as error:
-            if not isinstance(error, DuplicateIdError):  # the name may be free the next time
-                self._group.reject(error)
-            raise
         when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)

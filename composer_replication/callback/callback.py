@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 from composer import Callback, Event, Logger, State, Trainer
@@ -19,9 +20,10 @@ from composer_replication.callback.composer_job import (
 )
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group import GroupArguments, ReplicaGroup
 from composer_replication.group.call_watch import when_over
-from composer_replication.options import DuplicateIdError, ReplicaOptions
+from composer_replication.group.host import GroupArguments
+from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 
 
@@ -110,15 +112,9 @@ class DiLoCoCallback(Callback):
         self._job.logger = logger
         if self.diloco is not None:
             self.diloco.hang_watch.note_progress()
-        try:
+        is_first = event in (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
+        with self._group.rejections() if is_first else nullcontext():
             super().run_event(event, state, logger)
-        except ValueError as error:
-            # A script's exit status does not say that its input was rejected, so the folder does.
-            # A name that is taken may be free the next time.
-            is_first = event in (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
-            if is_first and not isinstance(error, DuplicateIdError):
-                self._group.reject(error)
-            raise
 
     def init(self, state: State, logger: Logger) -> None:
         check_parallelism(state)  # here, since Composer shards the model after this event

@@ -22,7 +22,8 @@ from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.fence import fence
-from composer_replication.group import Host, ReplicaGroup
+from composer_replication.group.host import Host
+from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.replica.ranks import broadcast
 
 log = logging.getLogger(__name__)
@@ -233,20 +234,11 @@ class ComposerJob(Host):
             counts: The donor's counters.
             epoch: The epoch to set. None: keep this group's.
         """
-        own = self.state.timestamp
-        donor = Timestamp()
-        donor.load_state_dict(counts)
-        # A new object, since savers keep references to the old one.
-        self.state.timestamp = donor.copy(
-            epoch=own.epoch if epoch is None else epoch,
-            batch_in_epoch=own.batch_in_epoch,
-            sample_in_epoch=own.sample_in_epoch,
-            token_in_epoch=own.token_in_epoch,
-            total_wct=own.total_wct,
-            epoch_wct=own.epoch_wct,
-            iteration_wct=own.iteration_wct,
-            batch_wct=own.batch_wct,
-        )
+        own = self.state.timestamp.state_dict()
+        theirs = {name: n for name, n in counts.items() if not name.endswith("_in_epoch")}
+        merged = own | theirs | {"epoch": own["epoch"] if epoch is None else epoch}
+        self.state.timestamp = Timestamp()  # a new one, since savers keep references to the old
+        self.state.timestamp.load_state_dict(merged)
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.group import Averages, ReplicaGroup
+from composer_replication.group.host import Averages
+from composer_replication.group.replica_group import ReplicaGroup
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,7 @@ from torch import Tensor
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import listed, synced_tensors
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.group.checkpoint import (
-    BadStateError,
-    CheckpointLayout,
-    pack,
-    template,
-    unpack,
-)
+from composer_replication.group.checkpoint import BadStateError, CheckpointLayout
 from composer_replication.group.checksums import checksums, replaced
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import last_outer_step
@@ -95,15 +89,16 @@ class Continuation:
     def _layout_of(
         self, settings: DiLoCoSettings, also_synced: Collection[str] = ()
     ) -> CheckpointLayout:
-        fragments = synced_tensors(self._host.model, settings, also_synced)
-        return CheckpointLayout(fragments, self._host.is_sharded, self._host.averages.exist)
+        host = self._host
+        fragments = synced_tensors(host.model, settings, also_synced)
+        return CheckpointLayout(fragments, settings, host.is_sharded, host.averages.exist)
 
     def _read(self, settings: DiLoCoSettings) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
         if self._loaded is None:
             return None
         try:
             layout = self._layout_of(settings, self._loaded.get("local", {}))
-            return unpack(self._loaded, settings, layout)
+            return layout.unpack(self._loaded)
         except SettingsMismatch as error:
             raise self._rejection(str(error), "Use the settings that it was saved with") from error
         except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -203,10 +198,10 @@ class Continuation:
         local: Mapping[str, Tensor],
         in_model: Callable[[str], Tensor],
     ) -> dict[str, Any]:
-        """DiLoCo's part of a checkpoint. For the arguments see ``pack``."""
+        """DiLoCo's part of a checkpoint. For the arguments see ``CheckpointLayout.pack``."""
         assert self._layout is not None, "begin has made it"
-        return pack(state, local, in_model, self._layout)
+        return self._layout.pack(state, local, in_model)
 
     def template(self, settings: DiLoCoSettings) -> dict[str, Any]:
         """An empty state, to load a sharded checkpoint into."""
-        return template(settings, self._layout_of(settings))
+        return self._layout_of(settings).template()

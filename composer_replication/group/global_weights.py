@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,9 @@ class GlobalWeights:
         self._theta = theta
         self._is_left_alone = is_left_alone
         self._live: dict[str, Tensor] = {
-            name: tensor for name, tensor in _named_tensors(model) if name in theta
+            name: tensor
+            for name, tensor in chain(model.named_parameters(), model.named_buffers())
+            if name in theta
         }
         self._kept: dict[str, Tensor] | None = None
         names = {id(tensor): name for name, tensor in self._live.items()}
@@ -151,8 +154,3 @@ def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

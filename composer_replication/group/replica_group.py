@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.options import (
     DiLoCoOptions,
+    DuplicateIdError,
     ManagerOptions,
     ReplicaOptions,
     replica_id_of,
@@ -97,12 +99,22 @@ class ReplicaGroup:
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._arguments)
 
-    def reject(self, error: ValueError) -> None:
-        """Say in the run's folder that this group would be refused again."""
-        with fence("in the run's folder why this group is rejected"):
-            if self.options.replica_id is not None and not rank():
-                folder = ReplicaFolder(self.options.run_dir, self.options.replica_id)
-                folder.write_rejection(str(error))
+    @contextmanager
+    def rejections(self) -> Iterator[None]:
+        """A context in which a ``ValueError`` is one that the group would meet again.
+
+        A script's exit status does not say that its input was rejected, so the run's folder does.
+        """
+        try:
+            yield
+        except DuplicateIdError:
+            raise  # the name may be free the next time
+        except ValueError as error:
+            name = self.options.replica_id
+            with fence("in the run's folder why this group is rejected"):
+                if name is not None and not rank():
+                    ReplicaFolder(self.options.run_dir, name).write_rejection(str(error))
+            raise
 
     # ---- a fit begins -----------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.data.loader import ReplicaDataLoader
-from composer_replication.group import ReplicaGroup
+from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.training.config import load_config
 from composer_replication.training.trainer import train
 

@@ -11,7 +11,8 @@ import torch
 from common import TinyMLP, batch
 from torch import nn
 
-from composer_replication.group import Host, ReplicaGroup
+from composer_replication.group.host import Host
+from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.simulation.simulation import Fault, simulate
 
 

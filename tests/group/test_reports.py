@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from composer_replication import DiLoCoSettings
-from composer_replication.group import Host, reports
+from composer_replication.group import reports
+from composer_replication.group.host import Host
 from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import ReplicaFolder
 
