@@ -23,7 +23,7 @@ REMOVED: dict[str, str] = {
     "connect_timeout": "leave it out, connecting may take 5 s, and timeout limits the rest",
     "heartbeat_interval_s": "leave it out, it is a third of the coordinator's "
     "--heartbeat-timeout-s",
-    "bucket_cap_mb": "leave it out, messages have up to 32 MiB",
+    "bucket_cap_mb": "leave it out, messages have up to 64 MiB",
     "error_feedback": "leave it out, rounding errors are always kept for the next sync",
     "pin_memory": "leave it out, memory is pinned where there is an accelerator",
     "max_missed_outer_steps": "leave it out, a group that missed an outer step loses the inner "

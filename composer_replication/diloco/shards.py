@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-BUCKET = 2**23
-"""Largest number of elements in a message: 32 MiB of fp32. It never changes a result."""
+BUCKET = 2**24
+"""Largest number of elements in a message: 64 MiB of fp32. It never changes a result."""
 
 TIMEOUT = timedelta(seconds=300)
 """How long a rank waits for the shares of the others when a whole tensor is asked for."""
