@@ -388,6 +388,9 @@ class QuorumMember:
         """
         culprit = at_fault(reports)
         managers = {name: report.manager for name, report in reports.items()}
+        had, has = ({group_names([n]) for n in names} for names in (self._managers, managers))
+        if (gone := had - has) and self._rank == 0:
+            log.warning("No longer in the quorum: replica group %s", ", ".join(sorted(gone)))
         # A member whose manager server has another address has been started again.
         has_changed, self._managers = managers != self._managers, managers
         self.blamed = "another" if culprit is not None or has_changed else None

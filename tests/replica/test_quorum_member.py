@@ -306,13 +306,15 @@ def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(cl
         groups.quorum(1, "c")
 
 
-def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_count():
+def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_count(caplog):
     groups = Groups("abc")
     groups.quorum(1, "abc")
     groups.quorum(1, "abc")
     assert groups.blamed("a") == [None]
+    assert not caplog.messages
     groups.quorum(2, "ab")
     assert groups.blamed("ab") == ["another"] * 2
+    assert caplog.messages == ["No longer in the quorum: replica group c"] * 2
 
 
 def eventually(condition):
