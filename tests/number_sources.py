@@ -149,21 +149,21 @@ def rows(names: str, *runs: Mapping[str, Any]) -> list[Any]:
 
 
 def plan(
-    params: float, step_s: float, groups: int, link: float, rtt_s: float, steps: int, **settings: Any
+    n: float, step_s: float, k: int, link: float, rtt_s: float, steps: int, **settings: Any
 ) -> list[float]:
     """A recipe: what is given, then percent in inner steps, GB a round, hours, and those alone."""
     its = DiLoCoSettings(**settings)
     run = PlannedRun(
-        params=params,
+        params=n,
         step_s=step_s,
-        groups=groups,
+        groups=k,
         link_bits_per_s=link,
         rtt_s=rtt_s,
         settings=its,
     )
     share = run.train_s / (run.train_s + run.blocked_s)
     hours = steps * step_s / 3600
-    given = [groups, steps, step_s, link / 1e6, 1000 * rtt_s, its.sync_every, its.num_fragments]
+    given = [k, steps, step_s, link / 1e6, 1000 * rtt_s, its.sync_every, its.num_fragments]
     sent = run.bytes_per_sync * its.num_fragments / 1e9
     return [*given, its.fragment_sync_delay, 100 * share, sent, hours / share, hours]
 

@@ -186,13 +186,22 @@ LAST_ARMS = (
 ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + MANY_ARMS + THIRD_ARMS + FOURTH_ARMS + LAST_ARMS
 
 SHOWN = (
-    *("data parallel", "2 groups, H = 30, warm-up", "2 groups, H = 15, warm-up", "2 groups, H = 30"),
-    *("2 groups, H = 30, warm-up, 3,600 steps", "2 groups, H = 100, warm-up, 6,000 steps"),
+    "data parallel",
+    "2 groups, H = 30, warm-up",
+    "2 groups, H = 15, warm-up",
+    "2 groups, H = 30",
+    "2 groups, H = 30, warm-up, 3,600 steps",
+    "2 groups, H = 100, warm-up, 6,000 steps",
     "4 groups, H = 30, warm-up, inner lr 0.012",
     "8 groups, H = 30, warm-up, inner lr 0.012",
-    *("4 groups of 8 samples, warm-up", "8 groups of 8 samples, warm-up"),
-    *("2 groups, int8", "2 groups, fp4", "4 fragments, H = 32", "4 fragments, delay 2, H = 32"),
-    *("2 groups, H = 30, AdamW", "3 groups of speeds 1, 1.5 and 3"),
+    "4 groups of 8 samples, warm-up",
+    "8 groups of 8 samples, warm-up",
+    "2 groups, int8",
+    "2 groups, fp4",
+    "4 fragments, H = 32",
+    "4 fragments, delay 2, H = 32",
+    "2 groups, H = 30, AdamW",
+    "3 groups of speeds 1, 1.5 and 3",
 )
 """What docs/learning.md has; claims.md has all of them."""
 
@@ -243,5 +252,5 @@ SENT = {
         "H = 10, warm-up": replace(EIGHT_SHORT, sync_every=10),
     },
 }
-"""The points of the picture of loss against bytes, by the number of groups. Those that have not been
-trained are left out. All have as many samples as ``DATA_PARALLEL_MUON``, in the same order."""
+"""The points of the picture of loss against bytes, by the number of groups. Those that have not
+been trained are left out. All have as many samples as ``DATA_PARALLEL_MUON``, in the same order."""

@@ -60,7 +60,8 @@ def shown(results: Results) -> str:
 
 
 def _table(results: Results, arms: Iterable[Arm], settings: str) -> str:
-    head = f"| arm | {settings}seeds | median, bits per byte | against | difference, 90 % interval |"
+    last = "seeds | median, bits per byte | against | difference, 90 % interval |"
+    head = f"| arm | {settings}{last}"
     rows = [head, "|---" * (head.count("|") - 1) + "|"]
     for arm in arms:
         bits = results.bits(arm.cell)
