@@ -33,9 +33,9 @@ def measure_goodput(run: Run) -> dict[str, Any]:
         a death and a start cost, and ``goodput_outside_faults`` leaves out the time ``dead``.
     """
     chaos = read_json(run.run_dir / CHAOS)
-    end = max(syncs.newest.get("time", 0.0) for syncs in run.metrics.values())
+    end = max(syncs.newest.get("time", 0.0) for syncs in run.groups.values())
     times = {}
-    for id, syncs in run.metrics.items():
+    for id, syncs in run.groups.items():
         status = read_json(log_path(run.run_dir, id).with_name(STATUS))
         times[id] = account(
             syncs.others[START],

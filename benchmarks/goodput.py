@@ -177,7 +177,7 @@ def detection_times(run: Run, chaos: Mapping[str, Any]) -> Iterator[float]:
     """For each kill and survivor that had to wait for it, the seconds until it had a quorum."""
     for fault in chaos.get("injected", ()):
         at = chaos["began_at"] + fault["at"]
-        for replica_id, syncs in run.metrics.items():
+        for replica_id, syncs in run.groups.items():
             if fault["kind"] not in MODELLED or int(replica_id) in fault["victims"]:
                 continue
             usual_s = median(line["diloco/wait_seconds"] for line in syncs)
@@ -194,8 +194,8 @@ def replay(run: Run, goodput: Mapping[str, Any], chaos: Mapping[str, Any], costs
     Each comes as long after a commit as it did there, in the first round after its time: what it
     costs the others depends on that.
     """
-    groups, strikes = len(run.metrics), []
-    commits = sorted(line["time"] for syncs in run.metrics.values() for line in syncs)
+    groups, strikes = len(run.groups), []
+    commits = sorted(line["time"] for syncs in run.groups.values() for line in syncs)
     for fault in chaos.get("injected", ()):
         if fault["kind"] in MODELLED:
             at = chaos["began_at"] + fault["at"]
@@ -254,7 +254,7 @@ def main() -> None:
             f"without {', '.join(left_out)}" if left_out else f"error {100 * error:+.1f} points"
         )
         table.add_row(
-            f"{len(run.metrics)} groups of the given run", "", f"{measured:.1%}", "measured"
+            f"{len(run.groups)} groups of the given run", "", f"{measured:.1%}", "measured"
         )
         table.add_row("the same kills", "", f"{replayed:.1%}", f"simulated: {source}")
         found |= {"measured": account, "replayed": replayed, "not_replayed": left_out}

@@ -99,7 +99,7 @@ def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
             for each in signature.parameters.values()
             if each.annotation is not each.empty
         }
-        checked.__doc__ = f"{inspect.getdoc(function) or ''}\n\nArgs:\n{_descriptions(arguments)}"
+        checked.__doc__ = f"{inspect.getdoc(function) or ''}\n\nArgs:\n{descriptions(arguments)}"
         return checked
 
     return decorate  # pyright: ignore[reportReturnType]
@@ -119,11 +119,11 @@ def _unknown(keyword: str, function: str, known: Mapping[str, Any]) -> str:
     return f"{keyword} is no argument of {function}: {hint}"
 
 
-def _descriptions(arguments: Any) -> str:
-    """The lines below ``Args:`` in the docstrings of a dataclass and of those it inherits from."""
+def descriptions(arguments: Any) -> str:
+    """The lines below ``Args:`` of a function, or of a dataclass and those it inherits from."""
     sections = []
-    for kind in reversed(arguments.__mro__):
-        _, found, rest = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Args:\n")
+    for kind in reversed(getattr(arguments, "__mro__", (arguments,))):
+        _, found, rest = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
         if found:
             sections.append(rest.partition("\n\n")[0])
     return "\n".join(sections)

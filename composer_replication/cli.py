@@ -15,18 +15,16 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
-from composer_replication.launch.command_options import (
+from composer_replication.launch.commands import (
     Config,
     CoordinatorOptions,
-    HangTimeout,
+    Count,
     JobOptions,
-    MaxRestarts,
-    Nproc,
+    OptionalConfig,
+    OptionalCount,
     Overrides,
-    Replicas,
-    RunDir,
-    StragglerTimeout,
     TakesCommand,
+    command,
     command_after_dashes,
 )
 from composer_replication.launch.output import (
@@ -61,7 +59,8 @@ from composer_replication.training.config import (
 from composer_replication.training.preflight import check_group
 
 app = typer.Typer(
-    help="DiLoCo for MosaicML Composer: several replica groups train one model.",
+    help="DiLoCo for MosaicML Composer and Hugging Face's Trainer: several replica groups train "
+    "one model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -106,9 +105,14 @@ def root(
         raise typer.Exit
 
 
-@app.command()
+@command(app)
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Train one replica group. `composer -n N` and torchrun can start it with several processes."""
+    """Train one replica group. `composer -n N` and torchrun can start it with several processes.
+
+    Args:
+        config: A YAML file.
+        overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
+    """
     checked = load_config(config, overrides or [])
     check_group(checked)
     # Imported here: it takes seconds, and errors in the input should be printed before. The
@@ -121,18 +125,24 @@ def train(config: Config, overrides: Overrides = None) -> None:
     run(checked)
 
 
-@app.command("launch", cls=TakesCommand)
+@command(app, "launch", cls=TakesCommand)
 @dataclass(kw_only=True)
 class LaunchCommand(JobOptions):
     """Train in several replica groups on this machine, with a coordinator and a lighthouse.
 
     They train a config, or run the command after --, whose script has the callback.
+
+    Args:
+        replicas: Number of replica groups.
+        max_restarts: Most restarts in a row of a group that dies.
+        straggler_timeout_s: Longest wait of a sync for a group that is alive and late, in seconds.
+        hang_timeout_s: A group ends itself after this time without progress, in seconds.
     """
 
-    replicas: Replicas = 2
-    max_restarts: MaxRestarts = MAX_RESTARTS
-    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S
-    hang_timeout_s: HangTimeout = SUPERVISED_HANG_TIMEOUT_S
+    replicas: Count = 2
+    max_restarts: Annotated[int, typer.Option(min=0)] = MAX_RESTARTS
+    straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
+    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S
 
     def __post_init__(self) -> None:  # typer calls a command with its options
         from composer_replication.launch.job import job_of
@@ -148,19 +158,24 @@ class LaunchCommand(JobOptions):
         raise typer.Exit(status)
 
 
-@app.command(cls=TakesCommand)
+@command(app, cls=TakesCommand)
 def run(
     context: typer.Context,
-    restarts: MaxRestarts = 10,
-    backoff: Annotated[
-        float,
-        typer.Option(help="Seconds before the first restart; each in a row waits twice as long."),
-    ] = FIRST_PAUSE_S,
-    nproc: Nproc = None,
-    hang_timeout_s: HangTimeout = SUPERVISED_HANG_TIMEOUT_S,
-    run_dir: RunDir = None,
+    restarts: Annotated[int, typer.Option(min=0)] = 10,
+    backoff: float = FIRST_PAUSE_S,
+    nproc: OptionalCount = None,
+    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S,
+    run_dir: Path | None = None,
 ) -> None:
-    """Run the command after -- as one replica group of a run, and start it again when it dies."""
+    """Run the command after -- as one replica group of a run, and start it again when it dies.
+
+    Args:
+        restarts: Most restarts in a row without a sync.
+        backoff: Seconds before the first restart; each in a row waits twice as long.
+        nproc: Number of processes in the group. Default: as many as the command starts.
+        hang_timeout_s: The group ends itself after this time without progress, in seconds.
+        run_dir: The run's folder. Default: COMPOSER_REPLICATION_RUN_DIR, else a temporary one.
+    """
     from composer_replication.launch.run_command import run_group
 
     status = run_group(
@@ -174,7 +189,7 @@ def run(
     raise typer.Exit(status)
 
 
-@app.command("coordinator")
+@command(app, "coordinator")
 @dataclass(kw_only=True)
 class CoordinatorCommand(CoordinatorOptions):
     """Serve the run's settings to all replica groups, and host the lighthouse."""
@@ -185,11 +200,18 @@ class CoordinatorCommand(CoordinatorOptions):
         coordinate(self)
 
 
-@app.command()
-def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2) -> None:
-    """Train the same replica groups in one process, to try DiLoCo without a network."""
+@command(app)
+def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -> None:
+    """Train the same replica groups in one process, to try DiLoCo without a network.
+
+    Args:
+        config: A YAML file.
+        overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
+        replicas: Number of replica groups.
+    """
     from composer_replication.group.run_folder import CONFIG, make_run_folder
     from composer_replication.launch.display import Display, print_settings
+    from composer_replication.launch.live_run import LiveRun
     from composer_replication.launch.outcome import finish
 
     checked = load_config(config, overrides or [])
@@ -204,37 +226,38 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Replicas = 2
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
     console = Console(highlight=False)
     print_settings(console, read_diloco(diloco_section(checked))[0], str(config))
-    with Display(console, run_dir, replicas).follow():
+    with Display(console, LiveRun(run_dir, range(replicas))).follow():
         simulate_replicas(checked, replicas)
     raise typer.Exit(finish(run_dir, range(replicas), time.monotonic() - began, restarts={}))
 
 
-@app.command()
+@command(app)
 def plan(
-    params: Annotated[str | None, typer.Option(help="Trainable parameters: 7B or 124M.")] = None,
-    step_time: Annotated[
-        float | None, typer.Option(help="Seconds of an inner step, measured in one group alone.")
-    ] = None,
-    groups: Annotated[int | None, typer.Option(help="Number of replica groups.")] = None,
-    link: Annotated[
-        str, typer.Option(help="Rate at which a group can send to the others, e.g. 100Mbit.")
-    ] = "1Gbit",
-    rtt: Annotated[float, typer.Option(help="Seconds of a round trip between two groups.")] = 0.0,
-    host_s_per_param: Annotated[
-        float, typer.Option(help="Seconds a parameter that a sync takes: benchmarks/sync.py.")
-    ] = HOST_S_PER_PARAM,
-    sync_every: Annotated[int, typer.Option(help="Inner steps in a round (H).")] = (
-        DiLoCoSettings.sync_every
-    ),
-    num_fragments: Annotated[int, typer.Option(help="Fragments of the streaming run.")] = 2,
-    fragment_sync_delay: Annotated[
-        int, typer.Option(help="Inner steps that overlap a sync of the streaming run (tau).")
-    ] = 5,
-    share: Annotated[
-        float, typer.Option(help="Share of the time in inner steps, for the last two columns.")
-    ] = 0.95,
+    params: str | None = None,
+    step_time: float | None = None,
+    groups: int | None = None,
+    link: str = "1Gbit",
+    rtt: float = 0.0,
+    host_s_per_param: float = HOST_S_PER_PARAM,
+    sync_every: int = DiLoCoSettings.sync_every,
+    num_fragments: int = 2,
+    fragment_sync_delay: int = 5,
+    share: float = 0.95,
 ) -> None:
-    """Compute what rounds of a run take and send, and which link they need."""
+    """Compute what rounds of a run take and send, and which link they need.
+
+    Args:
+        params: Trainable parameters: 7B or 124M.
+        step_time: Seconds of an inner step, measured in one group alone.
+        groups: Number of replica groups.
+        link: Rate at which a group can send to the others, e.g. 100Mbit.
+        rtt: Seconds of a round trip between two groups.
+        host_s_per_param: Seconds a parameter that a sync takes: benchmarks/sync.py.
+        sync_every: Inner steps in a round (H).
+        num_fragments: Fragments of the streaming run.
+        fragment_sync_delay: Inner steps that overlap a sync of the streaming run (tau).
+        share: Share of the time in inner steps, for the last two columns.
+    """
     if params is None or step_time is None or groups is None:
         given = f"--params {params} --step-time {step_time} --groups {groups}"
         raise ConfigError(
@@ -257,34 +280,33 @@ def plan(
     Console(highlight=False).print(plan_table(planned, share))
 
 
-@app.command()
+@command(app)
 def doctor(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[CONFIG]", help="A YAML file with callbacks.diloco.", show_default=False
-        ),
-    ] = None,
+    config: OptionalConfig = None,
     overrides: Overrides = None,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The run's coordinator, if nothing else names it."),
-    ] = None,
-    hostname: Annotated[
-        str | None, typer.Option(help="Name under which the others reach this machine.")
-    ] = None,
+    coordinator: Annotated[str | None, typer.Option(metavar="URL")] = None,
+    hostname: str | None = None,
 ) -> None:
-    """Find what is wrong on this machine, on the way to the coordinator, or in a config."""
+    """Find what is wrong on this machine, on the way to the coordinator, or in a config.
+
+    Args:
+        config: A YAML file with callbacks.diloco.
+        overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
+        coordinator: The run's coordinator, if nothing else names it.
+        hostname: Name under which the others reach this machine.
+    """
     from composer_replication.launch.doctor import doctor as run
 
     raise typer.Exit(run(config, overrides or [], coordinator_addr=coordinator, hostname=hostname))
 
 
-@app.command()
-def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
-) -> None:
-    """Write report.html from what a run wrote, and print its result."""
+@command(app)
+def report(run_dir: Annotated[Path, typer.Argument()]) -> None:
+    """Write report.html from what a run wrote, and print its result.
+
+    Args:
+        run_dir: Folder of a run.
+    """
     from composer_replication.launch.outcome import print_rows
     from composer_replication.launch.page_record import write_page
     from composer_replication.launch.run_record import describe, read_run

@@ -5,7 +5,8 @@ import time
 
 from run_events import write_events
 
-from composer_replication.launch.group_view import Groups, GroupView
+from composer_replication.launch.group import Group
+from composer_replication.launch.live_run import LiveRun
 
 
 def sync_line(outer_step, *, digest="ab", participants=2, **changes):
@@ -30,23 +31,23 @@ def write_group(run_dir, replica_id, *, syncs=(), **status):
     return folder
 
 
-def view_of(folder, exit_status=None):
-    """The display's view of a group."""
-    view = GroupView(folder)
-    view.update(exit_status)
-    return view
+def group_of(folder):
+    """A group as the display reads it."""
+    group = Group(folder)
+    group.read()
+    return group
 
 
-def groups_of(run_dir, count):
-    """The display's view of all groups."""
-    groups = Groups(run_dir, count)
-    groups.update({})
-    return groups
+def run_of(run_dir, count):
+    """A run as the display reads it."""
+    run = LiveRun(run_dir, range(count))
+    run.update()
+    return run
 
 
 def recorded(run_dir, count, **status):
-    """Groups that have taken two outer steps."""
+    """A run of groups that have taken two outer steps."""
     syncs = [sync_line(step, participants=count) for step in (1, 2)]
     for i in range(count):
         write_group(run_dir, i, syncs=syncs, **status)
-    return groups_of(run_dir, count)
+    return run_of(run_dir, count)

@@ -5,6 +5,7 @@ import json
 from run_events import write_events
 
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
+from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import Supervisor
 
 
@@ -39,10 +40,11 @@ def write(folder, replica_id, phase="training", syncs=1):
 def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):
     groups = Groups(folder, lives)
     looks = []
-    supervisor = Supervisor(groups, folder, groups.start, list(lives), max_restarts, **more)
+    run = Run(folder, lives)
+    supervisor = Supervisor(groups, run, groups.start, list(lives), max_restarts, **more)
 
-    def show(statuses, is_last):
-        looks.append(statuses)
+    def show(_):
+        looks.append({id: record.status for id, record in supervisor.records.items()})
         on_look(groups, looks)
         assert len(looks) < 5_000, "it does not end"
 

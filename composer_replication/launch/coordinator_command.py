@@ -14,7 +14,7 @@ from rich.console import Console
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fence import fence
-from composer_replication.launch.command_options import CoordinatorOptions
+from composer_replication.launch.commands import CoordinatorOptions
 from composer_replication.launch.processes import POLL_S, Interrupts
 from composer_replication.options import TOKEN, ReplicaEnv, read_tokens
 from composer_replication.replica.addresses import is_loopback

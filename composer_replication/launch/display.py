@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console
+from rich.console import Group as Lines
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,7 +17,8 @@ from rich.text import Text
 
 from composer_replication.diloco.fence import fence
 from composer_replication.group.words import format_duration, plural
-from composer_replication.launch.group_view import Groups, GroupView
+from composer_replication.launch.group import Group
+from composer_replication.launch.live_run import LiveRun
 from composer_replication.settings import DiLoCoSettings
 
 TABLE_EVERY_S = 0.3
@@ -39,18 +40,17 @@ class Display:
 
     Args:
         console: Where the display is written.
-        run_dir: The run's folder.
-        replicas: Number of groups.
+        run: The run.
     """
 
-    def __init__(self, console: Console, run_dir: Path, replicas: int) -> None:
+    def __init__(self, console: Console, run: LiveRun) -> None:
         self._console = console
         # Without auto_refresh rich starts no thread of its own, so that the table does not flicker
         # and nothing is drawn after the end. Warnings on the terminal are written above the table.
         to_stderr = sys.stderr.isatty()
         live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
         self._live = live if console.is_terminal else None
-        self._groups = Groups(run_dir, replicas)
+        self._run = run
         self._looked_at = time.monotonic()
         self._line_at = self._looked_at - LINE_EVERY_S
         self._line_step = 0
@@ -73,7 +73,7 @@ class Display:
 
         def keep_refreshing() -> None:
             while not over.wait(TABLE_EVERY_S):
-                self.refresh({})
+                self.refresh()
 
         thread = threading.Thread(target=keep_refreshing, daemon=True)
         with self:
@@ -83,7 +83,7 @@ class Display:
             finally:
                 over.set()
                 thread.join()
-                self.refresh({}, is_last=True)
+                self.refresh(is_last=True)
 
     @fence("what happens to the groups")
     def say(self, text: str) -> None:
@@ -96,67 +96,68 @@ class Display:
         )
 
     @fence("how the groups are doing")
-    def refresh(self, exit_statuses: Mapping[int, int | None], *, is_last: bool = False) -> None:
+    def refresh(self, *, is_last: bool = False) -> None:
         """Show the groups, if the last time was long enough ago.
 
         Args:
-            exit_statuses: Exit status of each group; None or missing while it runs.
             is_last: Whether the run is over. The display is then refreshed in any case.
         """
         every = TABLE_EVERY_S if self._live else LOOK_EVERY_S
         if time.monotonic() < self._looked_at + every and not is_last:
             return
         self._looked_at = time.monotonic()
-        for line in self._groups.update(exit_statuses):
+        for line in self._run.update():
             self.say(line)
         self._show(is_last)
 
     def _show(self, is_last: bool) -> None:
-        step = self._groups.outer_step
+        step = self._run.outer_steps
         if self._live:
-            self._live.update(live_table(self._groups, self._console.height), refresh=True)
+            self._live.update(live_table(self._run, self._console.height), refresh=True)
         elif is_last or (
             step > self._line_step and self._looked_at >= self._line_at + LINE_EVERY_S
         ):
             self._line_at, self._line_step = self._looked_at, step
-            self.say(self._groups.status_line)
+            self.say(self._run.status_line)
 
 
-def live_table(groups: Groups, height: int) -> Group:
+def live_table(run: LiveRun, height: int) -> Lines:
     """Return what a terminal shows of the groups: a row a group, and a line about all.
 
     Args:
-        groups: The groups.
+        run: The run.
         height: Of the terminal, in lines. If there are more groups, those with a problem are shown.
     """
-    by_mood = sorted(groups.views, key=lambda view: view.mood == "good")
+    groups = run.groups.values()
+    by_mood = sorted(groups, key=lambda group: group.mood == "good")
     chosen = set(by_mood[: max(1, height - OTHER_LINES)])
-    shown = [view for view in groups.views if view in chosen]
+    shown = [group for group in groups if group in chosen]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("group", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=16)
     table.add_column("", min_width=4, max_width=40)
     for name in ("round", "groups", "loss", "time left"):
         table.add_column(name, no_wrap=True, justify="right", min_width=6)
-    for view in shown:
-        table.add_row(*_row(view))
-    left_out = len(groups.views) - len(shown)
-    style = STYLES["bad" if groups.differ else "good"]
+    for group in shown:
+        table.add_row(*_row(group))
+    left_out = len(groups) - len(shown)
+    style = STYLES["bad" if run.differ else "good"]
     below = [(f"and {plural(left_out, 'other group')}", "")] if left_out else []
     lines = [
         Text(text, style=style, no_wrap=True, overflow="ellipsis")
-        for text, style in (*below, (groups.overview, style))
+        for text, style in (*below, (run.overview, style))
     ]
-    return Group(table, *lines)
+    return Lines(table, *lines)
 
 
-def _row(view: GroupView) -> Iterator[Text | ProgressBar]:
-    yield Text(view.name, style=STYLES[view.mood])
-    yield Text(view.state, style=STYLES[view.mood])
-    yield Text("") if view.done is None else ProgressBar(1.0, view.done, complete_style="cyan")
-    yield Text(view.round)
-    yield Text("-" if view.participants is None else f"{view.participants}")
-    loss, left = view.status.get("loss"), view.seconds_left
+def _row(group: Group) -> Iterator[Text | ProgressBar]:
+    yield Text(group.name, style=STYLES[group.mood])
+    yield Text(group.state, style=STYLES[group.mood])
+    yield Text("") if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
+    yield Text(group.round)
+    participants = group.newest.get("diloco/num_participants")
+    yield Text("-" if participants is None else f"{participants:.0f}")
+    loss, left = group.status.get("loss"), group.seconds_left
     yield Text("-" if loss is None else f"{loss:.3f}")
     yield Text("-" if left is None else format_duration(left))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.group.run_folder import CONFIG, log_path
-from composer_replication.launch.command_options import JobOptions, command_after_dashes
+from composer_replication.launch.commands import JobOptions, command_after_dashes
 from composer_replication.options import HOSTNAME
 from composer_replication.training.config import (
     ConfigError,
@@ -31,19 +31,6 @@ TRAIN = [sys.executable, "-m", "composer_replication", "train", f"{{run_dir}}/{C
 
 HANG_TIMEOUT = "COMPOSER_REPLICATION_HANG_TIMEOUT_S"
 """The environment variable that holds a group's ``hang_timeout_s``."""
-
-START_RETRIES = 2
-"""How often a command that fails before it has joined is started again.
-
-Jobs that start at the same moment on one machine may stand in each other's way: StreamingDataset
-chooses names for its shared memory that another job may take first.
-"""
-
-MISSING_CALLBACK = (
-    "What trains there needs the callback: Trainer(..., callbacks=[DiLoCoCallback()]) of "
-    "composer_replication, or in llm-foundry's YAML callbacks: {diloco: {}}. If it has it, leave "
-    "coordinator_addr, lighthouse_addr and run_dir out of its arguments"
-)
 
 # Set by torchrun or Composer's launcher.
 _RANK_VARIABLES = (
@@ -66,8 +53,7 @@ class Job:
         nproc: How many processes of the command each group has, one for each rank. None: the
             command starts the ranks of its group itself, or it is the only one.
         environ: Further environment variables of the groups.
-        advice: What is probably wrong with a group that never joins. Empty: nobody knows.
-        start_retries: How often a group that fails before it has joined is started again.
+        is_own: Whether the command is the user's own, which may lack the callback.
     """
 
     config: dict[str, Any]
@@ -76,8 +62,7 @@ class Job:
     command: Sequence[str]
     nproc: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
-    advice: str = ""
-    start_retries: int = 0
+    is_own: bool = False
 
 
 def job_of(options: JobOptions) -> Job:
@@ -181,8 +166,7 @@ def command_job(
         name=next((word for word in command if word.endswith((".py", ".yaml"))), command[0]),
         command=command,
         nproc=nproc,
-        advice=MISSING_CALLBACK,
-        start_retries=START_RETRIES,
+        is_own=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sys
 import time
@@ -27,6 +28,7 @@ from composer_replication.launch.job import (
     group_command,
     group_environment,
 )
+from composer_replication.launch.live_run import LiveRun
 from composer_replication.launch.outcome import (
     conclude,
     explain_failures,
@@ -44,6 +46,13 @@ from composer_replication.launch.supervision import (
 from composer_replication.options import TOKEN, ReplicaEnv
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.training.config import diloco_section, read_diloco, save_config
+
+START_RETRIES = 2
+"""How often a command that fails before it has joined is started again.
+
+Jobs that start at the same moment on one machine may stand in each other's way: StreamingDataset
+chooses names for its shared memory that another job may take first.
+"""
 
 _LOCAL = "127.0.0.1"
 """The address at which the coordinator listens: all groups are on this machine."""
@@ -132,27 +141,27 @@ def launch_groups(
             command = group_command(job.command, job.nproc, run_dir, replica_id)
             groups.start(replica_id, command, environ)
 
+        run = LiveRun(run_dir, range(replicas))
         supervisor = Supervisor(
             groups,
-            run_dir,
+            run,
             start,
             range(replicas),
             max_restarts,
-            start_retries=min(job.start_retries, max_restarts),
-            start_timeout_s=group.start_timeout_s,
-            advice=job.advice,
+            start_retries=min(START_RETRIES, max_restarts) if job.is_own else 0,
+            start_timeout_s=group.start_timeout_s if job.is_own else math.inf,
         )
         for replica_id in range(replicas):
             start(replica_id)
-        display = Display(console, run_dir, replicas)
+        display = Display(console, run)
 
-        def show(statuses: dict[int, int | None], is_last: bool) -> None:
+        def show(is_last: bool) -> None:
             if not is_last:  # an end of the run is explained after it
                 for line in supervisor.new_ends():
                     display.say(line)
                 if on_poll is not None:
                     on_poll(supervisor)
-            display.refresh(statuses, is_last=is_last)
+            display.refresh(is_last=is_last)
             if text := supervisor.late_start():
                 console.print(text, style="red", markup=False, soft_wrap=True)
 
@@ -168,7 +177,7 @@ def launch_groups(
     if interrupts.count:
         explain_interrupt(run_dir, sys.argv[1:])
         return INTERRUPTED
-    return conclude(run_dir, supervisor, time.monotonic() - began, job.advice)
+    return conclude(run_dir, supervisor, time.monotonic() - began)
 
 
 def token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:

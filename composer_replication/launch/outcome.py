@@ -14,52 +14,46 @@ from rich.text import Text
 from composer_replication.diloco.fence import fence
 from composer_replication.group.run_folder import EVENTS, START, last_event, log_path
 from composer_replication.group.words import format_duration, listed_groups, plural
+from composer_replication.launch.group import FINISHED, LEFT_OUT, NOT_BACK
 from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.page_record import write_page
 from composer_replication.launch.processes import last_lines
 from composer_replication.launch.run_record import describe, read_run, write_summary
 from composer_replication.launch.supervision import (
-    LEFT_OUT,
-    NOT_BACK,
+    MISSING_CALLBACK,
     Supervisor,
     describe_end,
-    has_joined,
 )
 
 
-def conclude(run_dir: Path, supervisor: Supervisor, seconds: float, advice: str = "") -> int:
+def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:
     """Print the result of a run whose groups have all ended, and which of them failed on the way.
 
     Args:
         run_dir: The run's folder.
         supervisor: Has watched the groups.
         seconds: Duration of the run.
-        advice: As for ``finish``.
 
     Returns:
         An exit status: 1 if a group was left out, or for what ``finish`` returns 1, else 0.
     """
-    records = supervisor.records
-    given_up = [id for id, record in records.items() if record.end == NOT_BACK]
-    if given_up:
+    ended: dict[str, list[int]] = {FINISHED: [], LEFT_OUT: [], NOT_BACK: []}
+    for id, record in supervisor.records.items():
+        ended[record.end].append(id)
+    if ended[NOT_BACK]:
         print_error(
-            f"Replica groups {', '.join(map(str, given_up))} died while the others finished, and "
-            "could not rejoin in time. The others' global parameters are complete"
+            f"Replica groups {', '.join(map(str, ended[NOT_BACK]))} died while the others "
+            "finished, and could not rejoin in time. The others' global parameters are complete"
         )
-    left_out = [id for id, record in records.items() if record.end == LEFT_OUT]
-    finished = [id for id, record in records.items() if not record.end]
-    status = finish(run_dir, finished, seconds, supervisor.restarts, advice)
-    for id in left_out:
-        explain_failure(run_dir, id, records[id].deaths[-1], "the others went on without it")
-    return FAILED if left_out else status
+    status = finish(run_dir, ended[FINISHED], seconds, supervisor.restarts)
+    for id in ended[LEFT_OUT]:
+        deaths = supervisor.records[id].deaths
+        explain_failure(run_dir, id, deaths[-1], "the others went on without it")
+    return FAILED if ended[LEFT_OUT] else status
 
 
 def finish(
-    run_dir: Path,
-    finished: Sequence[int],
-    seconds: float,
-    restarts: Mapping[str, int],
-    advice: str = "",
+    run_dir: Path, finished: Sequence[int], seconds: float, restarts: Mapping[str, int]
 ) -> int:
     """Write the summary and the page, and print the result.
 
@@ -68,7 +62,6 @@ def finish(
         finished: Ids of the groups that trained to the end.
         seconds: Duration of the run.
         restarts: How often each group was started again, by its id.
-        advice: What is probably wrong with a group that has no result. Empty: nobody knows.
 
     Returns:
         An exit status: 2 if a command has trained without the callback, 1 if a result is missing or
@@ -77,8 +70,9 @@ def finish(
     run = read_run(run_dir)
     missing = [id for id in finished if str(id) not in run.results]
     if missing:
-        if advice and not has_joined(run_dir, missing[0]):
-            print_error(f"Error: replica group {missing[0]} has ended without a result. {advice}")
+        name = f"replica group {missing[0]}"
+        if not run.groups[str(missing[0])].has_joined:
+            print_error(f"Error: {name} has ended without a result. {MISSING_CALLBACK}")
             return BAD_INPUT
         print_error(f"{log_path(run_dir, missing[0]).parent}/{EVENTS} has no end with a result")
         explain_failure(run_dir, missing[0], 0)

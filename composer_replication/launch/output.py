@@ -33,20 +33,6 @@ RANK_0_WAIT_S = 10.0
 PACKAGE = "composer_replication"
 
 
-class ShortNames(logging.Formatter):
-    """Formats a record with its time, level and logger, without the package in the logger's name.
-
-    Every line of a group's log begins with it, so it is short.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname).1s %(module_name)s: %(message)s", "%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.module_name = record.name.removeprefix(f"{PACKAGE}.")
-        return super().format(record)
-
-
 class CurrentStderr(logging.StreamHandler):
     """Writes to what ``sys.stderr`` is now, since a live display replaces it for its duration.
 
@@ -65,7 +51,8 @@ def quiet_others() -> None:
     """Log from INFO on in this package and from WARNING on elsewhere; show only our warnings."""
     is_first = os.environ.get("RANK", "0") == "0"
     handler = CurrentStderr()
-    handler.setFormatter(ShortNames())
+    line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     ours = logging.getLogger(PACKAGE)
     ours.setLevel(logging.INFO if is_first else logging.WARNING)

@@ -12,14 +12,13 @@ from typing import Any
 from composer_replication import __version__
 from composer_replication.coordinator.page import (
     PAGE_DATA,
-    agreement_of,
     finite,
     with_record,
     write_report_html,
 )
 from composer_replication.group import run_folder
-from composer_replication.group.run_folder import OF_A_SYNC, START, log_path
-from composer_replication.launch.group_events import MAX_EVENTS, GroupEvents
+from composer_replication.group.run_folder import OF_A_SYNC, START
+from composer_replication.launch.group import MAX_EVENTS, Group
 from composer_replication.launch.run_record import Run
 from composer_replication.replica.json_files import read_json
 
@@ -48,11 +47,11 @@ class RunRecord:
         """
         with self._lock:  # several pages may ask at once
             self._run.read()
-            return finite(_record_of(self._run)) if self._run.metrics else {}
+            return finite(_record_of(self._run)) if self._run.groups else {}
 
 
 def _record_of(run: Run) -> dict[str, Any]:
-    groups = run.metrics
+    groups = run.groups
     record: dict[str, Any] = {"run_name": run.run_dir.resolve().name, "groups": {}}
     for id, group in groups.items():
         columns = {"inner_share": group.inner_share, "error": _error_of(group)}
@@ -61,12 +60,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     losses = {id: group.losses.points for id, group in groups.items()}
     if any(losses.values()):
         record["losses"] = losses
-    digests: dict[int, dict[str, str]] = {}
-    for id, group in groups.items():
-        at_end = {run.results[id]["outer_steps"]: run.digests[id]} if id in run.results else {}
-        for step, digest in (group.digests | at_end).items():
-            digests.setdefault(step, {})[id] = digest
-    agreement = agreement_of(digests)
+    agreement = run.agreement(groups.values())
     if agreement is not None:
         record["agreement"] = agreement
     # All groups evaluate the same global parameters.
@@ -76,14 +70,14 @@ def _record_of(run: Run) -> dict[str, Any]:
     return record | {"events": [{"time": at, "text": text} for at, text in events[-MAX_EVENTS:]]}
 
 
-def _error_of(group: GroupEvents) -> str | None:
+def _error_of(group: Group) -> str | None:
     """The error with which a group ended, unless it has started again."""
     started = max((start["time"] for start in group.others[START]), default=0.0)
     newest = [error["error"] for error in group.errors if error["time"] >= started]
     return newest[-1] if newest else None
 
 
-def _events_of(group: GroupEvents) -> Iterator[tuple[float, str]]:
+def _events_of(group: Group) -> Iterator[tuple[float, str]]:
     name = f"replica group {group.name}"
     starts = group.others[START]
     for before, start in zip([{}, *starts], starts, strict=False):
@@ -124,10 +118,10 @@ def write_page(run: Run) -> Path:
 
 def _ended_group(run: Run, id: str) -> dict[str, Any]:
     """A group's columns when its processes have ended."""
-    status = read_json(log_path(run.run_dir, id).with_name(run_folder.STATUS))
+    status = run.groups[id].status
     if id in run.results:
         status["phase"] = "finished"
-    sync = run.metrics[id].newest
+    sync = run.groups[id].newest
     newest = {name: sync[key] for name in OF_A_SYNC if (key := f"diloco/{name}") in sync}
     return {**status, **newest, "is_alive": False, "last_seen_s": None}
 
@@ -136,6 +130,6 @@ def _files_of(run: Run) -> list[str]:
     names = [
         run_folder.SUMMARY,
         run_folder.CONFIG,
-        *(f"replica_{id}/log.txt" for id in run.metrics),
+        *(f"replica_{id}/log.txt" for id in run.groups),
     ]
     return [name for name in names if (run.run_dir / name).exists()]

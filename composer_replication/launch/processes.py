@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from subprocess import DEVNULL, PIPE, STDOUT
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -27,17 +26,11 @@ ReplicaId = int | str
 GRACE_S = 5.0
 """Seconds that processes have to end after SIGTERM before they are killed."""
 
-
 POLL_S = 0.1
 
-# Every line that it reads lists the process groups that live. When the launcher is gone, however it
-# died, it ends those of the last line. It spares earlier ones: the kernel may have given their
-# numbers to other processes.
-_WATCHDOG = """
-while read -r line; do groups=$line; done
-[ -z "$groups" ] || { kill -s TERM -- $groups; sleep 5; kill -s KILL -- $groups; }
-"""
-
+# It ends a process group when the launcher is gone, however that died: its standard input is a pipe
+# from the launcher, which then closes.
+_WATCHDOG = "read -r _; kill -s TERM -- -$0; sleep 5; kill -s KILL -- -$0"
 
 # Colours, and the rank that torch writes before every line of a traceback.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
@@ -52,7 +45,7 @@ _ERROR = re.compile(
 )
 
 _END_BYTES = 2**16
-"""How much of a group's output is kept, or read, to find its error."""
+"""How much of a group's log is read to find its error."""
 
 
 class Interrupts:
@@ -89,31 +82,29 @@ class ReplicaGroups:
 
     Args:
         run_dir: The run's folder. A group's output is appended to ``replica_<id>/log.txt`` in it.
-            None: it goes where this process's own goes.
         interrupts: A further interrupt while processes are being stopped kills them at once.
+        forwards: Whether the output goes where this process's own goes, and only what a group
+            writes on stderr into its log too: its last error says whether it may start again.
 
     Attributes:
         interrupts: The same.
     """
 
-    def __init__(self, run_dir: Path | None, interrupts: Interrupts) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, interrupts: Interrupts, *, forwards: bool = False) -> None:
+        self._run_dir, self._forwards = run_dir, forwards
         self.interrupts = interrupts
         self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
-        self._leaders: dict[ReplicaId, int] = {}
-        """Pid, and so session id, of each group of which a process may be alive."""
-        self._errors: dict[ReplicaId, _Forwarded] = {}
-        self._watchdog = _start_watchdog()
+        self._copies: dict[ReplicaId, subprocess.Popen[bytes]] = {}
+        self._watchdogs: dict[ReplicaId, subprocess.Popen[bytes]] = {}
+        """Of each group of which a process may be alive."""
 
     def __enter__(self) -> ReplicaGroups:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-        for errors in self._errors.values():
-            errors.end()  # this process may end at once, and the last lines say why
-        self._watchdog.kill()
-        self._watchdog.communicate()
+        for replica_id in self._processes:
+            self.end(replica_id)
 
     def start(self, replica_id: ReplicaId, command: list[str], environ: dict[str, str]) -> None:
         """Start a replica group.
@@ -126,23 +117,21 @@ class ReplicaGroups:
         Raises:
             OSError: The command cannot be started.
         """
-        output = None if self._run_dir is None else _open_log(log_path(self._run_dir, replica_id))
-        with output or contextlib.nullcontext():
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                # What it writes on stderr passes through us if it has no log, since its last error
-                # says whether it may be started again.
-                stderr=subprocess.PIPE if output is None else subprocess.STDOUT,
-                start_new_session=True,
-            )
-        if process.stderr is not None:
-            self._errors[replica_id] = _Forwarded(process.stderr)
+        path = log_path(self._run_dir, replica_id)
+        with ExitStack() as opened:
+            if self._forwards:
+                # tee reads on if stderr is closed or a disk is full: the group must not wait.
+                tee = _start(["tee", "-a", "-i", "-p", str(path)], stdin=PIPE, stdout=2)
+                self._copies[replica_id] = tee
+                output = {"stderr": opened.enter_context(tee.stdin or nullcontext())}
+            else:
+                output = {"stdout": opened.enter_context(_open_log(path)), "stderr": STDOUT}
+            process = _start(command, environ, **output)
         self._processes[replica_id] = process
-        self._leaders[replica_id] = process.pid
-        self._update_watchdog()
+        # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
+        # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
+        watchdog = ["/bin/sh", "-c", _WATCHDOG, str(process.pid)]
+        self._watchdogs[replica_id] = _start(watchdog, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
 
     def last_error(self, replica_id: ReplicaId) -> str:
         """Return the last error of a group that has ended, in the one line that was printed.
@@ -151,11 +140,8 @@ class ReplicaGroups:
             The line; empty if there is none, or no log.
         """
         lines: list[str] = []
-        if self._run_dir is None:
-            lines = _informative(self._errors[replica_id].end())
-        else:
-            with contextlib.suppress(OSError):
-                lines = last_lines(log_path(self._run_dir, replica_id), limit=100)
+        with suppress(OSError):
+            lines = last_lines(log_path(self._run_dir, replica_id), limit=100)
         found = filter(None, map(_ERROR.match, reversed(lines)))
         return next((match[1] or match[2] for match in found), "")
 
@@ -166,26 +152,27 @@ class ReplicaGroups:
     def end(self, replica_id: ReplicaId) -> None:
         """Kill what is left of a group that has ended: ranks and loader workers."""
         _send(self.members(replica_id), psutil.Process.kill)
-        if self._leaders.pop(replica_id, None) is not None:
-            self._update_watchdog()
+        # The kernel may give the group's number to another process.
+        if watchdog := self._watchdogs.pop(replica_id, None):
+            watchdog.kill()
+            watchdog.communicate()
+        if copy := self._copies.pop(replica_id, None):  # the last lines say why it has ended
+            with suppress(subprocess.TimeoutExpired):  # what has left the session may hold the pipe
+                copy.wait(GRACE_S)
 
-    def members(self, replica_id: ReplicaId) -> set[psutil.Process]:
-        """All processes of a group; empty if it has ended."""
-        pid = self._leaders.get(replica_id)
-        return set() if pid is None else self._processes_of({pid})
-
-    def _update_watchdog(self) -> None:
-        if self._watchdog.poll() is not None:  # somebody has killed it, and the groups go on
-            self._watchdog.communicate()
-            self._watchdog = _start_watchdog()
-        assert self._watchdog.stdin is not None, "opened as a pipe"
-        line = " ".join(f"-{pid}" for pid in self._leaders.values())
-        self._watchdog.stdin.write(f"{line}\n".encode())
-        self._watchdog.stdin.flush()
+    def members(self, *replica_ids: ReplicaId) -> set[psutil.Process]:
+        """All processes in the sessions of these groups, and those below them."""
+        leaders = {self._processes[id].pid for id in replica_ids if id in self._watchdogs}
+        members = set()
+        for process in psutil.process_iter() if leaders else ():
+            with suppress(psutil.Error, OSError):
+                if os.getsid(process.pid) in leaders:
+                    members |= {process, *process.children(recursive=True)}
+        return members
 
     def stop(self) -> None:
         """End all processes of all groups: SIGTERM, then SIGKILL after ``GRACE_S`` seconds."""
-        members = self._processes_of(set(self._leaders.values()))
+        members = self.members(*self._watchdogs)
         _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
         _send(members, psutil.Process.terminate)
         deadline = time.monotonic() + GRACE_S
@@ -195,61 +182,32 @@ class ReplicaGroups:
                 break
             time.sleep(0.05)
         # Again: the processes may have started others meanwhile, which would be left behind.
-        members |= self._processes_of(set(self._leaders.values()))
+        members |= self.members(*self._watchdogs)
         _send(members, psutil.Process.kill)
         while self._any_alive(members) and time.monotonic() < deadline + 2:
             time.sleep(0.02)
-
-    def _processes_of(self, leaders: set[int]) -> set[psutil.Process]:
-        """All processes in the sessions of these leaders, and those below them."""
-        members = set()
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(process.pid) in leaders:
-                    members |= {process, *process.children(recursive=True)}
-        return members
 
     def _any_alive(self, members: set[psutil.Process]) -> bool:
         self.exit_statuses()  # reaps our children, which would otherwise stay as zombies
         return any(_is_alive(process) for process in members)
 
 
-def _start_watchdog() -> subprocess.Popen[bytes]:
-    # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
-    # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
+def _start(
+    command: list[str],
+    environ: dict[str, str] | None = None,
+    *,
+    stdin: Any = DEVNULL,
+    stdout: Any = None,
+    stderr: Any = None,
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        ["/bin/sh", "-c", _WATCHDOG],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        command,
+        env=environ,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
         start_new_session=True,
     )
-
-
-class _Forwarded:
-    """Writes what comes from a pipe to stderr, and keeps the end of it.
-
-    It reads on if stderr is closed or its disk is full: the group must not wait for it.
-    """
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe = pipe
-        self._kept = b""
-        self._thread = threading.Thread(target=self._forward, daemon=True)
-        self._thread.start()
-
-    def _forward(self) -> None:
-        with self._pipe:
-            while chunk := os.read(self._pipe.fileno(), _END_BYTES):
-                self._kept = (self._kept + chunk)[-_END_BYTES:]
-                with contextlib.suppress(OSError, ValueError):
-                    sys.stderr.buffer.write(chunk)
-                    sys.stderr.flush()
-
-    def end(self) -> bytes:
-        """Return the end, once all processes that could write have ended."""
-        self._thread.join(GRACE_S)  # a process that has left the session may hold the pipe
-        return self._kept
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -263,7 +221,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 def _send(members: set[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
     for process in members:
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             send(process)
 
 
@@ -284,14 +242,11 @@ def last_lines(path: Path, limit: int = 12) -> list[str]:
     """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
-        return _informative(file.read())[-limit:]
-
-
-def _informative(output: bytes) -> list[str]:
+        output = _DECORATION.sub("", file.read().decode(errors="replace"))
     lines: dict[str, None] = {}  # a set that keeps the order
     in_traceback = False
-    for line in _DECORATION.sub("", output.decode(errors="replace")).splitlines():
+    for line in output.splitlines():
         in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
         if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
             lines[line.rstrip()] = None
-    return list(lines)
+    return [*lines][-limit:]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from composer_replication.group.run_folder import log_path
 from composer_replication.launch.job import (
-    MISSING_CALLBACK,
     check_command,
     group_command,
     group_environment,
@@ -20,6 +19,7 @@ from composer_replication.launch.job import (
 )
 from composer_replication.launch.output import INTERRUPTED
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
+from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import Supervisor
 from composer_replication.options import ReplicaEnv, ReplicaOptions, check_replica_id
 from composer_replication.training.config import ConfigError
@@ -78,7 +78,7 @@ def run_group(
         folder = Path(folder).absolute()
         log_path(folder, replica_id).parent.mkdir(parents=True, exist_ok=True)
         interrupts = opened.enter_context(Interrupts())
-        groups = opened.enter_context(ReplicaGroups(None, interrupts))
+        groups = opened.enter_context(ReplicaGroups(folder, interrupts, forwards=True))
         # A command that starts its own ranks may need what an engine says about its nodes.
         inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
         variables = inherited | group_environment(replica_id, folder, hang_timeout_s)
@@ -88,20 +88,19 @@ def run_group(
 
         supervisor = Supervisor(
             groups,
-            folder,
+            Run(folder, [replica_id]),
             start,
             [replica_id],
             restarts,
             start_retries=sys.maxsize,  # the coordinator may not be there yet
             first_pause_s=backoff_s,
             start_timeout_s=ReplicaOptions.start_timeout_s,
-            advice=MISSING_CALLBACK,
         )
         supervisor.begin(replica_id)  # the folder may have the status of an earlier process
         start(replica_id)
         record = supervisor.records[replica_id]
 
-        def show(statuses: Mapping[ReplicaId, int | None], is_last: bool) -> None:
+        def show(_: bool) -> None:
             # After a death its own errors say more.
             if not record.deaths and (text := supervisor.late_start()):
                 log.warning("%s", text)

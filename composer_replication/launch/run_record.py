@@ -5,14 +5,15 @@ It reads that folder only, so it also works for a run that goes on or was killed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_replication.coordinator.page import PAGE_DATA
+from composer_replication.coordinator.page import PAGE_DATA, agreement_of
 from composer_replication.group.run_folder import EVENTS, RESUME, SUMMARY
 from composer_replication.group.words import format_bytes, plural
-from composer_replication.launch.group_events import GroupEvents
+from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import read_json, replace_json
 
 
@@ -21,15 +22,16 @@ class Run:
 
     Args:
         run_dir: The folder.
+        ids: Groups that are known before they write anything.
 
     Attributes:
         run_dir: The same.
-        metrics: By replica group, its committed syncs in their order, and its other events.
+        groups: The replica groups by their ids.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, ids: Iterable[int | str] = ()) -> None:
         self.run_dir = run_dir
-        self.metrics: dict[str, GroupEvents] = {}
+        self.groups = {str(id): Group(run_dir / f"replica_{id}") for id in ids}
 
     def read(self) -> None:
         """Read what the groups have written since the last call.
@@ -37,21 +39,21 @@ class Run:
         Raises:
             OSError: A file cannot be read.
         """
-        groups = map(GroupEvents, self.run_dir.glob("replica_*/"))
-        known = {group.name: group for group in groups} | self.metrics
-        self.metrics = dict(sorted(known.items(), key=lambda each: _by_number(each[0])))
-        for group in self.metrics.values():
+        groups = map(Group, self.run_dir.glob("replica_*/"))
+        known = {group.name: group for group in groups} | self.groups
+        self.groups = dict(sorted(known.items(), key=lambda each: _by_number(each[0])))
+        for group in self.groups.values():
             group.read()
 
     @property
     def outer_steps(self) -> int:
         """Outer steps of the group that made most."""
-        return max(group.outer_steps for group in self.metrics.values())
+        return max(group.outer_step for group in self.groups.values())
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
         """Final result by replica group, of the groups that have one."""
-        return {id: group.result for id, group in self.metrics.items() if group.result}
+        return {id: group.result for id, group in self.groups.items() if group.result}
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -75,6 +77,16 @@ class Run:
         names = dict.fromkeys(name for digests in own for name in digests)
         return [name for name in names if len({digests.get(name) for digests in own}) > 1]
 
+    def agreement(self, groups: Iterable[Group]) -> dict[str, Any] | None:
+        """Compare the digests of some of the groups, see ``agreement_of``."""
+        digests: dict[int, dict[str, str]] = defaultdict(dict)
+        for group in groups:
+            end = group.result
+            at_end = {end["outer_steps"]: end["global_digest"]} if end else {}
+            for step, digest in (group.digests | at_end).items():
+                digests[step][group.name] = digest
+        return agreement_of(digests)
+
 
 def read_run(run_dir: str | Path) -> Run:
     """Read a run folder.
@@ -93,7 +105,7 @@ def read_run(run_dir: str | Path) -> Run:
         )
     run = Run(run_dir)
     run.read()
-    if not run.metrics:
+    if not run.groups:
         raise FileNotFoundError(
             f"{run_dir} holds no replica_<id> folder, so no run was made in it: give a run folder, "
             "or start one with `composer-replication launch CONFIG --replicas 2`"
@@ -121,7 +133,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
         "replicas": [
             {"replica_id": id, **{name: result.get(name) for name in fields}}
             | {"restarts": restarts.get(id, 0)}
-            | {"share_of_time_in_inner_steps": run.metrics[id].inner_share}
+            | {"share_of_time_in_inner_steps": run.groups[id].inner_share}
             for id, result in run.results.items()
         ],
         "differing_buffers": run.differing_buffers,
@@ -138,7 +150,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     Raises:
         ValueError: The run has committed no sync yet.
     """
-    if not any(run.metrics.values()):
+    if not any(run.groups.values()):
         raise ValueError(
             f"{run.run_dir} has no committed sync in replica_<id>/{EVENTS}, so there is nothing "
             "to tell. The first comes after sync_every inner steps; if the run failed before, "
@@ -163,7 +175,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         text = f"the record is complete up to outer step {gap['outer_step']} only: of later leases "
         text += f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
         rows.append(("samples", text))
-    for id, group in run.metrics.items():
+    for id, group in run.groups.items():
         rows += [
             ("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.others[RESUME]
         ]
@@ -172,7 +184,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
     rows += _describe_traffic(run)
-    measured = [group for group in run.metrics.values() if group.inner_share is not None]
+    measured = [group for group in run.groups.values() if group.inner_share is not None]
     each = ", ".join(f"group {group.name} {group.inner_share:.0%}" for group in measured)
     rows += [("time in inner steps", each)] if each else []
     return rows
@@ -200,21 +212,12 @@ def describe_digests(run: Run) -> str:
 
 
 def _describe_traffic(run: Run) -> list[tuple[str, str]]:
-    lines = max(run.metrics.values(), key=len)
-    sent = inner_steps = 0
-    per_fragment = {}
-    for line in lines:
-        ranks = line.get("ranks", 1)  # each sends a share of equal size
-        sent += ranks * line["diloco/bytes_sent"]
-        inner_steps = max(inner_steps, line["inner_steps"])
-        per_fragment[line["diloco/fragment"]] = ranks * line["diloco/bytes_float32"]
-    if not sent:
+    group = max(run.groups.values(), key=len)
+    if not group.bytes_sent:
         return []
-    # Data parallel averages every parameter in every inner step: each fragment once.
-    data_parallel = inner_steps * sum(per_fragment.values())
     text = (
-        f"{format_bytes(sent)} in {plural(len(lines), 'sync')}; "
-        f"data parallel: {format_bytes(data_parallel)} in {inner_steps} inner steps "
-        f"({data_parallel / sent:.0f} times as much)"
+        f"{format_bytes(group.bytes_sent)} in {plural(len(group), 'sync')}; "
+        f"data parallel: {format_bytes(group.data_parallel_bytes)} in {group.inner_steps} inner "
+        f"steps ({group.data_parallel_bytes / group.bytes_sent:.0f} times as much)"
     )
     return [("sent by each group", text)]

@@ -8,24 +8,25 @@ import re
 import signal
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from composer_replication.diloco.fence import fence
-from composer_replication.group.run_folder import (
-    EVENTS,
-    REJECTED,
-    START,
-    STATUS,
-    SYNC,
-    last_event,
-    log_path,
-)
+from composer_replication.group.run_folder import REJECTED, START
 from composer_replication.group.words import plural
+from composer_replication.launch.group import (
+    FAILED,
+    FINISHED,
+    JOINED,
+    LEFT_OUT,
+    NOT_BACK,
+    RESTARTING,
+    Group,
+)
 from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, ReplicaGroups, ReplicaId
-from composer_replication.replica.json_files import read_json, replace_json
+from composer_replication.launch.run_record import Run
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +40,17 @@ MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
+MISSING_CALLBACK = (
+    "What trains there needs the callback: Trainer(..., callbacks=[DiLoCoCallback()]) of "
+    "composer_replication, or in llm-foundry's YAML callbacks: {diloco: {}}. If it has it, leave "
+    "coordinator_addr, lighthouse_addr and run_dir out of its arguments"
+)
+
 IN_THE_PROGRAM = re.compile(
     "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra)Error:"
 )
 """How errors begin that a program would have again at its next start, whatever happens around it.
 """
-
-RESTARTING, LEFT_OUT, NOT_BACK = "restarting", "left out", "not back"
-"""Phases of a group that has died: it will be started again; it failed too often, and the others go
-on; it died when no group was left to join."""
-
-JOINED = ("training", "evaluating", "finished")
-"""Phases of a group that has joined the others."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class GroupRecord:
         due: When it is started again, by ``time.monotonic``; None while it runs or has ended for
             good.
         status: The exit status with which it ended for good; None before.
-        end: ``LEFT_OUT`` or ``NOT_BACK`` if it ended for good while the run went on.
+        end: The phase in which it ended for good; empty before.
         failed_starts: How often it had an error of its own before it joined.
         error: The last of these errors, in the line that its log has; empty without one.
         deaths: The exit statuses of all its early ends.
@@ -95,26 +95,24 @@ class Supervisor:
 
     Args:
         groups: The processes.
-        run_dir: The run's folder.
+        run: What the groups have recorded.
         start: Starts a group, by its id.
         ids: The groups.
         max_restarts: Most restarts in a row; 0 for none.
         start_retries: How often a group that had an error of its own before it joined is started
             again nevertheless, because the reason may be outside of it.
         first_pause_s: Seconds before the first restart; each in a row waits twice as long.
-        start_timeout_s: Seconds that the groups have to join.
-        advice: What is probably wrong with one that does not. Empty: nobody knows.
+        start_timeout_s: Seconds that the groups have to join, if they may lack the callback.
     """
 
     groups: ReplicaGroups
-    run_dir: Path
+    run: Run
     start: Callable[[Any], None]
     ids: Collection[ReplicaId]
     max_restarts: int
     start_retries: int = 0
     first_pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
     start_timeout_s: float = math.inf
-    advice: str = ""
     records: dict[Any, GroupRecord] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,30 +120,29 @@ class Supervisor:
         self._ends: list[str] = []
         self._join_by = time.monotonic() + self.start_timeout_s
 
-    def watch(self, show: Callable[[dict[Any, int | None], bool], None]) -> dict[Any, int]:
+    def watch(self, show: Callable[[bool], None]) -> dict[Any, int]:
         """Watch the groups until the end.
 
         Args:
-            show: Called all the time with the exit statuses, and whether this is the last call.
+            show: Called all the time, with whether this is the last call.
 
         Returns:
             The exit statuses of the groups that failed for good; empty if none did.
         """
         while True:
             self._poll()
-            statuses = {replica_id: record.status for replica_id, record in self.records.items()}
-            failed = {
-                id: status for id, status in statuses.items() if status and not self.records[id].end
-            }
-            is_last = bool(failed or None not in statuses.values() or self.groups.interrupts.count)
-            show(statuses, is_last)
+            records = self.records.items()
+            failed = {id: record.status or 0 for id, record in records if record.end == FAILED}
+            have_ended = all(record.end for record in self.records.values())
+            is_last = bool(failed or have_ended or self.groups.interrupts.count)
+            show(is_last)
             if is_last:
                 return failed
             time.sleep(POLL_S)
 
     def begin(self, replica_id: ReplicaId) -> None:
         """Forget what an earlier process of a group has said about itself."""
-        self._write_phase(replica_id, "starting")
+        self._enter(replica_id, "starting")
 
     def new_ends(self) -> list[str]:
         """Say of each early end of a group since the last call how it ended, and what follows."""
@@ -154,13 +151,14 @@ class Supervisor:
 
     @fence("which groups have not joined")
     def late_start(self) -> str | None:
-        """Say once, after ``start_timeout_s``, which groups have not joined, and the advice."""
-        if not self.advice or time.monotonic() < self._join_by:
+        """Say once, after ``start_timeout_s``, which groups have not joined, and why perhaps."""
+        if time.monotonic() < self._join_by:
             return None
         self._join_by = math.inf
-        missing = ", ".join(str(id) for id in self.ids if not has_joined(self.run_dir, id))
+        missing = ", ".join(str(id) for id in self.ids if not self._group(id).has_joined)
         after = f"after {plural(round(self.start_timeout_s), 'second')}"
-        return f"Replica group {missing} has not joined {after}. {self.advice}" if missing else None
+        text = f"Replica group {missing} has not joined {after}. {MISSING_CALLBACK}"
+        return text if missing else None
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -170,58 +168,54 @@ class Supervisor:
     def is_training(self, replica_id: ReplicaId) -> bool:
         """Whether a group is training now."""
         record = self.records[replica_id]
-        is_running = record.status is None and record.due is None
-        return is_running and self._phase(replica_id) == "training"
+        is_running = not record.end and record.due is None
+        return is_running and self._group(replica_id).phase == "training"
 
     def _poll(self) -> None:
         for replica_id, status in self.groups.exit_statuses().items():
             record = self.records[replica_id]
-            if record.status is not None:
+            if record.end:
                 continue
             if record.due is not None:
                 self._start_again_if_due(replica_id, record)
             elif status == 0:
-                self.groups.end(replica_id)
-                record.status = 0
+                self._end(replica_id, 0, FINISHED)
             elif status is not None:
                 self._handle_death(replica_id, record, status)
-            elif self._is_rejoining(replica_id, record) and self._has_nobody_to_join(replica_id):
-                self._give_up(replica_id, record)
+            elif self._is_rejoining(replica_id) and self._has_nobody_to_join(replica_id):
+                self._end(replica_id, 1, NOT_BACK)
 
     def _handle_death(self, replica_id: ReplicaId, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
-        end = f"group {replica_id} {describe_end(status)}"
-        was_rejected = self._phase(replica_id) == REJECTED
+        end, group = f"group {replica_id} {describe_end(status)}", self._group(replica_id)
+        was_rejected = group.phase == REJECTED
         if was_rejected:
             status = BAD_INPUT  # a script of the user's own ends with any status
         self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
-        if self._last_commit(replica_id) > record.committed:
+        if group.newest.get("time", 0.0) > record.committed:
             record.in_a_row = 0
         if self._has_nobody_to_join(replica_id):
-            self._give_up(replica_id, record)
+            self._end(replica_id, 1, NOT_BACK)
             self._ends.append(f"{end}; it is too late to join the others again")
             return
         # What was accepted once may be rejected for a reason that passes, such as a host name that
         # does not resolve while the machine starts.
-        may_pass = was_rejected and bool(self._last_event(replica_id, START, SYNC))
+        may_pass = was_rejected and bool(group.newest or group.others[START])
         has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         is_hopeless = has_failed and not may_pass
-        if is_hopeless and self._phase(replica_id) not in JOINED:
+        if is_hopeless and group.phase not in JOINED:
             record.error = self.groups.last_error(replica_id)
             if self._would_fail_again(record):
                 status = BAD_INPUT
         if is_hopeless or record.in_a_row >= self.max_restarts:
-            record.status = status
-            then = ", and is not started again"
-            if record.restarts > 0 and any(map(self.is_training, self.records)):
-                record.end = LEFT_OUT
-                self._write_phase(replica_id, LEFT_OUT)
-                then = "; the others go on without it"
+            others_train = record.restarts > 0 and any(map(self.is_training, self.records))
+            self._end(replica_id, status, LEFT_OUT if others_train else FAILED)
+            then = "; the others go on without it" if others_train else ", and is not started again"
             self._ends.append(end + then)
             return
         pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
-        self._write_phase(replica_id, RESTARTING, restart_at=time.time() + pause_s)
+        self._enter(replica_id, RESTARTING, restart_at=time.time() + pause_s)
         restart = f"restart {record.in_a_row + 1} of {self.max_restarts}"
         self._ends.append(f"{end}, starts again in {pause_s:.0f} s ({restart})")
 
@@ -237,7 +231,7 @@ class Supervisor:
             len(record.deaths) - (record is own) > record.failed_starts
             for record in self.records.values()
         )
-        if is_signal or has_died or self._phase(replica_id) in JOINED:
+        if is_signal or has_died or self._group(replica_id).phase in JOINED:
             return False
         own.failed_starts += 1
         own.error = self.groups.last_error(replica_id)
@@ -255,46 +249,43 @@ class Supervisor:
         record.due = None
         record.restarts += 1
         record.in_a_row += 1
-        record.committed = self._last_commit(replica_id)
+        record.committed = self._group(replica_id).newest.get("time", 0.0)
         self.start(replica_id)
 
     def _has_nobody_to_join(self, replica_id: ReplicaId) -> bool:
         """Whether some groups have finished, and none is training that this group could join."""
         others = {id: record for id, record in self.records.items() if id != replica_id}
-        has_ended = any(record.status == 0 for record in others.values())
+        has_ended = any(record.end == FINISHED for record in others.values())
         return has_ended and all(
-            record.status is not None or record.due is not None or self._is_rejoining(id, record)
+            record.end or record.due is not None or self._is_rejoining(id)
             for id, record in others.items()
         )
 
-    def _is_rejoining(self, replica_id: ReplicaId, record: GroupRecord) -> bool:
+    def _is_rejoining(self, replica_id: ReplicaId) -> bool:
         """Whether a group was started again and has not joined yet."""
-        return bool(record.restarts) and self._phase(replica_id) in (RESTARTING, "joining")
+        if not self.records[replica_id].restarts:
+            return False
+        return self._group(replica_id).phase in (RESTARTING, "joining")
 
-    def _give_up(self, replica_id: ReplicaId, record: GroupRecord) -> None:
+    def _end(self, replica_id: ReplicaId, status: int, phase: str) -> None:
+        """A group has ended for good."""
         self.groups.end(replica_id)
-        record.end, record.due, record.status = NOT_BACK, None, 1
-        self._write_phase(replica_id, NOT_BACK)
+        record = self.records[replica_id]
+        record.end, record.due, record.status = phase, None, status
+        self._enter(replica_id, phase)
 
-    def _last_commit(self, replica_id: ReplicaId) -> float:
-        return self._last_event(replica_id, SYNC).get("time", 0.0)
+    def _group(self, replica_id: ReplicaId) -> Group:
+        """A group with what it has written until now."""
+        group = self.run.groups[str(replica_id)]
+        with suppress(OSError):  # the disk is broken
+            group.read()
+        return group
 
-    def _last_event(self, replica_id: ReplicaId, *kinds: str) -> dict[str, Any]:
+    def _enter(self, replica_id: ReplicaId, phase: str, **more: float) -> None:
         try:
-            return last_event(log_path(self.run_dir, replica_id).with_name(EVENTS), *kinds)
-        except OSError:  # the disk is broken
-            return {}
-
-    def _phase(self, replica_id: ReplicaId) -> str:
-        path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        return read_json(path).get("phase", "")
-
-    def _write_phase(self, replica_id: ReplicaId, phase: str, **more: float) -> None:
-        path = log_path(self.run_dir, replica_id).with_name(STATUS)
-        try:
-            replace_json(path, read_json(path) | {"phase": phase, **more})
+            self._group(replica_id).enter(phase, **more)
         except OSError as error:  # a full disk must not end the groups that train
-            log.warning("Cannot write %s, group %s is %s: %s", path, replica_id, phase, error)
+            log.warning("Cannot write that group %s is %s: %s", replica_id, phase, error)
 
 
 def describe_end(status: int) -> str:
@@ -309,9 +300,3 @@ def describe_end(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:  # a real-time signal has no name
         return f"was ended by signal {-status}"
-
-
-def has_joined(run_dir: Path, replica_id: int | str) -> bool:
-    """Whether the callback of a group has written its status: the launcher's own has no steps."""
-    status = read_json(log_path(run_dir, replica_id).with_name(STATUS))
-    return "inner_steps" in status

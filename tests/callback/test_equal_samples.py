@@ -13,7 +13,7 @@ from composer_jobs import TinyModel, callback_of, trainer_of
 from run_events import events_of
 from torch.utils.data import DataLoader
 
-from composer_replication.launch.group_view import Groups
+from composer_replication.launch.live_run import LiveRun
 from composer_replication.simulation.simulation import simulate
 
 
@@ -41,7 +41,7 @@ def train(caplog, tmp_path):
     """Train two groups; the warnings of both, and what a launch says of the run."""
 
     def call(samples_of, data, **diloco):
-        groups = Groups(tmp_path, 2)
+        groups = LiveRun(tmp_path, range(2))
         said = []
 
         def replica(sim):
@@ -59,7 +59,7 @@ def train(caplog, tmp_path):
         with caplog.at_level(logging.WARNING, "composer_replication"):
             simulate(replica, num_replicas=2)
         for _ in range(2):
-            said += groups.update({})
+            said += groups.update()
         return [r.getMessage() for r in caplog.records], said
 
     return call
@@ -81,7 +81,7 @@ def test_groups_on_the_same_samples_say_so_once_and_the_launch_says_it_too(
     assert said == [SAID]
     events = events_of(tmp_path / "replica_0", "start", "sync", "warning")
     assert [event["event"] for event in events][:3] == ["start", "warning", "sync"]
-    assert Groups(tmp_path, 2).update({}) == [], "an earlier part of a run that is continued"
+    assert LiveRun(tmp_path, range(2)).update() == [], "an earlier part of a run that is continued"
 
 
 @pytest.mark.parametrize(("data", "diloco"), [

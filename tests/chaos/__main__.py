@@ -15,11 +15,11 @@ from typing import Annotated
 
 import typer
 
-from composer_replication.launch.command_options import (
+from composer_replication.launch.commands import (
+    Count,
     JobOptions,
-    Replicas,
-    StragglerTimeout,
     TakesCommand,
+    command,
     command_after_dashes,
 )
 from composer_replication.launch.job import job_of
@@ -32,34 +32,30 @@ from .injector import KINDS, RECOVERY_S
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command(cls=TakesCommand)
+@command(app, cls=TakesCommand)
 @dataclass(kw_only=True)
 class ChaosCommand(JobOptions):
-    """Train as `launch` does while injecting faults, check the run, and report what they cost."""
+    """Train as `launch` does while injecting faults, check the run, and report what they cost.
 
-    replicas: Replicas = 3
-    faults_per_minute: Annotated[
-        float, typer.Option(help="Mean number of faults in a minute.", min=0.1)
-    ] = 2.0
-    duration: Annotated[
-        float, typer.Option(help="Length of the training, in seconds.", min=10.0)
-    ] = 600.0
-    seed: Annotated[int, typer.Option(help="Seed of kinds, victims and times of the faults.")] = 0
-    kinds: Annotated[
-        str, typer.Option(help="Kinds of faults, separated by commas.", show_default=False)
-    ] = ",".join(KINDS)
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GROUP:SPEED",
-            help="A group that is slow all the time, such as 2:0.5; can be repeated.",
-            show_default=False,
-        ),
-    ] = None
-    straggler_timeout_s: StragglerTimeout = STRAGGLER_TIMEOUT_S
-    recovery_s: Annotated[
-        float, typer.Option(help="Seconds without new faults at the end, for groups to recover.")
-    ] = RECOVERY_S
+    Args:
+        replicas: Number of replica groups.
+        faults_per_minute: Mean number of faults in a minute.
+        duration: Length of the training, in seconds.
+        seed: Seed of kinds, victims and times of the faults.
+        kinds: Kinds of faults, separated by commas.
+        slow: A group that is slow all the time, such as 2:0.5; can be repeated.
+        straggler_timeout_s: Longest wait of a sync for a group that is alive and late, in seconds.
+        recovery_s: Seconds without new faults at the end, for groups to recover.
+    """
+
+    replicas: Count = 3
+    faults_per_minute: Annotated[float, typer.Option(min=0.1)] = 2.0
+    duration: Annotated[float, typer.Option(min=10.0)] = 600.0
+    seed: int = 0
+    kinds: str = ",".join(KINDS)
+    slow: Annotated[list[str] | None, typer.Option(metavar="GROUP:SPEED")] = None
+    straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
+    recovery_s: float = RECOVERY_S
 
     def __post_init__(self) -> None:  # typer calls a command with its options
         if self.config is None and command_after_dashes(self.context) is None:

@@ -148,7 +148,7 @@ class RandomFaultInjector:
             self._end_if_over(supervisor, fault, now)
         self._throttle(supervisor, now)
         if now > self._duration_s:
-            (supervisor.run_dir / STOP).touch()
+            (supervisor.run.run_dir / STOP).touch()
         fault = self._next
         if fault is not None and now >= self._due and self._is_allowed(supervisor, fault):
             history.record(fault)
@@ -194,7 +194,7 @@ class RandomFaultInjector:
             self._inject_into_service(fault)
         elif kind in IN_GROUP_KINDS:
             target = str(fault.victims[1]) if kind == "one_way" else None
-            folder = log_path(supervisor.run_dir, fault.victims[0]).parent
+            folder = log_path(supervisor.run.run_dir, fault.victims[0]).parent
             request_fault(folder, FaultRequest(fault.number, kind, seconds, target))
             return
         elif kind == "disk_full":

@@ -21,6 +21,7 @@ from pace import paced
 from text_config import TINY
 
 from composer_replication.launch.job import command_job, config_job
+from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import GroupRecord
 from composer_replication.training.config import ConfigError
 
@@ -53,7 +54,7 @@ class Stand:
     """A supervisor whose groups recover from every fault as soon as it is over."""
 
     def __init__(self, run_dir, replicas=3):
-        self.run_dir, self.replicas = run_dir, replicas
+        self.run, self.replicas = Run(run_dir), replicas
         self.records = {i: GroupRecord() for i in range(replicas)}
         self.groups = self
         self.sent = []

@@ -22,6 +22,7 @@ from composer_replication.group import run_folder
 from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch import supervision
 from composer_replication.launch.display import Display
+from composer_replication.launch.live_run import LiveRun
 from composer_replication.launch.run_record import describe, read_run, write_summary
 from composer_replication.simulation.simulation import SimulationError
 from composer_replication.training.config import load_config, save_config
@@ -160,10 +161,10 @@ def test_the_launcher_survives_each_failure_while_groups_train(disk, folders, mo
         return run_dir
 
     def watch(run_dir):
-        display = Display(console_of_nobody(), run_dir, 2)
+        display = Display(console_of_nobody(), LiveRun(run_dir, range(2)))
 
         def show(groups, looks):
-            display.refresh({}, is_last=True)
+            display.refresh(is_last=True)
             if groups.started:
                 groups.lives[0][0] = groups.lives[1][0] = 0
 

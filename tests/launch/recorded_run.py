@@ -2,6 +2,7 @@
 
 import json
 
+from recorded_groups import sync_line, write_group
 from run_events import write_events
 
 BEGAN = 1_795_443_800.0
@@ -22,18 +23,18 @@ def sync_time(step):
 
 def sync(group, step):
     """A sync of ``events.jsonl``."""
+    number = GROUPS - (KILLED_AFTER < step < BACK_AT)
     own = {
-        "outer_step": step,
-        "num_participants": GROUPS - (KILLED_AFTER < step < BACK_AT),
-        "sync_seconds": 0.25,
         "steps_lost": 0,
         "retries": 2 if (group, step) == (0, KILLED_AFTER + 1) else 0,
         "healed": int(group == 1 and step == BACK_AT),
         **({"global_digest": f"{step:02x}" * 32} if step % 10 == 0 else {}),
     }
-    line = {f"diloco/{name}": value for name, value in own.items()}
-    place = {"batch": STEPS * step, "inner_steps": STEPS * step, "time": sync_time(step)}
-    return line | place | {"loss": 5.2 - 0.05 * step + 0.02 * group}
+    place = {"batch": STEPS * step, "time": sync_time(step)}
+    place |= {"loss": 5.2 - 0.05 * step + 0.02 * group}
+    return sync_line(step, digest=None, participants=number, **place) | {
+        f"diloco/{name}": value for name, value in own.items()
+    }
 
 
 def start(began, joined, trained_at=None):
@@ -42,7 +43,7 @@ def start(began, joined, trained_at=None):
 
 def write_run(run_dir):
     """Write the folder and return it."""
-    run_dir.mkdir(exist_ok=True)
+    run_dir.mkdir()
     (run_dir / "config.yaml").write_text(f"callbacks: {{diloco: {{sync_every: {STEPS}}}}}\n")
     for group in range(GROUPS):
         folder = run_dir / f"replica_{group}"
@@ -60,9 +61,8 @@ def write_run(run_dir):
         result = {"replica_id": str(group), "inner_steps": STEPS * SYNCS, "outer_steps": SYNCS}
         result |= {"global_digest": "28" * 32, "final_loss": 3.2, "eval": {}}
         write_events(folder, "end", result | {"time": sync_time(SYNCS)})
-        status = {"phase": "training", "batch": STEPS * SYNCS, "max_batches": STEPS * SYNCS}
-        status |= {"inner_steps": STEPS * SYNCS, "outer_step": SYNCS, "loss": 3.2}
-        (folder / "status.json").write_text(json.dumps(status))
+        place = {"batch": STEPS * SYNCS, "max_batches": STEPS * SYNCS, "outer_step": SYNCS}
+        write_group(run_dir, group, inner_steps=STEPS * SYNCS, **place)
     page = {
         "version": "0.1.0",
         "settings": {"outer_lr": 0.35},

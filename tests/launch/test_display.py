@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from recorded_groups import groups_of, recorded, sync_line, write_group
+from recorded_groups import recorded, run_of, sync_line, write_group
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -19,6 +19,7 @@ from rich.text import Text
 from composer_replication.diloco import fence
 from composer_replication.launch import display as display_module
 from composer_replication.launch.display import Display, live_table, print_settings
+from composer_replication.launch.live_run import LiveRun
 from composer_replication.launch.outcome import print_rows
 from composer_replication.launch.output import CurrentStderr
 from composer_replication.settings import DiLoCoSettings
@@ -60,19 +61,19 @@ def test_in_a_file_there_is_one_line_an_outer_step_and_one_in_thirty_seconds(
     tmp_path, clock, step_s, until, steps
 ):
     console = file_console()
-    display = Display(console, tmp_path, 2)
+    display = Display(console, LiveRun(tmp_path, range(2)))
     for second in range(1, until):
         clock.now = 1000.0 + second
         if second % step_s == 0:
             take_step(tmp_path, second // step_s)
-        display.refresh({})
+        display.refresh()
     assert [int(re.match(r"outer step (\d+)", text)[1]) for text in texts_of(console)] == steps
 
 
 def test_a_line_in_a_file_is_short_for_any_number_of_groups(tmp_path, clock):
     console = file_console()
     recorded(tmp_path, 32)
-    Display(console, tmp_path, 32).refresh({}, is_last=True)
+    Display(console, LiveRun(tmp_path, range(32))).refresh(is_last=True)
     (line,) = lines_of(console)
     assert line[10:].startswith("outer step 2: 32 of 32 groups, round 2 / 20")
     assert len(line) < 120
@@ -80,18 +81,18 @@ def test_a_line_in_a_file_is_short_for_any_number_of_groups(tmp_path, clock):
 
 def test_events_are_written_when_they_happen(tmp_path, clock):
     console = file_console()
-    display = Display(console, tmp_path, 2)
+    display = Display(console, LiveRun(tmp_path, range(2)))
     recorded(tmp_path, 2)
     events = [
         {"phase": "restarting", "restart_at": 0.0},
         {"phase": "joining"},
         {"phase": "training", "outer_step": 3},
     ]
-    display.refresh({}, is_last=True)
+    display.refresh(is_last=True)
     for event in events:
         clock.now += 1.0
         write_group(tmp_path, 1, **event)
-        display.refresh({})
+        display.refresh()
     display.say("group 7 was ended by SIGKILL")
     assert [re.sub(r"\d+ s,", "N s,", text) for text in texts_of(console)[1:]] == [
         "group 1 is back after N s, at outer step 3",
@@ -103,21 +104,21 @@ def test_the_table_of_a_terminal_is_drawn_several_times_a_second(tmp_path, clock
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
     recorded(tmp_path, 2)
     drawn = []
-    with Display(console, tmp_path, 2) as display:
+    with Display(console, LiveRun(tmp_path, range(2))) as display:
         monkeypatch.setattr(Live, "update", lambda *shown, **named: drawn.append(named))
         for _ in range(100):
             clock.now += 0.1
-            display.refresh({})
+            display.refresh()
     assert 25 <= len(drawn) <= 34 and all(named["refresh"] for named in drawn)
 
 
 def test_on_a_terminal_events_stand_above_the_table(tmp_path):
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
     recorded(tmp_path, 2)
-    with Display(console, tmp_path, 2) as display:
-        display.refresh({}, is_last=True)
+    with Display(console, LiveRun(tmp_path, range(2))) as display:
+        display.refresh(is_last=True)
         display.say("group 1 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)")
-        display.refresh({1: None}, is_last=True)
+        display.refresh(is_last=True)
     text = Text.from_ansi(console.file.getvalue()).plain
     assert text.index("SIGKILL") < text.rindex("group  state")
 
@@ -132,8 +133,8 @@ def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monke
     handler = CurrentStderr()
     warner.addHandler(handler)
     try:
-        with Display(console, tmp_path, 2) as display:
-            display.refresh({}, is_last=True)
+        with Display(console, LiveRun(tmp_path, range(2))) as display:
+            display.refresh(is_last=True)
             warner.warning("Cannot write a file")
             assert "Cannot write a file" in console.file.getvalue() and stderr.getvalue() == ""
         warner.warning("Later")
@@ -146,7 +147,7 @@ def test_warnings_that_go_to_a_file_stay_there(tmp_path, monkeypatch):
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with Display(console, tmp_path, 2):
+    with Display(console, LiveRun(tmp_path, range(2))):
         print("a warning", file=sys.stderr)
     assert stderr.getvalue() == "a warning\n"
 
@@ -155,9 +156,9 @@ def test_warnings_that_go_to_a_file_stay_there(tmp_path, monkeypatch):
 def test_a_display_without_columns_ends_nothing(tmp_path, is_terminal):
     for width in (0, 1):
         console = Console(file=io.StringIO(), width=width, height=0, force_terminal=is_terminal)
-        with Display(console, tmp_path, 2) as shown:
+        with Display(console, LiveRun(tmp_path, range(2))) as shown:
             shown.say("group 1 has joined")
-            shown.refresh({0: None, 1: None}, is_last=True)
+            shown.refresh(is_last=True)
         print_rows([("time", "3 s")])
 
 
@@ -168,9 +169,9 @@ def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(
     # As stdout is when it is a file on a full disk.
     with open("/dev/full", "wb", buffering=0) as full:
         console = Console(file=io.TextIOWrapper(full, write_through=True))
-        with Display(console, tmp_path, 2) as shown:
+        with Display(console, LiveRun(tmp_path, range(2))) as shown:
             for _ in range(3):
-                shown.refresh({0: None, 1: None}, is_last=True)
+                shown.refresh(is_last=True)
     assert caplog.text.count("Cannot show") == 1
 
 
@@ -198,7 +199,7 @@ def groups_in_trouble(run_dir):
     ]
     for i, trouble in enumerate(troubles):
         write_group(run_dir, i, syncs=syncs, **long | trouble)
-    return groups_of(run_dir, len(troubles))
+    return run_of(run_dir, len(troubles))
 
 
 def test_each_group_has_a_bar_and_what_matters(tmp_path):
@@ -232,7 +233,7 @@ def test_groups_whose_end_is_unknown_have_no_bar(tmp_path):
 def test_of_more_groups_than_lines_those_in_trouble_are_shown(tmp_path):
     recorded(tmp_path, 40)
     write_group(tmp_path, 33, phase="left out")
-    lines = drawn(groups_of(tmp_path, 40), 80, height=24)
+    lines = drawn(run_of(tmp_path, 40), 80, height=24)
     assert len(lines) <= 22
     assert [line.split()[0] for line in lines[1:20]] == [*map(str, range(18)), "33"]
     assert lines[20] == "and 21 other groups"
@@ -241,7 +242,7 @@ def test_of_more_groups_than_lines_those_in_trouble_are_shown(tmp_path):
 def test_different_parameters_are_red(tmp_path):
     for i, digest in enumerate("ab"):
         write_group(tmp_path, i, syncs=[sync_line(2, digest=digest)])
-    *_, last = live_table(groups_of(tmp_path, 2), 24).renderables
+    *_, last = live_table(run_of(tmp_path, 2), 24).renderables
     assert "DIFFER" in str(last) and "red" in str(last.style)
 
 

@@ -13,7 +13,7 @@ import typer
 from scripted_groups import supervise
 
 from composer_replication.group.run_folder import STATUS
-from composer_replication.launch.command_options import JobOptions
+from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import (
     TRAIN,
     command_job,
@@ -23,6 +23,7 @@ from composer_replication.launch.job import (
     job_of,
 )
 from composer_replication.launch.launcher import launch_groups
+from composer_replication.launch.supervision import MISSING_CALLBACK
 from composer_replication.training.config import ConfigError, read_value, save_config
 
 
@@ -107,15 +108,13 @@ def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path):
         (tmp_path / f"replica_{replica_id}").mkdir()
         (tmp_path / f"replica_{replica_id}" / STATUS).write_text(json.dumps(status))
 
-    def said(timeout_s, advice):
-        _, supervisor, _ = supervise(
-            tmp_path, dict.fromkeys(range(3), [0]), start_timeout_s=timeout_s, advice=advice
-        )
+    def said(timeout_s):
+        groups = dict.fromkeys(range(3), [0])
+        _, supervisor, _ = supervise(tmp_path, groups, start_timeout_s=timeout_s)
         return [supervisor.late_start(), supervisor.late_start()]
 
-    text = "Replica group 1, 2 has not joined after 0 seconds. Add the callback"
-    assert said(0.0, "Add the callback") == [text, None]
-    assert said(60.0, "Add the callback") == said(0.0, "") == [None, None]
+    text = f"Replica group 1, 2 has not joined after 0 seconds. {MISSING_CALLBACK}"
+    assert said(0.0) == [text, None] and said(60.0) == [None, None]
 
 
 @pytest.mark.integration

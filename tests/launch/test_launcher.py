@@ -87,7 +87,7 @@ def write_script(folder, body):
     return path
 
 
-def launch_script(folder, body, *arguments, replicas=2, advice=""):
+def launch_script(folder, body, *arguments, replicas=2):
     """Launch groups that run a script, in this process."""
     script = write_script(folder, body)
     config = {"run_dir": str(folder / "run"), "callbacks": {"diloco": {"sync_every": 10}}}
@@ -96,7 +96,6 @@ def launch_script(folder, body, *arguments, replicas=2, advice=""):
         source="tiny.yaml",
         name="tiny.yaml",
         command=[sys.executable, str(script), *arguments],
-        advice=advice,
     )
     return launch_groups(job, replicas=replicas)
 
@@ -218,7 +217,8 @@ def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_pat
 
 @pytest.mark.integration
 def test_a_group_that_ends_without_a_result_is_a_failed_run(tmp_path, capsys):
-    assert launch_script(tmp_path, "print('goodbye')") == 1
+    has_joined = "(folder / 'status.json').write_text('{\"inner_steps\": 1}')"
+    assert launch_script(tmp_path, f"{has_joined}; print('goodbye')") == 1
     said = capsys.readouterr().err
     assert "replica_0/events.jsonl has no end with a result" in said and "goodbye" in said
 

@@ -5,8 +5,6 @@ Run: pytest tests/launch/test_output.py.
 Real: processes, one of which writes into a file that may not grow (``RLIMIT_FSIZE``).
 """
 
-import logging
-import re
 import subprocess
 import sys
 
@@ -14,7 +12,7 @@ import pytest
 from forked_commands import ForkedCommand, run
 
 from composer_replication.diloco.algorithm import SyncError
-from composer_replication.launch.output import ShortNames, report_error
+from composer_replication.launch.output import report_error
 from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import SimulationError
 
@@ -72,20 +70,6 @@ def test_bad_input_of_several_ranks_is_bad_input_of_their_launcher(tmp_path):
     ended = run(ForkedCommand, launcher, cwd=tmp_path, timeout=240)
     assert ended.returncode == 2, ended.stderr
     assert "there is no config at /nowhere.yaml" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("composer_replication.group.reports", "group.reports"),
-        ("torchft.manager", "torchft.manager"),
-        ("composer_replication", "composer_replication"),
-    ],
-)
-def test_a_line_begins_with_time_level_and_a_short_name(name, shown):
-    record = logging.LogRecord(name, logging.INFO, "", 0, "a round is %d", (3,), None)
-    line = ShortNames().format(record)
-    assert re.fullmatch(rf"\d\d:\d\d:\d\d I {re.escape(shown)}: a round is 3", line)
 
 
 PROGRAM = """

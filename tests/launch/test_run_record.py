@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
+from recorded_groups import sync_line
 from run_events import write_events
 
 from composer_replication.coordinator.page import MAX_POINTS, Curve
@@ -14,28 +15,15 @@ from composer_replication.replica.json_files import JsonLineReader
 
 
 def sync(outer_step, **changes):
-    values = {
-        "diloco/outer_step": outer_step,
-        "diloco/fragment": (outer_step - 1) % 2,
-        "diloco/num_participants": 2,
-        "diloco/sync_seconds": 0.5,
-        "diloco/compute_fraction": 0.9,
-        "diloco/bytes_sent": 1000,
-        "diloco/bytes_float32": 1000,
-        "inner_steps": 5 * outer_step,
-        "loss": 5.0 - outer_step / 10,
-    }
-    return values | changes
+    """One of two fragments, every 5 inner steps."""
+    fragment = {"diloco/fragment": (outer_step - 1) % 2, "inner_steps": 5 * outer_step}
+    return sync_line(outer_step, digest=None, **fragment | changes)
 
 
 def write_run(run_dir, syncs=None, evaluation=None, digests=("ab", "ab")):
-    """Two groups, two fragments, a sync every 5 inner steps."""
-    run_dir.mkdir(exist_ok=True)
-    (run_dir / "config.yaml").write_text("callbacks: {diloco: {sync_every: 10}}")
     syncs = [sync(step) for step in range(1, 9)] if syncs is None else syncs
     for replica_id, digest in enumerate(digests):
         folder = run_dir / f"replica_{replica_id}"
-        folder.mkdir()
         write_events(folder, "sync", *syncs)
         result = {"replica_id": str(replica_id), "inner_steps": 40, "outer_steps": 8}
         result |= {"global_digest": digest * 32, "final_loss": 4.2, "eval": evaluation or {}}
@@ -46,16 +34,11 @@ def write_run(run_dir, syncs=None, evaluation=None, digests=("ab", "ab")):
 BITS = {"bits_per_byte": 3.2, "unigram_bits_per_byte": 4.7, "uniform_bits_per_byte": 8.0}
 
 
-def test_a_group_that_was_killed_early_is_in_the_record(tmp_path):
-    write_run(tmp_path)
-    (tmp_path / "replica_2").mkdir()
-    run = read_run(tmp_path)
-    assert list(run.metrics) == ["0", "1", "2"] and list(run.results) == ["0", "1"]
-
-
-def test_groups_are_in_the_order_of_their_numbers(tmp_path):
+def test_groups_are_in_the_order_of_their_numbers_also_one_that_was_killed_early(tmp_path):
     write_run(tmp_path, digests=["ab"] * 11)
-    assert list(read_run(tmp_path).metrics) == [str(i) for i in range(11)]
+    (tmp_path / "replica_11").mkdir()
+    run, names = read_run(tmp_path), [str(i) for i in range(12)]
+    assert list(run.groups) == names and list(run.results) == names[:11]
 
 
 def test_the_share_of_time_in_inner_steps_leaves_out_syncs_and_stops(tmp_path):
@@ -65,11 +48,11 @@ def test_the_share_of_time_in_inner_steps_leaves_out_syncs_and_stops(tmp_path):
     write_events(folder, "sync", *(sync(i, time=10.0 + 2 * i, **blocked) for i in (1, 2)))
     write_events(folder, "start", {"time": 16.0})  # dead for two of these seconds
     write_events(folder, "sync", sync(3, time=18.0, **blocked))
-    assert read_run(tmp_path).metrics["0"].inner_share == 4.5 / 8
+    assert read_run(tmp_path).groups["0"].inner_share == 4.5 / 8
     write_events(folder, "continued", {"time": 500.0})  # the run was stopped until then
     write_events(folder, "start", {"time": 510.0})
     write_events(folder, "sync", sync(4, time=512.0, **blocked))
-    assert read_run(tmp_path).metrics["0"].inner_share == 6 / 10
+    assert read_run(tmp_path).groups["0"].inner_share == 6 / 10
     rows = dict(describe(read_run(tmp_path)))
     assert rows["time in inner steps"] == "group 0 60%"
 
@@ -81,16 +64,15 @@ def test_the_text_has_bits_agreement_and_traffic(tmp_path):
         "3.200   (data parallel 3.100, unigram 4.700, uniform 8.000)"
     )
     assert rows["global parameters"] == "equal in 2 groups after 8 outer steps: abababab"
-    # Eight syncs of one of two fragments of 1000 bytes, against both of them 40 times.
-    assert rows["sent by each group"] == (
-        "8 kB in 8 syncs; data parallel: 80 kB in 40 inner steps (10 times as much)"
-    )
+    # Eight syncs of one of two fragments of 4000 bytes, against both of them 40 times.
+    sent = "32 kB in 8 syncs; data parallel: 320 kB in 40 inner steps (10 times as much)"
+    assert rows["sent by each group"] == sent
 
 
 def test_all_ranks_bytes_are_counted(tmp_path):
     syncs = [sync(step) | {"ranks": 2} for step in range(1, 9)]
     rows = dict(describe(read_run(write_run(tmp_path, syncs))))
-    assert rows["sent by each group"].startswith("16 kB in 8 syncs; data parallel: 160 kB in 40 ")
+    assert rows["sent by each group"].startswith("64 kB in 8 syncs; data parallel: 640 kB in 40 ")
 
 
 def test_a_jobs_own_evaluation_is_shown(tmp_path):
@@ -142,7 +124,7 @@ def test_an_end_of_before_is_not_that_of_a_run_that_is_continued(tmp_path):
     write_events(tmp_path / "replica_0", "continued", {"time": 60.0})
     write_events(tmp_path / "replica_1", "start", {"time": 70.0})
     run = read_run(tmp_path)
-    assert run.results == {} and len(run.metrics["0"]) == 8
+    assert run.results == {} and len(run.groups["0"]) == 8
     for steps, bits in ((9, {}), (9, {"bits_per_byte": 3.0})):  # evaluated after its end
         end = {"outer_steps": steps, "global_digest": "ef" * 32, "eval": bits}
         write_events(tmp_path / "replica_0", "end", end | {"time": 80.0})
@@ -157,14 +139,16 @@ def test_errors_and_rejections_are_told(tmp_path):
     assert texts == ["group 0: sync_every=3", "group 1: ValueError: no"]
 
 
-def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere is not a folder: give the run folder"):
-        read_run(tmp_path / "nowhere")
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no replica_<id> folder.*start one with"):
-        read_run(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "nowhere is not a folder: give the run folder"),
+        ("", "holds no replica_<id> folder.*start one with"),
+    ],
+)
+def test_a_folder_without_a_run_is_refused(tmp_path, name, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        read_run(tmp_path / name)
 
 
 def test_a_run_without_a_sync_has_nothing_to_tell(tmp_path):
@@ -188,7 +172,7 @@ def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
     with (tmp_path / "replica_1" / "events.jsonl").open("ab") as file:
         file.write(b'{"diloco/outer' + b"\n" + bytes(64) + b"\n" + b"\n" + b'{"event": "sync", "ti')
     run = read_run(tmp_path)
-    assert list(run.results) == ["0", "1"] and len(run.metrics["1"]) == 8
+    assert list(run.results) == ["0", "1"] and len(run.groups["1"]) == 8
     assert dict(describe(run))["damaged"] == "3 lines of replica_1/events.jsonl left out"
 
 
