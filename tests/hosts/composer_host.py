@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from typing import Any
 
 import torch
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
+from composer.utils import dist
 from composer_jobs import building
+from integration.replicas import Group
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from composer_replication import DiLoCoCallback, simulate
+from composer_replication import DiLoCoCallback
 from composer_replication.simulation.simulation import SimulatedReplica
-from hosts.host import BATCH_SIZE, Job, Outcome, held_out, warnings_of_package, weights_of
+from hosts.host import (
+    BATCH_SIZE,
+    Job,
+    Outcome,
+    as_processes,
+    group_of,
+    held_out,
+    simulated,
+    warnings_of_package,
+    weights_of,
+)
 
 name = "Composer"
 
@@ -57,35 +71,48 @@ class _Steps(Callback):
         self.evaluations[state.timestamp.batch.value] = value
 
 
-def train(job: Job, num_replicas: int = 2) -> list[Outcome]:
-    return simulate(lambda sim: _train(job, sim), num_replicas=num_replicas)
+def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
+    if job.ranks > 1:
+        return as_processes(train_rank, job, num_replicas)
+    return simulated(_train, job, num_replicas)
+
+
+def train_rank(process: Group, job: Job) -> Outcome:
+    if job.is_sharded:
+        os.environ["FSDP_VERSION"] = "2"
+    group = group_of(process, job)
+    with group.manager() as manager:
+        sim: Any = SimulatedReplica(group.replica_id, group.num_replicas, manager)
+        return _train(job, sim)
 
 
 def _loader(batches: list[tuple[Tensor, Tensor]], batch_size: int) -> DataLoader:
     whole = TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True)))
-    return DataLoader(whole, batch_size)
+    sampler = dist.get_sampler(whole) if dist.get_world_size() > 1 else None
+    return DataLoader(whole, batch_size, sampler=sampler)
 
 
 def _train(job: Job, sim: SimulatedReplica) -> Outcome:
-    callback = DiLoCoCallback(
-        manager=sim.manager, **job.arguments(sim.replica_id, sim.num_replicas)
-    )
+    # A manager is good for one fit.
+    manager = None if job.fits > 1 else sim.manager
+    callback = DiLoCoCallback(manager=manager, **job.arguments(sim.replica_id, sim.num_replicas))
     with building:
         net = job.model(sim.replica_id)
         steps = _Steps(job, sim.replica_id, net)
         memory = InMemoryLogger()
-        saving = {}
-        if job.folder is not None:
-            saving = {
+        more: dict[str, Any] = {}
+        if job.save_every or job.resumes_at is not None:
+            more = {
                 "save_folder": str(job.own_folder(sim.replica_id)),
                 "save_filename": "{batch}.pt",
-                "save_latest_filename": "latest.pt",
-                "save_interval": f"{job.save_every}ba" if job.save_every else "1000ba",
-                "save_overwrite": job.resumes,
+                "save_interval": f"{job.save_every or 1000}ba",
+                "save_overwrite": job.resumes_at is not None,
             }
-            if job.resumes:
-                saving["load_path"] = f"{saving['save_folder']}/latest.pt"
-        batches = job.batches(sim.replica_id, job.steps * job.accumulate)
+        if job.resumes_at is not None:
+            more["load_path"] = f"{more['save_folder']}/{job.resumes_at}.pt"
+        if job.is_sharded:
+            more["parallelism_config"] = {"fsdp": {"state_dict_type": "full"}}
+        batches = job.batches(sim.replica_id, job.steps * job.accumulate * job.ranks * job.fits)
         trainer = Trainer(
             model=_Model(net),
             optimizers=job.optimizer(net),
@@ -99,15 +126,18 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
             device="cpu",
             progress_bar=False,
             auto_log_hparams=False,
-            **saving,
+            **more,
         )
     with warnings_of_package() as said, contextlib.closing(trainer):
-        trainer.fit()
+        for fit in range(job.fits):
+            trainer.fit(duration=f"{job.steps}ba" if fit else None)
+        weights = weights_of(net)
     return Outcome(
         digest=callback.result["global_digest"],
-        weights=weights_of(net),
+        weights=weights,
         evaluations=steps.evaluations,
         inner_steps=callback.result["inner_steps"],
+        steps=int(trainer.state.timestamp.batch),
         outer_steps=callback.result["outer_steps"],
         contributions=[float(v) for _, v in memory.data.get("diloco/contribution", [])],
         warns_of_samples=any("train on the same samples" in each for each in said),

@@ -5,14 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from integration.replicas import Group, run_groups
+from integration.replicas import Group
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from composer_replication.hf import DiLoCoTrainerCallback
-from hosts.host import BATCH_SIZE, Job, Outcome, held_out, warnings_of_package, weights_of
+from hosts.host import (
+    BATCH_SIZE,
+    Job,
+    JobError,
+    Outcome,
+    as_processes,
+    group_of,
+    held_out,
+    warnings_of_package,
+    weights_of,
+)
 
 name = "Hugging Face's Trainer"
 
@@ -35,13 +46,18 @@ class _InOrder(Trainer):
 
 
 class _Steps(TrainerCallback):
-    """Tells the job of each step, and ends training where the job stops."""
+    """Tells the job of each step. In step 6 a group dies, or lets a late one in."""
 
-    def __init__(self, job: Job, replica_id: int, net: nn.Module) -> None:
-        self._job, self._replica_id, self._net = job, replica_id, net
+    def __init__(self, job: Job, group: Group, net: nn.Module) -> None:
+        self._job, self._group, self._net = job, group, net
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self._job.after_step(self._replica_id, state.global_step, self._net)
+        self._job.after_step(self._group.replica_id, state.global_step, self._net)
+        if state.global_step == 6 and self._job.dies and self._group.replica_id == 1:
+            self._group.kill()
+        if state.global_step == 6 and self._job.is_late:
+            self._group.signal.set()
+            self._group.wait_until_somebody_asks()
 
 
 class _Stop(TrainerCallback):
@@ -53,18 +69,31 @@ class _Stop(TrainerCallback):
             control.should_training_stop = True
 
 
-def train(job: Job, num_replicas: int = 2) -> list[Outcome]:
-    return run_groups(train_group, num_replicas, job=job)
+def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
+    return as_processes(train_group, job, num_replicas)
 
 
-def train_group(group: Group, job: Job) -> Outcome:
-    with group.manager() as manager:
-        callback = DiLoCoTrainerCallback(
-            manager=manager, **job.arguments(group.replica_id, group.num_replicas)
-        )
-        net = job.model(group.replica_id)
-        folder = job.own_folder(group.replica_id) if job.folder else None
-        arguments = TrainingArguments(
+def train_group(process: Group, job: Job) -> Outcome | None:
+    group = group_of(process, job)
+    if job.is_late and group.replica_id == 1:
+        group.signal.wait()
+    arguments = job.arguments(group.replica_id, group.num_replicas)
+    callback = DiLoCoTrainerCallback(
+        lighthouse_addr=group.lighthouse_addr, timeout=20.0, **arguments
+    )
+    net = job.model(group.replica_id)
+    model = _Model(net)
+    if job.is_sharded:
+        fully_shard(net)
+        model._is_accelerate_prepared = True  # accelerate shards on GPUs alone, and has DDP here
+    saves = job.save_every or job.resumes_at is not None
+    folder = job.own_folder(group.replica_id) if saves else None
+    optimizer = job.optimizer(net)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    batches = job.batches(group.replica_id, job.steps * job.accumulate * job.ranks)
+    trainer = _InOrder(
+        model=model,
+        args=TrainingArguments(
             output_dir=str(folder) if folder else "unused",
             per_device_train_batch_size=BATCH_SIZE,
             per_device_eval_batch_size=16,
@@ -79,33 +108,32 @@ def train_group(group: Group, job: Job) -> Outcome:
             report_to=[],
             disable_tqdm=True,
             use_cpu=True,
+            ddp_backend="gloo" if job.ranks > 1 else None,
             seed=1,
-        )
-        optimizer = job.optimizer(net)
-        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        batches = job.batches(group.replica_id, job.steps * job.accumulate)
-        trainer = _InOrder(
-            model=_Model(net),
-            args=arguments,
-            train_dataset=_rows(batches),
-            eval_dataset=_rows([held_out()]),
-            optimizers=(optimizer, constant),
-            callbacks=[_Stop(job.stops_at), callback, _Steps(job, group.replica_id, net)],
-        )
-        with warnings_of_package() as said:
-            trainer.train(resume_from_checkpoint=job.resumes)
-        history = trainer.state.log_history
-        return Outcome(
-            digest=callback.result["global_digest"],
-            weights=weights_of(net),
-            evaluations={
-                each["step"]: each["eval_loss"] for each in history if "eval_loss" in each
-            },
-            inner_steps=callback.result["inner_steps"],
-            outer_steps=callback.result["outer_steps"],
-            contributions=[at["diloco/contribution"] for at in history if "diloco/round" in at],
-            warns_of_samples=any("train on the same samples" in each for each in said),
-        )
+        ),
+        train_dataset=_rows(batches),
+        eval_dataset=_rows([held_out()]),
+        optimizers=(optimizer, constant),
+        callbacks=[_Stop(job.stops_at), callback, _Steps(job, group, net)],
+    )
+    resumed = job.resumes_at and str(folder / f"checkpoint-{job.resumes_at}")
+    with warnings_of_package() as said:
+        try:
+            for _ in range(job.fits):
+                trainer.train(resume_from_checkpoint=resumed)
+        except JobError:
+            return None  # the process lives on until the others have ended
+    history = trainer.state.log_history
+    return Outcome(
+        digest=callback.result["global_digest"],
+        weights=weights_of(net),
+        evaluations={each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
+        inner_steps=callback.result["inner_steps"],
+        steps=trainer.state.global_step,
+        outer_steps=callback.result["outer_steps"],
+        contributions=[at["diloco/contribution"] for at in history if "diloco/round" in at],
+        warns_of_samples=any("train on the same samples" in each for each in said),
+    )
 
 
 def _rows(batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:

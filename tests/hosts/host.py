@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,9 +13,25 @@ from typing import Any, Protocol
 
 import torch
 from common import TinyMLP, batch
+from integration.replicas import Group, run_groups
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_replication import simulate
+from composer_replication.simulation.simulation import Fault, SimulatedReplica
 
 BATCH_SIZE = 8
+
+LACKS = {
+    ("plain", "test_a_group_that_joins_later_takes_over_the_others_step"): (
+        "the step is the loop's own; end by diloco.outer_step"
+    ),
+    (
+        "plain",
+        "test_the_folder_of_a_run_has_its_events_and_a_file_STOP_in_it_ends_training",
+    ): "no folder; the reports of syncs are for the loop to log",
+}
+"""What a host has not got, and why: by its module and the test that asks for it."""
 
 
 def own_batches(replica_id: int, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -39,7 +57,12 @@ class Job:
         evaluate_every: Inner steps between two evaluations; 0: none.
         save_every: Inner steps between two checkpoints; 0: none.
         folder: For checkpoints; each group has its own in it.
-        resumes: Whether to continue from the newest checkpoint in the folder.
+        resumes_at: From the checkpoint of which step to continue.
+        fits: How often the job is trained, each time for so many steps more.
+        ranks: Processes of a group.
+        is_sharded: Whether each rank has its shards of the model (FSDP2), or all of it (DDP).
+        is_late: Whether group 1 begins when group 0 is in its second round.
+        dies: Whether group 1 is killed in its second round.
         stops_at: After which step the job ends early, with the host's own way to do so.
         fails_at: In which step the job raises, by the group's number.
         looks: Called after every inner step with the group's number, the step and the model.
@@ -54,7 +77,12 @@ class Job:
     evaluate_every: int = 0
     save_every: int = 0
     folder: Path | None = None
-    resumes: bool = False
+    resumes_at: int | None = None
+    fits: int = 1
+    ranks: int = 1
+    is_sharded: bool = False
+    is_late: bool = False
+    dies: bool = False
     stops_at: int | None = None
     fails_at: Mapping[int, int] = field(default_factory=dict)
     looks: Callable[[int, int, nn.Module], None] | None = None
@@ -89,6 +117,7 @@ class Outcome:
         weights: The model's tensors.
         evaluations: The loss on held-out samples, by inner step.
         inner_steps: Inner steps of this group in the run.
+        steps: At which the trainer itself ended; a joiner has taken over the others'.
         outer_steps: Outer steps of the run.
         contributions: Weight of this group in each sync that it took part in.
         warns_of_samples: Whether it was said that groups train on the same samples.
@@ -98,6 +127,7 @@ class Outcome:
     weights: dict[str, Tensor]
     evaluations: dict[int, float]
     inner_steps: int
+    steps: int
     outer_steps: int
     contributions: list[float]
     warns_of_samples: bool
@@ -108,11 +138,53 @@ class Host(Protocol):
 
     name: str
 
-    def train(self, job: Job, num_replicas: int = 2) -> list[Outcome]: ...
+    def train(self, job: Job, num_replicas: int = 2) -> list[Any]:
+        """Returns the ``Outcome`` of each group; None if it failed as the job asked for it."""
+        ...
 
     def saved_weights(self, job: Job, replica_id: int, step: int) -> dict[str, Tensor]:
         """The model in the checkpoint of a step."""
         ...
+
+
+def simulated(
+    train: Callable[[Job, SimulatedReplica], Outcome], job: Job, num_replicas: int
+) -> list[Outcome | None]:
+    """Train groups as threads over the simulation's network."""
+    is_over = threading.Event()
+
+    def replica(sim: SimulatedReplica) -> Outcome | None:
+        try:
+            outcome = train(job, sim)
+        except JobError:
+            if len(job.fails_at) < num_replicas:
+                is_over.wait(60)  # it lives on, as in a notebook; the others must not wait for it
+            return None
+        is_over.set()
+        return outcome
+
+    kinds = {"late": job.is_late, "kill": job.dies}
+    faults = [Fault(kind, replica_id=1, step=2) for kind, happens in kinds.items() if happens]
+    return simulate(replica, num_replicas=num_replicas, faults=faults)
+
+
+def as_processes(
+    train_rank: Callable[..., Outcome | None], job: Job, num_replicas: int
+) -> list[Outcome | None]:
+    """Train groups as processes over a real lighthouse and gloo: ``train_rank(group, job)``."""
+    killed = [1] if job.dies else []
+    return run_groups(train_rank, num_replicas * job.ranks, job=job, killed=killed)
+
+
+def group_of(process: Group, job: Job) -> Group:
+    """The group of a process, which is one rank of it."""
+    if job.ranks == 1:
+        return process
+    assert job.folder is not None, "where the ranks meet"
+    group = process.of_rank(str(job.folder), job.ranks)
+    rank = process.replica_id % job.ranks
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
+    return group
 
 
 @contextmanager
@@ -138,4 +210,8 @@ def held_out() -> tuple[Tensor, Tensor]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """The model's tensors; of shards the whole, for which all ranks have to call this."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in model.state_dict().items()
+    }

@@ -2,71 +2,110 @@
 
 from __future__ import annotations
 
-import torch
-from common import mse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from composer_replication import DiLoCo, simulate
+import torch
+import torch.distributed as dist
+from common import mse
+from integration.replicas import Group
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_replication import DiLoCo
+from composer_replication.replica import make_manager
 from composer_replication.simulation.simulation import SimulatedReplica
-from hosts.host import Job, Outcome, held_out, weights_of
+from hosts.host import Job, Outcome, as_processes, group_of, held_out, simulated, weights_of
 
 name = "plain loop"
 
 
-def train(job: Job, num_replicas: int = 2) -> list[Outcome]:
-    return simulate(lambda sim: _train(job, sim), num_replicas=num_replicas)
+def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
+    if job.ranks > 1:
+        return as_processes(train_rank, job, num_replicas)
+    return simulated(_train, job, num_replicas)
+
+
+def train_rank(process: Group, job: Job) -> Outcome:
+    group = group_of(process, job)
+    with group.manager() as manager:
+        sim: Any = SimulatedReplica(group.replica_id, group.num_replicas, manager)
+        return _train(job, sim)
 
 
 def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     model = job.model(sim.replica_id)
+    if job.is_sharded:
+        fully_shard(model)
     inner = job.optimizer(model)
     arguments = job.arguments(sim.replica_id, sim.num_replicas)
     del arguments["replica_id"]  # the manager's
-    diloco = DiLoCo(sim.manager, model, inner, **arguments)
+    if job.ranks > 1:
+        arguments["ranks"] = dist.group.WORLD
+    called = DistributedDataParallel(model) if job.ranks > 1 and not job.is_sharded else model
     batches = job.batches(sim.replica_id, job.steps * job.accumulate)
-    first = 1
-    if job.resumes:
-        newest = max(job.own_folder(sim.replica_id).iterdir(), key=lambda path: int(path.stem))
-        saved = torch.load(newest, weights_only=True)
+    evaluations, reports, state, first = {}, [], None, 1
+    if job.resumes_at is not None:
+        saved = torch.load(_path(job, sim.replica_id, job.resumes_at), weights_only=True)
         model.load_state_dict(saved["local"])
         inner.load_state_dict(saved["inner"])
-        diloco.load_state_dict(saved["diloco"])
-        first = int(newest.stem) + 1
-    evaluations, reports = {}, []
-    with diloco:
-        for step in range(first, (job.stops_at or job.steps) + 1):
-            inner.zero_grad()
-            for x, y in batches[(step - 1) * job.accumulate : step * job.accumulate]:
-                diloco.note_batch((x, y))
-                diloco.count_samples(len(x))
-                (mse(model, x, y) / job.accumulate).backward()
-            if step == job.steps:
-                diloco.expect_last_step()
-            inner.step()
+        state, first = saved["diloco"], job.resumes_at + 1
+    for _ in range(job.fits):
+        # A manager is good for one fit.
+        manager = sim.manager if job.fits == 1 else make_manager(num_replicas=1, replica_id="0")
+        diloco = DiLoCo(manager, model, inner, **arguments)
+        if state is not None:
+            diloco.load_state_dict(state)
+        with shut_down(manager), diloco:
+            for step in range(first, (job.stops_at or job.steps) + 1):
+                inner.zero_grad()
+                for x, y in batches[(step - 1) * job.accumulate : step * job.accumulate]:
+                    diloco.note_batch((x, y))
+                    diloco.count_samples(len(x))
+                    (mse(called, x, y) / job.accumulate).backward()
+                if step == job.steps and not job.is_late:
+                    diloco.expect_last_step()
+                inner.step()
+                reports += diloco.pop_finished_syncs()
+                job.after_step(sim.replica_id, step, model)
+                if job.evaluate_every and step % job.evaluate_every == 0:
+                    evaluations[step] = _evaluate(job, sim.replica_id, diloco)
+                if job.save_every and step % job.save_every == 0:
+                    path = _path(job, sim.replica_id, step)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    saved = {
+                        "model": {k: v.clone() for k, v in diloco.global_parameters().items()},
+                        "local": model.state_dict(),
+                        "inner": inner.state_dict(),
+                        "diloco": diloco.state_dict(),
+                    }
+                    torch.save(saved, path)
+                if job.is_late and diloco.outer_step == job.steps // arguments["sync_every"]:
+                    break  # a joiner's own count of steps began at 1
+            diloco.final_sync()
             reports += diloco.pop_finished_syncs()
-            job.after_step(sim.replica_id, step, model)
-            if job.evaluate_every and step % job.evaluate_every == 0:
-                evaluations[step] = _evaluate(job, sim.replica_id, diloco)
-            if job.save_every and step % job.save_every == 0:
-                folder = job.own_folder(sim.replica_id)
-                folder.mkdir(parents=True, exist_ok=True)
-                saved = {
-                    "model": {k: v.clone() for k, v in diloco.global_parameters().items()},
-                    "local": model.state_dict(),
-                    "inner": inner.state_dict(),
-                    "diloco": diloco.state_dict(),
-                }
-                torch.save(saved, folder / f"{step}.pt")
-        diloco.final_sync()
-        reports += diloco.pop_finished_syncs()
-        return Outcome(
-            digest=diloco.global_digest(),
-            weights=weights_of(model),
-            evaluations=evaluations,
-            inner_steps=diloco.inner_steps,
-            outer_steps=diloco.outer_step,
-            contributions=[report.contribution for report in reports],
-            warns_of_samples=any(report.equal_samples for report in reports),
-        )
+            state = diloco.state_dict()
+            digest = diloco.global_digest()
+    return Outcome(
+        digest=digest,
+        weights=weights_of(model),
+        evaluations=evaluations,
+        inner_steps=diloco.inner_steps,
+        steps=step,
+        outer_steps=diloco.outer_step,
+        contributions=[report.contribution for report in reports],
+        warns_of_samples=any(report.equal_samples for report in reports),
+    )
+
+
+@contextmanager
+def shut_down(manager: Any) -> Iterator[None]:
+    """The others wait for a group that failed until its manager is shut down."""
+    try:
+        yield
+    finally:
+        manager.shutdown()
 
 
 def _evaluate(job: Job, replica_id: int, diloco: DiLoCo) -> float:
@@ -76,6 +115,9 @@ def _evaluate(job: Job, replica_id: int, diloco: DiLoCo) -> float:
         return float(mse(shown, *held_out()))
 
 
+def _path(job: Job, replica_id: int, step: int) -> Any:
+    return job.own_folder(replica_id) / f"{step}.pt"
+
+
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, torch.Tensor]:
-    path = job.own_folder(replica_id) / f"{step}.pt"
-    return torch.load(path, weights_only=True)["model"]
+    return torch.load(_path(job, replica_id, step), weights_only=True)["model"]
