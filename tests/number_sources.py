@@ -14,6 +14,8 @@ import yaml
 from study_modules import study_modules
 
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
+from composer_replication.plan import PlannedRun
+from composer_replication.settings import DiLoCoSettings
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "measured"
@@ -146,9 +148,29 @@ def rows(names: str, *runs: Mapping[str, Any]) -> list[Any]:
     return [run["ratios"][name] for name in names.split("; ") for run in runs]
 
 
+def plan(
+    n: float, step_s: float, k: int, link: float, rtt_s: float, steps: int, **settings: Any
+) -> list[float]:
+    """A recipe: what is given, then percent in inner steps, GB a round, hours, and those alone."""
+    its = DiLoCoSettings(**settings)
+    run = PlannedRun(
+        params=n,
+        step_s=step_s,
+        groups=k,
+        link_bits_per_s=link,
+        rtt_s=rtt_s,
+        settings=its,
+    )
+    share = run.train_s / (run.train_s + run.blocked_s)
+    hours = steps * step_s / 3600
+    given = [k, steps, step_s, link / 1e6, 1000 * rtt_s, its.sync_every, its.num_fragments]
+    sent = run.bytes_per_sync * its.num_fragments / 1e9
+    return [*given, its.fragment_sync_delay, 100 * share, sent, hours / share, hours]
+
+
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    own = (code, found, config, published, chosen, arm, claims, tuning, rows)
+    own = (code, found, config, published, chosen, arm, claims, tuning, rows, plan)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
     names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}

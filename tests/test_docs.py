@@ -87,12 +87,35 @@ def test_every_benchmark_of_the_documents_is_where_they_say():
     assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
 
 
-def test_every_page_is_once_in_the_navigation_and_in_the_readme():
+def title_of(page):
+    return re.search(r"^# (.*)$", text_of(page), re.MULTILINE)[1]
+
+
+def test_every_page_is_once_in_the_navigation_under_its_title():
     trees = re.findall(r"^```{toctree}\n(.*?)^```", (DOCS / "index.md").read_text(), re.M | re.S)
-    named = re.findall(r"^(?:[A-Z].* <)?([a-z-]+)>?$", "\n".join(trees), re.MULTILINE)
+    named = [line for line in "\n".join(trees).splitlines() if line and not line.startswith(":")]
     assert sorted(named) == sorted(page.stem for page in SITE if page.stem != "index")
-    linked = re.findall(r"\]\(docs/([a-z-]+)\.(?:md|ipynb)", (ROOT / "README.md").read_text())
-    assert {*named} <= {*linked}
+    titles = [title_of(page) for page in SITE]
+    assert len({*titles}) == len(titles)
+
+
+def test_the_landing_page_and_the_ends_of_pages_name_a_page_by_its_title():
+    titles = {page.name: title_of(page) for page in SITE}
+    for page in SITE:
+        for text, target in re.findall(r"\[([A-Z][^\]]*)\]\(([\w.-]+)\)", text_of(page)):
+            if target in titles and not text.startswith("ADR"):
+                assert text == titles[target], f"{page.name} calls {target} {text!r}"
+
+
+def num_words(text):
+    return len(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).split())
+
+
+def test_the_documents_stay_short():
+    readme = (ROOT / "README.md").read_text()
+    assert num_words(readme.split("<details>")[0]) <= 450 and num_words(readme) <= 900
+    pages = [page for page in DOCS.glob("*.md") if page.stem != "api"]
+    assert sum(num_words(page.read_text()) for page in pages) <= 25_500
 
 
 def test_the_reference_names_what_there_is_and_every_public_name():

@@ -185,6 +185,26 @@ LAST_ARMS = (
 
 ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + MANY_ARMS + THIRD_ARMS + FOURTH_ARMS + LAST_ARMS
 
+SHOWN = (
+    "data parallel",
+    "2 groups, H = 30, warm-up",
+    "2 groups, H = 15, warm-up",
+    "2 groups, H = 30",
+    "2 groups, H = 30, warm-up, 3,600 steps",
+    "2 groups, H = 100, warm-up, 6,000 steps",
+    "4 groups, H = 30, warm-up, inner lr 0.012",
+    "8 groups, H = 30, warm-up, inner lr 0.012",
+    "4 groups of 8 samples, warm-up",
+    "8 groups of 8 samples, warm-up",
+    "2 groups, int8",
+    "2 groups, fp4",
+    "4 fragments, H = 32",
+    "4 fragments, delay 2, H = 32",
+    "2 groups, H = 30, AdamW",
+    "3 groups of speeds 1, 1.5 and 3",
+)
+"""What docs/learning.md has; claims.md has all of them."""
+
 LINES = {
     "H = 30": (
         "1 group, H = 30",
@@ -210,3 +230,27 @@ LINES = {
     "H = 100, warm-up, 6,000 steps": ("2 groups, H = 100, warm-up, 6,000 steps",),
 }
 """The lines of the picture of loss against the number of groups, and the arms of each."""
+
+SENT = {
+    2: {
+        "H = 30, fp4": replace(TWO_MUON, wire_format="fp4"),
+        "H = 30, int8": replace(TWO_MUON, wire_format="int8"),
+        "H = 30": TWO_MUON,
+        "H = 30, warm-up": TWO_SHORT,
+        "H = 15, warm-up": replace(TWO_SHORT, sync_every=15),
+    },
+    4: {
+        "H = 30": FOUR_MUON,
+        "H = 30, warm-up": FOUR_SHORT,
+        "H = 15, warm-up": replace(FOUR_SHORT, sync_every=15),
+        "H = 10, warm-up": replace(FOUR_SHORT, sync_every=10),
+    },
+    8: {
+        "H = 30": EIGHT_MUON,
+        "H = 30, warm-up": EIGHT_SHORT,
+        "H = 15, warm-up": replace(EIGHT_SHORT, sync_every=15),
+        "H = 10, warm-up": replace(EIGHT_SHORT, sync_every=10),
+    },
+}
+"""The points of the picture of loss against bytes, by the number of groups. Those that have not
+been trained are left out. All have as many samples as ``DATA_PARALLEL_MUON``, in the same order."""

@@ -1,8 +1,9 @@
-"""Writes the table and picture of ``docs/learning.md``, and ``tried.md``, from ``results.jsonl``.
+"""Writes the table and pictures of ``docs/learning.md``, ``claims.md`` and ``tried.md``.
 
     python spikes/009-learning/report.py
 
-What stands between the markers in a document is replaced; the rest is prose, and stays.
+All of it is from ``results.jsonl``. What stands between the markers in a document is replaced; the
+rest is prose, and stays.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, LINES, Arm
+from arms import ARMS, DATA_PARALLEL_MUON, LINES, SENT, SHOWN, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
-from study import read
+from study import DEFAULTS, read
+
+from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "learning.md"
+CLAIMS = Path(__file__).parent / "claims.md"
 TRIED = Path(__file__).parent / "tried.md"
 BEGIN, END = "<!-- {name}: written by spikes/009-learning/report.py -->", "<!-- end of {name} -->"
 
@@ -46,20 +50,27 @@ class Results:
 
 
 def claims(results: Results) -> str:
-    """The table of the arms."""
-    rows = [
-        "| arm | inner lr | outer lr, momentum | seeds | median, bits per byte | against "
-        "| difference, 90 % interval |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for arm in ARMS:
+    """The table of all arms."""
+    return _table(results, ARMS, "inner lr | outer lr, momentum | ")
+
+
+def shown(results: Results) -> str:
+    """The table of the arms that a user chooses by, with less of their settings."""
+    return _table(results, [arm for arm in ARMS if arm.name in SHOWN], "")
+
+
+def _table(results: Results, arms: Iterable[Arm], settings: str) -> str:
+    last = "seeds | median, bits per byte | against | difference, 90 % interval |"
+    head = f"| arm | {settings}{last}"
+    rows = [head, "|---" * (head.count("|") - 1) + "|"]
+    for arm in arms:
         bits = results.bits(arm.cell)
         above = results.above(arm) if arm.base != arm.cell else None
         if not bits:
             continue
         outer = f"{arm.cell.outer_lr:g}, {arm.cell.outer_momentum:g}" if arm.cell.groups else "-"
         rows.append(
-            f"| {arm.name} | {arm.cell.lr:g} | {outer} | {len(bits)} | "
+            f"| {arm.name} | {f'{arm.cell.lr:g} | {outer} | ' if settings else ''}{len(bits)} | "
             f"{statistics.median(bits.values()):.3f} | {arm.against} | {above or '-'} |"
         )
     return "\n".join(rows) if len(rows) > 2 else "None of the arms has been trained yet."
@@ -108,8 +119,9 @@ def _order(cell: Cell) -> tuple[Any, ...]:
 
 
 def with_table(document: Path, results: Results) -> str:
-    """Return the text of one of the two documents with its table as the results have it."""
-    name, table = {DOCUMENT: ("arms", claims), TRIED: ("tuning", tuning)}[document]
+    """Return the text of one of the documents with its table as the results have it."""
+    tables = {DOCUMENT: ("arms", shown), CLAIMS: ("claims", claims), TRIED: ("tuning", tuning)}
+    name, table = tables[document]
     begin, end = BEGIN.format(name=name), END.format(name=name)
     head, _, rest = document.read_text().partition(begin)
     if end not in rest:
@@ -162,12 +174,68 @@ def _by_groups(results: Results) -> dict[str, list[tuple[int, Difference]]]:
     return lines
 
 
+PARAMS = 443648
+"""Of the study's model."""
+
+
+def bytes_sent(cell: Cell, groups: int) -> float:
+    """Bytes that each group sends in a whole training, with a ring allreduce over so many groups.
+
+    Args:
+        cell: The training. Data parallel, which has no groups, sends every gradient in float32.
+        groups: Between which the bytes go.
+    """
+    early = EARLY_STEPS if cell.early else 0
+    syncs = early / (cell.early or 1) + (cell.steps - early) / cell.sync_every
+    each = BYTES_PER_PARAMETER[cell.wire_format] * syncs if cell.groups else 4 * cell.steps
+    return 2 * (groups - 1) / groups * PARAMS * each
+
+
+def draw_bytes(folder: Path) -> None:
+    """Draw held-out loss against bytes sent: the picture of README."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    results = Results({**read(DEFAULTS), **read()})
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    base, colors = DATA_PARALLEL_MUON, {2: "C0", 4: "C1", 8: "C3"}
+    sent = [bytes_sent(base, groups) for groups in colors]
+    axes.plot(sent, [0] * len(sent), "s-", color="0.3", label="data parallel of 2, 4, 8 groups")
+    for groups, trainings in SENT.items():
+        points = {}
+        for name, cell in trainings.items():
+            above = compare(results.bits(cell), results.bits(base))
+            if above is not None:
+                points[name] = (bytes_sent(cell, groups), above)
+        xs, gaps = zip(*points.values(), strict=True)
+        color = colors[groups]
+        axes.plot(xs, [gap.mean for gap in gaps], "o", color=color, label=f"{groups} groups")
+        for place, (name, (x, gap)) in enumerate(points.items()):
+            if gap.seeds > 2:  # of two the interval says nothing
+                axes.vlines(x, gap.low, gap.high, color=color, alpha=0.5)
+            label = f"{name} ({gap.seeds})"
+            shift = (5, 4 if place % 2 == 0 else -11)  # beside each other, not over each other
+            axes.annotate(label, (x, gap.mean), shift, textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(1e7, 1e10)
+    axes.set_ylim(-0.7, 13.5)
+    axes.set_xlabel("bytes that each group sends in the whole training")
+    bits = statistics.median(results.bits(base).values())
+    axes.set_ylabel(f"held-out loss above data parallel, %\n(0: {bits:.3f} bits per byte)")
+    axes.set_xticks([1e7, 1e8, 1e9, 1e10], ["10 MB", "100 MB", "1 GB", "10 GB"])
+    axes.legend(fontsize=8)
+    figure.savefig(folder / "loss-against-bytes.png", dpi=110)
+
+
 def main() -> None:
     results = Results(read())
-    for document in (DOCUMENT, TRIED):
+    for document in (DOCUMENT, CLAIMS, TRIED):
         document.write_text(with_table(document, results))
     if any(results.bits(arm.cell) for arm in ARMS):
         draw(results, DOCUMENT.parent)
+        draw_bytes(DOCUMENT.parent)
     print(claims(results))
 
 
