@@ -35,7 +35,7 @@ REMOVED: dict[str, str] = {
     "warmup_sync_every": "give it as sync_every, and the later rounds as schedule: [{outer_step: "
     "warmup_outer_steps + 1, sync_every: ...}]",
     "merge": "leave it out, the groups' pseudo-gradients are averaged",
-    "quorum_retries": "leave it out, a lighthouse that is away is asked again once a second",
+    "quorum_retries": "leave it out, a lighthouse that is away is asked again four times a second",
     "quorum_timeout": "leave it out, give_up_after_s limits the whole wait for a quorum",
     "tls_dir": (
         "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,39 +39,58 @@ class StartPostponed(Exception):
     """Fails the commit vote of a start that waits for more groups. It is never raised."""
 
 
-class _Waiting:
-    """The clock of a wait for other groups.
+class Waiting:
+    """The clock of a wait for other groups: when to log what is missing, and when to give up.
 
     Args:
-        manager: The torchft manager, or its simulated double.
+        purpose: What the wait is for, for its messages.
         limit_s: How long to wait, in seconds. None: without a limit.
         log_after_s: When to log for the first time, in seconds.
+
+    Attributes:
+        began: When the wait began, by ``time.monotonic``.
     """
 
-    def __init__(
-        self, manager: DiLoCoManager, limit_s: float | None, log_after_s: float = 0.0
-    ) -> None:
-        self._manager = manager
-        self._limit_s = limit_s
-        self._log_after_s = log_after_s
-        self._began = time.monotonic()
+    def __init__(self, purpose: str, limit_s: float | None, log_after_s: float = 0.0) -> None:
+        self._purpose, self._limit_s, self._log_after_s = purpose, limit_s, log_after_s
+        self.began = time.monotonic()
 
     @property
-    def _waited_s(self) -> float:
-        return time.monotonic() - self._began
+    def waited_s(self) -> float:
+        """How long the wait has taken so far, in seconds."""
+        return time.monotonic() - self.began
 
     @property
-    def _is_late(self) -> bool:
-        return self._limit_s is not None and self._waited_s > self._limit_s
+    def is_late(self) -> bool:
+        """Whether the wait has taken longer than its limit."""
+        return self._limit_s is not None and self.waited_s > self._limit_s
 
-    def _wait(self, message: str, seconds: float) -> None:
-        if self._waited_s >= self._log_after_s:
-            self._log_after_s = self._waited_s + LOG_EVERY_S
-            log.warning(message)
-        time.sleep(seconds)
+    def go_on(self, situation: Callable[[], str], fix: str) -> None:
+        """Go on waiting, unless ``give_up_after_s`` is over.
+
+        Args:
+            situation: Says what is missing. Called if that is logged, or is an error.
+            fix: What to do about it, for the error.
+
+        Raises:
+            SyncError: The wait has taken longer than its limit.
+        """
+        if self.is_late:
+            raise SyncError(
+                f"{situation()}, for {self.waited_s:.0f} s, above give_up_after_s="
+                f"{self._limit_s:g}. {fix}"
+            )
+        self.log(situation)
+
+    def log(self, situation: Callable[[], str]) -> None:
+        """Log every ``LOG_EVERY_S`` what is missing."""
+        waited_s = self.waited_s
+        if waited_s >= self._log_after_s:
+            self._log_after_s = waited_s + LOG_EVERY_S
+            log.warning("Waiting %s for %.0f s: %s", self._purpose, waited_s, situation())
 
 
-class SyncRetries(_Waiting):
+class SyncRetries:
     """Waits after each attempt that did not commit, and counts those that nobody else caused.
 
     Local and global parameters do not change before the vote, so a retry computes the same
@@ -98,8 +118,8 @@ class SyncRetries(_Waiting):
         max_retries: int,
         give_up_after_s: float | None,
     ) -> None:
-        super().__init__(manager, give_up_after_s)
-        self._state = state
+        self._manager, self._state = manager, state
+        self._waiting = Waiting("to sync", give_up_after_s)
         self._max_retries = max_retries
         self.count = self._num_unexplained = 0
         self._cause = ""
@@ -115,7 +135,11 @@ class SyncRetries(_Waiting):
         self._cause = why_not_committed(self._manager)
         self._had_too_few = self._manager.errored() is None and present < needed
         if self._had_too_few:
-            self._wait_for_groups(present, needed)
+            situation = f"{present} replica groups are connected, and min_replica_size={needed}"
+            self._waiting.go_on(
+                lambda: situation, "Start the missing groups again, or lower min_replica_size"
+            )
+            time.sleep(POLL_S)
             return
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.count)
         self.count += 1
@@ -128,15 +152,6 @@ class SyncRetries(_Waiting):
             pause_s,
         )
         time.sleep(pause_s)
-
-    def _wait_for_groups(self, present: int, needed: int) -> None:
-        situation = f"{present} replica groups are connected, and min_replica_size={needed}"
-        if self._is_late:
-            raise SyncError(
-                f"{situation}, for {self._waited_s:.0f} s, above give_up_after_s={self._limit_s:g}."
-                " Start the missing groups again, or lower min_replica_size"
-            )
-        self._wait(f"Waiting to sync for {self._waited_s:.0f} s: {situation}", POLL_S)
 
     def check_limit(self, is_joining: bool) -> None:
         """Give up after too many failed attempts.
@@ -175,7 +190,7 @@ class SyncRetries(_Waiting):
             raise error
 
 
-class StartBarrier(_Waiting):
+class StartBarrier:
     """Holds a start until enough groups are connected.
 
     Without it the first group would train alone, and so would the next one, unnoticed.
@@ -187,8 +202,8 @@ class StartBarrier(_Waiting):
     """
 
     def __init__(self, manager: DiLoCoManager, arguments: DiLoCoArguments) -> None:
-        super().__init__(manager, arguments.start_timeout_s, log_after_s=2.0)
-        self._arguments = arguments
+        self._manager, self._arguments = manager, arguments
+        self._waiting = Waiting("for replica groups", arguments.start_timeout_s, log_after_s=2.0)
         self._can_commit = True
         self._failures = 0
         self._last_failure: str | None = None
@@ -215,7 +230,7 @@ class StartBarrier(_Waiting):
         """
         arguments, num_present = self._arguments, self._manager.num_participants()
         is_enough = num_present >= arguments.num_awaited
-        starts_late = arguments.on_start_timeout == "start" and self._is_late
+        starts_late = arguments.on_start_timeout == "start" and self._waiting.is_late
         self._can_commit = num_present >= self._manager._min_replica_size
         vetoes = self._arguments.start_refusal is not None and self._manager.current_step() == 0
         is_yes = self._can_commit and (is_enough or starts_late)
@@ -270,12 +285,13 @@ class StartBarrier(_Waiting):
             log.warning("The start did not commit: %s", cause)
         arguments = self._arguments
         may_start = arguments.on_start_timeout == "start" and arguments.start_refusal is None
-        if self._is_late and not (may_start and self._can_commit):
+        if self._waiting.is_late and not (may_start and self._can_commit):
             raise TimeoutError(
                 f"no start within start_timeout_s={arguments.start_timeout_s:g}: {situation}. "
                 "Start the missing groups with the same lighthouse, or lower num_replicas"
             )
-        self._wait(f"Waiting for replica groups: {situation}", START_POLL_S)
+        self._waiting.log(lambda: situation)
+        time.sleep(START_POLL_S)
 
 
 def why_not_committed(manager: DiLoCoManager) -> str:

@@ -17,17 +17,19 @@ from typing import Any
 import torch
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 
+from composer_replication.diloco.retry import LOG_EVERY_S, POLL_S, Waiting
 from composer_replication.diloco.torchft_api import HealSource
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 from composer_replication.replica.lighthouse import read_status
-from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import check_is_torchft_s
+from composer_replication.replica.quorum import Connection, Report
 from composer_replication.replica.quorum_member import (
+    MissingMembers,
     QuorumDeclined,
     QuorumFailed,
     QuorumMember,
@@ -107,9 +109,6 @@ class ReplicaManager(InterruptibleManager):
         ValueError: ``pg`` is a process group of torch's own, or torchft's Manager rejects it.
     """
 
-    LOG_EVERY_S = 30.0
-    """How often a group that waits for a quorum logs what it waits for, in seconds."""
-
     def __init__(
         self,
         *,
@@ -137,15 +136,15 @@ class ReplicaManager(InterruptibleManager):
         self._is_shut_down = False
         self.connection = 0
         self.wants_to_gather: Callable[[], bool] = lambda: False
-        self._waits_since = time.monotonic()
-        """Since when this group waits for a quorum."""
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
-        self.settings: dict[str, Any] = {"ranks": self._group_world_size}
         self.member = QuorumMember(
             self._store.get(REPLICA_ID_KEY).decode(),
-            self._store.get(MANAGER_ADDR_KEY).decode(),
-            server.address,
+            Report(
+                manager=self._store.get(MANAGER_ADDR_KEY).decode(),
+                board=server.address,
+                settings={"ranks": self._group_world_size},
+            ),
             server.tokens,
             MissingMembers(lambda: read_status(lighthouse_addr).alive),
             self._find_unreachable,
@@ -153,7 +152,7 @@ class ReplicaManager(InterruptibleManager):
             (self._group_rank, self._group_world_size),
             self._store,
         )
-        self.member.settings = self.settings
+        self.settings = self.member.own.settings
         self._client = AnsweringClient(self._client)
 
     @property
@@ -164,12 +163,12 @@ class ReplicaManager(InterruptibleManager):
     @property
     def gathers(self) -> bool:
         """Whether a member of the last quorum asks that messages are gathered."""
-        return self.member.gathers
+        return any(report.gathers for report in self.member.reports.values())
 
     @property
     def members(self) -> tuple[str, ...]:
         """The lighthouse's names of the groups in the last quorum: ``<replica_id>:<uuid>``."""
-        return self.member.members
+        return tuple(self.member.reports)
 
     def serve_state(self, source: HealSource) -> None:
         """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
@@ -194,28 +193,28 @@ class ReplicaManager(InterruptibleManager):
         wait for ``timeout``, and this quorum would wait for the peer.
 
         Raises:
-            TimeoutError: There is no quorum after ``give_up_after_s``, or another rank of this
-                group did not vote on it.
+            SyncError: There is no quorum after ``give_up_after_s``.
+            TimeoutError: Another rank of this group did not vote on it.
             AtFaultError: Syncs have failed because of this group for too long.
             SettingsMismatch: This group has other settings, or another model, than the run.
             DuplicateIdError: Another group of the run has this one's replica id.
         """
         member = self.member
         if error := self.errored():
-            member.has_failed |= is_own_failure(error.original_exception)
+            member.own.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
-        member.wants_to_gather = self.wants_to_gather()
-        self._waits_since = began = time.monotonic()
+        member.own.gathers = self.wants_to_gather()
+        self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
         while True:
             try:
                 quorum = self._wait(self._executor.submit(self._ask, shrink_only, timeout))
                 break
             except QuorumDeclined:
-                member.missing.wait(began)
+                member.missing.wait(self._waiting.began)
             except QuorumFailed as error:
                 log.warning("No quorum: %s. Asking again", error)
-                self._check_give_up()
-                time.sleep(1.0)  # a lighthouse that is away fails at once: do not spin
+                self._go_on()
+                time.sleep(POLL_S)  # a lighthouse that is away fails at once: do not spin
         if not member.keeps_connection:
             self._quorum_id = -1  # torchft connects anew when the quorum's id is new to it
         self._client.quorum = quorum
@@ -231,7 +230,7 @@ class ReplicaManager(InterruptibleManager):
             # error. Peers are about to send: without the alarm they would wait for our part.
             # A heal comes after the connection, and its failure is always this group's own: no
             # other member can tell what went wrong.
-            member.has_failed = member.connection is not None
+            member.own.has_failed = member.own.connection is not None
             self._close_connections()
 
     def _ask(self, shrink_only: bool, timeout: timedelta | None) -> Any:
@@ -277,7 +276,7 @@ class ReplicaManager(InterruptibleManager):
         if self._alarm is not None:
             self._alarm.raise_for_all()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
-        self.member.connection = None
+        self.member.own.connection = None
 
     def wait_quorum(self) -> None:
         """Wait until torchft has connected and healed."""
@@ -285,30 +284,17 @@ class ReplicaManager(InterruptibleManager):
         self._wait(self._quorum_future)
 
     def _wait(self, future: futures.Future[Any]) -> Any:
-        """Wait for a step of a quorum, and log every ``LOG_EVERY_S`` what the lighthouse waits for.
-
-        Returns:
-            The result of the future.
-        """
-        logged_at = time.monotonic()
+        """Wait for a step of a quorum, and return its result."""
         # With a timeout, so that Python handles signals between two waits.
-        while not futures.wait([future], timeout=min(1.0, self.LOG_EVERY_S)).done:
-            self._check_give_up()
-            if time.monotonic() - logged_at >= self.LOG_EVERY_S:
-                logged_at = time.monotonic()
-                situation = read_status(self._lighthouse_addr).situation
-                waited = logged_at - self._waits_since
-                log.warning("Waiting for a quorum for %.0f s: %s", waited, situation)
+        while not futures.wait([future], timeout=POLL_S).done:
+            self._go_on()
         return future.result()
 
-    def _check_give_up(self) -> None:
-        waited = time.monotonic() - self._waits_since
-        if self.give_up_after_s is not None and waited > self.give_up_after_s:
-            raise TimeoutError(
-                f"no quorum after {waited:.0f} s, above give_up_after_s={self.give_up_after_s:g}: "
-                f"{read_status(self._lighthouse_addr).situation}. Start the missing replica groups "
-                "again, or the lighthouse, or raise give_up_after_s"
-            )
+    def _go_on(self) -> None:
+        self._waiting.go_on(
+            lambda: f"there is no quorum: {read_status(self._lighthouse_addr).situation}",
+            "Start the missing replica groups again, or the lighthouse, or raise give_up_after_s",
+        )
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Connect to the members of a new quorum; torchft calls it on the executor's thread.
@@ -317,31 +303,32 @@ class ReplicaManager(InterruptibleManager):
         the id alone, a restarted lighthouse that counts from 1 again would lead members to the
         addresses that the store still has from the last quorum of that id.
         """
-        self.member.connection = None
+        self.member.own.connection = None
         self.connection += 1
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
-        identity = json.dumps([communicator_id, self.member.max_step, handles]).encode()
+        max_step = max(report.step for report in self.member.reports.values())
+        identity = json.dumps([communicator_id, max_step, handles]).encode()
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         limit_s = self._connect_timeout.total_seconds()
         boards = {
-            name: Notices(address, self._server.tokens, limit_s)
-            for name, address in self.member.boards.items()
+            name: Notices(report.board, self._server.tokens, limit_s)
+            for name, report in self.member.reports.items()
         }
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
         rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
         try:
             self._check_reachable(dict(zip(boards, map(json.loads, handles), strict=True)))
         except ConnectionError:
-            rendezvous.decline(self.member.unreachable)
+            rendezvous.decline(self.member.own.unreachable)
             raise
         if len(handles) > 1:
             rendezvous.wait_for_all()
         super()._reconfigure_pg(number, handles)
         if len(handles) > 1:
             self._alarm = SyncAlarm(next(iter(boards.values())), number)
-        self.member.connected(communicator_id, number)
+        self.member.own.connection = Connection(communicator_id, len(handles), number)
 
     def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
         """Check that every member's address answers, and note which do not, for the next report.
@@ -352,8 +339,7 @@ class ReplicaManager(InterruptibleManager):
         Raises:
             ConnectionError: One of them does not.
         """
-        unreachable = self._find_unreachable(handles)
-        self.member.unreachable = unreachable
+        unreachable = self.member.own.unreachable = self._find_unreachable(handles)
         if unreachable:
             name = unreachable[0]
             raise ConnectionError(

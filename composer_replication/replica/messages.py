@@ -1,6 +1,6 @@
 """What groups say to each other: the proof of the run's token, and JSON over a connection.
 
-One proof serves the reports in a quorum (``quorum_reports``) and the requests to a rank's server
+One proof serves the reports in a quorum (``quorum``) and the requests to a rank's server
 (``peer_server``).
 """
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar
 
 from composer_replication.options import DuplicateIdError
-from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S
-from composer_replication.replica.missing_members import MissingMembers
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.quorum import (
+    PreviousQuorum,
+    Report,
     Reports,
     at_fault,
     describe_fault,
@@ -23,14 +25,9 @@ from composer_replication.replica.quorum import (
     members_before,
     members_to_leave_out,
     other_settings,
+    read_handle,
     restrict_quorum,
     second_holders,
-)
-from composer_replication.replica.quorum_reports import (
-    Connection,
-    PreviousQuorum,
-    Report,
-    read_handle,
     write_handle,
 )
 from composer_replication.settings import TENSORS, SettingsMismatch
@@ -57,6 +54,7 @@ class AtFaultError(ConnectionError):
     """Syncs have failed because of this group for too long, so it leaves and the others go on."""
 
 
+@dataclass(eq=False)
 class QuorumMember:
     """Decides with the other members of each quorum what becomes of it.
 
@@ -99,8 +97,7 @@ class QuorumMember:
 
     Args:
         name: The lighthouse's name of this member: its replica id, a colon and a uuid.
-        manager_addr: Address of this group's manager server.
-        board_addr: Address of this process's notice board.
+        own: What this member reports: its addresses and settings, and what it remembers.
         tokens: The run's accepted secrets; the first one signs reports.
         missing: The members that this group waits for.
         find_unreachable: Says which members' addresses do not answer. Called on a thread too.
@@ -110,62 +107,35 @@ class QuorumMember:
         store: The group's ``TCPStore``; a single rank needs none.
 
     Attributes:
-        members: The lighthouse's names of the members of the last quorum.
-        boards: Addresses of their notice boards, by their names.
-        max_step: The highest manager step among them.
-        connection: The connection to them; None if this group has none.
+        reports: Those of the members of the last quorum.
         keeps_connection: Whether the last quorum is used with the connection of the one before.
-        settings: See ``Report``.
-        wants_to_gather: Whether this group asks that messages are gathered, and not summed.
-        gathers: Whether a member of the last quorum asks for that.
-        unreachable: The members whose address did not answer this one since the last quorum.
-        has_failed: Whether the last sync failed by an error of this group's own.
         blamed: Where the reason lies why the last sync failed, if it did: in ``this`` group, in
             ``another`` one (also if one has joined or left since), or None if nobody can be named.
     """
 
-    LEAVES_AFTER_S = 30.0
+    LEAVES_AFTER_S: ClassVar = 30.0
     """For how long the member at fault tries again. An interruption of 20 s ends nobody."""
 
-    REJECTIONS = (SettingsMismatch, DuplicateIdError)
+    REJECTIONS: ClassVar = (SettingsMismatch, DuplicateIdError)
     """Why this group leaves. The name is the key in the store that has the reason."""
 
-    def __init__(
-        self,
-        name: str,
-        manager_addr: str,
-        board_addr: str,
-        tokens: Sequence[str],
-        missing: MissingMembers,
-        find_unreachable: FindUnreachable,
-        min_replica_size: int = 1,
-        ranks: tuple[int, int] = (0, 1),
-        store: Any = None,
-    ) -> None:
-        self.name = name
-        self._manager_addr, self._board_addr = manager_addr, board_addr
-        self._tokens = tuple(tokens) or ("",)
-        self.missing = missing
-        self._find_unreachable, self._min_replica_size = find_unreachable, min_replica_size
-        (self._rank, self._num_ranks), self._store = ranks, store
-        self.members: tuple[str, ...] = ()
-        self.boards: dict[str, str] = {}
-        self.max_step = 0
-        self.connection: Connection | None = None
-        self.keeps_connection = False
-        self.settings: dict[str, Any] = {}
-        self.wants_to_gather = self.gathers = False
-        self.unreachable: tuple[str, ...] = ()
-        self.has_failed = False
-        self.blamed: str | None = None
-        self._leave_reason: str | None = None
-        self._at_fault_since: float | None = None
-        self._managers: dict[str, str] = {}
-        self._previous: PreviousQuorum | None = None
-        self._left_out: tuple[str, ...] = ()
-        self._recheck = Recheck({}, find_unreachable)
-        self._rejection: ValueError | None = None
-        self._warned: dict[str, set[str]] = {}
+    name: str
+    own: Report
+    tokens: Sequence[str]
+    missing: MissingMembers
+    find_unreachable: FindUnreachable
+    min_replica_size: int = 1
+    ranks: tuple[int, int] = (0, 1)
+    store: Any = None
+    reports: Reports = field(init=False, default_factory=dict)
+    keeps_connection: bool = field(init=False, default=False)
+    blamed: str | None = field(init=False, default=None)
+    _leave_reason: str | None = field(init=False, default=None)
+    _at_fault_since: float | None = field(init=False, default=None)
+    _managers: dict[str, str] = field(init=False, default_factory=dict)
+    _recheck: Recheck = field(init=False, default_factory=lambda: Recheck({}, tuple))
+    _rejection: ValueError | None = field(init=False, default=None)
+    _warned: dict[str, set[str]] = field(init=False, default_factory=dict)
 
     # ---- what this member says ---------------------------------------------------------------
 
@@ -179,40 +149,25 @@ class QuorumMember:
         Raises:
             AtFaultError: Syncs have failed because of this group for too long.
         """
-        if self._leave_reason and self.connection is None:  # the sync has failed once more
+        if self._leave_reason and self.own.connection is None:  # the sync has failed once more
             raise AtFaultError(self._leave_reason)
-        settings = dict(self.settings)
-        if self._previous is not None:
+        settings = dict(self.own.settings)
+        if self.own.previous is not None:
             settings.pop(TENSORS, None)  # long, and needed only to say why a joiner is refused
-        report = Report(
+        report = replace(
+            self.own,
             step=step,
-            manager=self._manager_addr,
-            board=self._board_addr,
-            previous=self._previous,
-            left_out=self._left_out,
             missing=tuple(sorted(self.missing.names)),
             has_waited=self.missing.has_waited,
-            connection=self.connection,
-            unreachable=tuple({*self.unreachable, *self._recheck.names}),
-            has_failed=self.has_failed,
-            gathers=self.wants_to_gather,
+            unreachable=tuple({*self.own.unreachable, *self._recheck.names}),
             settings=settings,
         )
-        return write_handle(handle, report, self.name, self._tokens[0])
+        return write_handle(handle, report, self.name, self.tokens[0])
 
     @property
     def is_left_out(self) -> bool:
         """Whether the others have used the last quorum without this member."""
-        return self.name in self._left_out
-
-    def connected(self, quorum_id: int, number: int) -> None:
-        """Note that this group has connected to the members of the last quorum.
-
-        Args:
-            quorum_id: The quorum's id.
-            number: The number of the connection, equal on all members.
-        """
-        self.connection = Connection(quorum_id, len(self.members), number)
+        return self.name in self.own.left_out
 
     def stop(self) -> None:
         """End the thread that tries addresses again."""
@@ -243,23 +198,19 @@ class QuorumMember:
         is_used = all(
             [self._is_complete(reports, current), self._fits(reports), self._is_first(reports)]
         )
-        if not (vote(is_used) if self._num_ranks > 1 else is_used):
+        if not (vote(is_used) if self.ranks[1] > 1 else is_used):
             self._check_rejection(vote)
             raise QuorumDeclined
         self.missing.deadline = None
         self._assign_blame(reports)
-        if self._num_ranks == 1:  # another rank might leave out others
+        if self.ranks[1] == 1:  # another rank might leave out others
             reports = self._without_unreachable(reports, handles)
-        self.members, self.max_step = tuple(reports), max(each.step for each in reports.values())
-        self.gathers = any(report.gathers for report in reports.values())
-        self.boards = {name: report.board for name, report in reports.items()}
-        own = self.connection
+        self.reports, own = reports, self.own.connection
         is_for_this = own is not None and own[:2] == (quorum.quorum_id, len(reports))
-        same = all(report.connection == own for report in reports.values())
-        self.keeps_connection = is_for_this and same
+        self.keeps_connection = is_for_this and all(r.connection == own for r in reports.values())
         if len(reports) == len(handles):
             return quorum
-        return restrict_quorum(quorum, reports, self._rank)
+        return restrict_quorum(quorum, reports, self.ranks[0])
 
     def _warn(self, kind: str, warnings: Mapping[str, str]) -> None:
         """Log a warning for each member, once for as long as there is one in each quorum."""
@@ -272,26 +223,21 @@ class QuorumMember:
 
         Any process that reaches the lighthouse can be a member of a quorum.
         """
-        found = {name: read_handle(handle, name, self._tokens) for name, handle in handles.items()}
+        found = {name: read_handle(handle, name, self.tokens) for name, handle in handles.items()}
         reports = {name: report for name, report in found.items() if report is not None}
         if self.name not in reports:
             raise QuorumFailed(
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
         # torchft makes up an empty handle for a group that has no rank of this number.
-        strangers = [name for name in handles if name not in reports]
-        strangers = [name for name in strangers if handles[name] or not self._rank]
+        unread = handles.keys() - reports.keys()
+        strangers = [name for name in unread if handles[name] or not self.ranks[0]]
         doubles = second_holders(reports) - {self.name}
         self._warn("stranger", {name: _STRANGER.format(name) for name in strangers})
-        self._warn(
-            "double",
-            {
-                name: _DOUBLE.format(group_names([name]), reports[name].board.rpartition(":")[0])
-                for name in doubles
-            },
-        )
+        places = {name: reports[name].board.rpartition(":")[0] for name in doubles}
+        self._warn("double", {n: _DOUBLE.format(group_names([n]), places[n]) for n in doubles})
         reports = {name: report for name, report in reports.items() if name not in doubles}
-        self._left_out = tuple(name for name in handles if name not in reports)
+        self.own.left_out = tuple(name for name in handles if name not in reports)
         return reports
 
     def _is_complete(self, reports: Reports, current: PreviousQuorum) -> bool:
@@ -304,12 +250,12 @@ class QuorumMember:
                 current.quorum_id,
                 " and ".join(sorted({str(each.quorum_id) for each in previous})),
             )
-            self.missing.add_all(self.members)
+            self.missing.add_all(self.reports)
         elif absent := members_before(reports) - reports.keys():
             # Nor by their own clocks: with quorums of two out of three each began at another time.
             if not any(report.has_waited for report in reports.values()):
                 self.missing.add_living(absent)
-        self._previous, self.members = current, tuple(reports)
+        self.own.previous, self.reports = current, reports
         self.missing.update((report.missing for report in reports.values()), reports)
         return not has_restarted and not self.missing.names
 
@@ -319,7 +265,7 @@ class QuorumMember:
         Only rank 0 compares, because torchft tells higher ranks nothing of a group that has no such
         rank. Its vote is that of all ranks.
         """
-        if self._rank:
+        if self.ranks[0]:
             return True
         try:
             others = other_settings(reports, self.name)
@@ -337,14 +283,14 @@ class QuorumMember:
         """
         if self.name not in second_holders(reports):
             return True
-        self._previous = None  # this member was in no quorum yet: it stays the second holder
+        self.own.previous = None  # this member was in no quorum yet: it stays the second holder
         replica_id = group_names([self.name])
         board = next(
             report.board
             for name, report in reports.items()
             if name != self.name and group_names([name]) == replica_id
         )
-        if self._rank == 0 and self._answers(board):
+        if self.ranks[0] == 0 and self._answers(board):
             self._reject(
                 DuplicateIdError(
                     f"replica_id={replica_id!r} is taken: a living replica group on "
@@ -357,24 +303,24 @@ class QuorumMember:
 
     def _answers(self, board: str) -> bool:
         with suppress(OSError):
-            Notices(board, self._tokens, CONNECT_TIMEOUT_S).read(())
+            Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
             return True
         return False
 
     def _reject(self, error: ValueError) -> None:
         """Note on rank 0, before the ranks vote, why this group has to leave."""
         self._rejection = error
-        if self._num_ranks > 1:
-            self._store.set(type(error).__name__, str(error))
+        if self.ranks[1] > 1:
+            self.store.set(type(error).__name__, str(error))
 
     def _check_rejection(self, vote: Callable[[bool], bool]) -> None:
         """Raise, on every rank, the reason that rank 0 has found why this group has to leave."""
         for kind in self.REJECTIONS:
-            if self._rank and self._store.check([kind.__name__]):
-                self._rejection = kind(self._store.get(kind.__name__).decode())
+            if self.ranks[0] and self.store.check([kind.__name__]):
+                self._rejection = kind(self.store.get(kind.__name__).decode())
         if self._rejection is None:
             return
-        if self._num_ranks > 1:  # the store ends with rank 0, which waits until all have read it
+        if self.ranks[1] > 1:  # the store ends with rank 0, which waits until all have read it
             with suppress(TimeoutError):
                 vote(False)
         raise self._rejection
@@ -394,7 +340,7 @@ class QuorumMember:
         # A member whose manager server has another address has been started again.
         has_changed, self._managers = managers != self._managers, managers
         self.blamed = "another" if culprit is not None or has_changed else None
-        self.unreachable, self.has_failed, self._leave_reason = (), False, None
+        self.own.unreachable, self.own.has_failed, self._leave_reason = (), False, None
         if culprit != self.name:
             self._at_fault_since = None
             return
@@ -415,7 +361,7 @@ class QuorumMember:
         Raises:
             QuorumDeclined: This member is not one of them.
         """
-        left_out = members_to_leave_out(reports, self._min_replica_size)
+        left_out = members_to_leave_out(reports, self.min_replica_size)
         warning = "Syncs go on without group {}: {}"
         self._warn(
             "unreachable",
@@ -426,9 +372,9 @@ class QuorumMember:
         broken = reports.keys() & own if self.name in left_out else left_out.intersection(own)
         self._recheck.stop()
         self._recheck = Recheck(
-            {name: json.loads(handles[name]) for name in broken}, self._find_unreachable
+            {name: json.loads(handles[name]) for name in broken}, self.find_unreachable
         )
-        self._left_out += tuple(sorted(left_out))
+        self.own.left_out += tuple(sorted(left_out))
         if self.is_left_out:
             raise QuorumDeclined
         return {name: report for name, report in reports.items() if name not in left_out}
@@ -467,3 +413,105 @@ class Recheck:
     def stop(self) -> None:
         """End the thread soon."""
         self._stopped.set()
+
+
+class MissingMembers:
+    """The members of the previous quorum for which this group waits before it uses a new one.
+
+    A lighthouse that has been restarted, or that nobody could reach for a while, gives the first
+    group that asks a quorum of its own. If that group trained on alone, the run would fork. So it
+    declines the quorum and asks again, until the others are in it or do not need to be waited for.
+
+    Args:
+        read_alive: Reads the names of the members that have sent the lighthouse a heartbeat lately;
+            empty if the lighthouse does not answer.
+
+    Attributes:
+        names: The lighthouse's names of the members waited for.
+        deadline: When the wait for them ends, by ``time.monotonic``. None: ``STRAGGLER_TIMEOUT_S``
+            after ``wait`` was first called for this quorum.
+    """
+
+    HEARTBEAT_WITHIN_S = 5.0
+    """How long a restarted lighthouse may take to receive a heartbeat of a living member."""
+
+    GONE_WITHIN_S = 1.0
+    """How long a member that this lighthouse has shown as alive may be missing on its page until it
+    counts as dead. Members send a heartbeat every 0.1 s."""
+
+    WAIT_FOR_LIVING_S = 4.0
+    """How long to wait for a member that is alive and not in the quorum. One whose request failed
+    asks again after 1 s. A member that was too slow for the lighthouse's join timeout, or that
+    hangs, also looks like this, so the wait is short."""
+
+    POLL_S = 0.1
+
+    def __init__(self, read_alive: Callable[[], frozenset[str]]) -> None:
+        self.read_alive = read_alive
+        self.names: frozenset[str] = frozenset()
+        self.deadline: float | None = None
+        self._seen: frozenset[str] = frozenset()
+        """Those waited for whom the lighthouse's page has shown as alive."""
+
+    def add_all(self, members: Iterable[str]) -> None:
+        """Wait for all these members: the lighthouse has been restarted and knows none of them."""
+        self.names = self.names.union(members)
+        self._seen = frozenset()
+
+    def add_living(self, members: frozenset[str]) -> None:
+        """Wait for those of these members that the lighthouse's page shows as alive.
+
+        The wait has one deadline: a member that stays alive and never asks for a quorum is waited
+        for once, and not again in every quorum that it is missing in (``has_waited``).
+        """
+        living = members & self.read_alive()
+        if living:
+            log.warning("Asking for a quorum again: %s alive, and missing", group_names(living))
+            self.deadline = self.deadline or time.monotonic() + self.WAIT_FOR_LIVING_S
+            self.names, self._seen = self.names | living, self._seen | living
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether this group has waited for members that are alive until its deadline."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def update(self, reported: Iterable[Collection[str]], present: Iterable[str]) -> None:
+        """Also wait for those whom other members wait for, and no longer for those in the quorum.
+
+        Args:
+            reported: Whom each member of the quorum waits for. If members disagreed about that,
+                one would use the quorum and wait in it for another that has declined it.
+            present: The members of the quorum.
+        """
+        self.names = self.names.union(*reported).difference(present)
+        self._seen &= self.names
+
+    def wait(self, began: float) -> None:
+        """Give the lighthouse a moment to hear of the missing members, then give up on the dead.
+
+        Args:
+            began: When this group first asked for the quorum, by ``time.monotonic``.
+        """
+        since = time.monotonic()
+        # Members that are alive need a moment to ask too. Without this pause the group would ask
+        # again at once, and a lighthouse that has all members it knows of answers at once.
+        time.sleep(self.POLL_S)
+        while not self.names <= (alive := self.read_alive()):
+            self._seen |= self.names & alive
+            has_stopped = bool(alive) and self.names - alive <= self._seen
+            limit_s = self.GONE_WITHIN_S if has_stopped else self.HEARTBEAT_WITHIN_S
+            if time.monotonic() > since + limit_s:
+                if alive:
+                    self._drop(self.names - alive, "has not heard of")
+                    return
+                break  # The lighthouse is away again, or its page cannot be read from here.
+            time.sleep(self.POLL_S)
+        if self.has_waited or time.monotonic() - began > STRAGGLER_TIMEOUT_S:
+            self._drop(self.names, "was not asked for a quorum by")
+
+    def _drop(self, names: frozenset[str], reason: str) -> None:
+        if names:
+            log.warning(
+                "Going on without those that the lighthouse %s: %s", reason, group_names(names)
+            )
+            self.names -= names

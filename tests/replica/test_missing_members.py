@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.replica import missing_members
+from composer_replication.replica import quorum_member
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.replica.missing_members import MissingMembers
+from composer_replication.replica.quorum_member import MissingMembers
 
 
 class Situation:
@@ -22,7 +22,7 @@ class Situation:
     def __init__(self, monkeypatch, **heard_from):
         self.now, self._heard_from, self.died = 0.0, heard_from, {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
-        monkeypatch.setattr(missing_members, "time", clock)
+        monkeypatch.setattr(quorum_member, "time", clock)
         self.missing = MissingMembers(self._read_alive)
         self.missing.add_all(["b:1", "c:1"])
 

@@ -11,6 +11,8 @@ import pytest
 
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
 from composer_replication.replica.quorum import (
+    PreviousQuorum,
+    Report,
     at_fault,
     check_ranks,
     has_lighthouse_restarted,
@@ -20,7 +22,6 @@ from composer_replication.replica.quorum import (
     restrict_quorum,
     second_holders,
 )
-from composer_replication.replica.quorum_reports import PreviousQuorum, Report
 from composer_replication.settings import SettingsMismatch
 
 

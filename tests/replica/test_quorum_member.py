@@ -13,18 +13,18 @@ from types import SimpleNamespace
 import pytest
 
 from composer_replication.options import DuplicateIdError
-from composer_replication.replica import missing_members, quorum_member
+from composer_replication.replica import quorum_member
 from composer_replication.replica.messages import proof
-from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.peer_server import PeerServer
+from composer_replication.replica.quorum import Connection, PreviousQuorum, Report, write_handle
 from composer_replication.replica.quorum_member import (
     AtFaultError,
+    MissingMembers,
     QuorumDeclined,
     QuorumFailed,
     QuorumMember,
     Recheck,
 )
-from composer_replication.replica.quorum_reports import PreviousQuorum, Report, write_handle
 from composer_replication.settings import SettingsMismatch
 
 HANDLE = '{"store": "host:1"}'
@@ -33,8 +33,7 @@ HANDLE = '{"store": "host:1"}'
 def member_of(letter, *, tokens=("secret",), find_unreachable=lambda handles: (), **arguments):
     return QuorumMember(
         f"{letter}:1",
-        f"http://{letter}",
-        f"{letter}:2",
+        Report(manager=f"http://{letter}", board=f"{letter}:2"),
         tokens,
         MissingMembers(frozenset),
         find_unreachable,
@@ -61,8 +60,7 @@ def quorum_of(handles, own, quorum_id=3):
 def clock(monkeypatch):
     """A clock that stands still until a test sets it."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    for module in (missing_members, quorum_member):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(quorum_member, "time", clock)
     return clock
 
 
@@ -95,7 +93,7 @@ class Groups:
     def cannot_reach(self, other, *letters):
         """These members have found out, as when they connect, that another one is away."""
         for letter in letters:
-            self.member[letter].unreachable = (f"{other}:1",)
+            self.member[letter].own.unreachable = (f"{other}:1",)
 
     def waited_for_by(self, letter):
         return {name[0] for name in self.member[letter].missing.names}
@@ -113,9 +111,9 @@ class Groups:
         assert all(outcomes.pop(letter) == "declined" for letter in left_out)
         for letter, outcome in outcomes.items():
             if outcome == "connected":
-                self.member[letter].connection = None
-                if letter not in fails:
-                    self.member[letter].connected(quorum_id, hash(tuple(handles.items())))
+                member, number = self.member[letter], hash(tuple(handles.items()))
+                connection = Connection(quorum_id, len(member.reports), number)
+                member.own.connection = None if letter in fails else connection
         assert len(set(outcomes.values())) == 1, f"members are not of one mind: {outcomes}"
         return next(iter(outcomes.values()))
 
@@ -143,7 +141,7 @@ def test_connections_stay_while_the_members_do():
 def test_whoever_has_lost_its_connection_has_all_connect_anew():
     groups = Groups("abc")
     groups.quorum(1, "abc")
-    groups.member["b"].connection = None
+    groups.member["b"].own.connection = None
     assert groups.quorum(1, "abc") == "connected"
     assert groups.quorum(1, "abc") == "kept"
     assert groups.quorum(2, "abc", fails="c") == "connected"
@@ -301,7 +299,7 @@ def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(cl
     for clock.now in [3 * limit, 4 * limit + 1.0]:
         groups.cannot_reach("c", "a", "b")
         groups.quorum(1, "abc")
-    groups.member["c"].connection = None
+    groups.member["c"].own.connection = None
     with pytest.raises(AtFaultError, match="for 31 s syncs have failed .* a, b cannot reach it"):
         groups.quorum(1, "c")
 
@@ -331,7 +329,7 @@ def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, c
     groups.dead = {"c:1"}
     groups.cannot_reach("c", "a", "b")
     assert groups.quorum(1, "abc", left_out="c") == "connected"
-    assert groups.member["a"].members == groups.member["b"].members == ("a:1", "b:1")
+    assert [*groups.member["a"].reports] == [*groups.member["b"].reports] == ["a:1", "b:1"]
     assert groups.quorum(1, "abc", left_out="c") == "kept"
     assert [groups.member[letter].is_left_out for letter in "abc"] == [False, False, True]
     assert caplog.text.count("Syncs go on without group c: a, b cannot reach it") == 3  # each once
@@ -339,7 +337,7 @@ def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, c
     eventually(lambda: "c:1" not in groups.member["a"].add_report(HANDLE, 1).partition("unr")[2])
     eventually(lambda: "c:1" not in groups.member["b"].add_report(HANDLE, 1).partition("unr")[2])
     assert groups.quorum(3, "abc") == "connected"
-    assert groups.member["c"].members == ("a:1", "b:1", "c:1")
+    assert [*groups.member["c"].reports] == ["a:1", "b:1", "c:1"]
     assert groups.quorum(3, "abc") == "kept"
 
 
@@ -406,7 +404,7 @@ def test_a_member_whose_handle_cannot_be_understood_is_left_out(handle, caplog):
     quorum = use(member, ("b:1", handle))
     assert quorum.replica_ids == ["a:1"] and quorum.replica_world_size == 1
     assert quorum.max_step == 4 and not quorum.heal  # whatever step the other one claims
-    assert member.members == ("a:1",) and not member.missing.names and not member.keeps_connection
+    assert [*member.reports] == ["a:1"] and not member.missing.names and not member.keeps_connection
     assert "Left 'b:1' out of the quorum" in caplog.text
 
 
@@ -452,16 +450,16 @@ def test_somebody_who_asks_in_this_groups_name_gives_no_quorum():
 
 def test_tensors_are_told_while_a_group_joins():
     member = member_of("a")
-    member.settings = {"model": "m", "tensors": {"weight": "(2,)"}}
+    member.own.settings = {"model": "m", "tensors": {"weight": "(2,)"}}
     assert "(2,)" in member.add_report(HANDLE, 1)
     use(member)
     assert "(2,)" not in member.add_report(HANDLE, 1)
-    use(member, ("b:1", handle_of("b", Report(settings=member.settings))), quorum_id=4)
+    use(member, ("b:1", handle_of("b", Report(settings=member.own.settings))), quorum_id=4)
 
 
 def test_those_that_stay_decline_until_the_one_with_other_settings_has_left(caplog):
     member = member_of("a")
-    member.settings = {"ranks": 1}
+    member.own.settings = {"ranks": 1}
     for _ in range(2):
         with pytest.raises(QuorumDeclined):
             use(member, ("b:1", handle_of("b", Report(settings={"ranks": 2}))))
@@ -486,7 +484,7 @@ def of_ranks(store, **arguments):
 def test_a_group_that_has_to_leave_does_so_on_all_its_ranks():
     ranks = of_ranks(Store())
     for rank in ranks:
-        rank.settings = {"ranks": 2}
+        rank.own.settings = {"ranks": 2}
     own = ranks[0].add_report(HANDLE, 0)
     peer = handle_of("a", Report(settings={"ranks": 1}))
     # Of a group without a rank 1 torchft tells rank 1 nothing.
