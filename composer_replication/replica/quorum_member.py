@@ -54,7 +54,7 @@ class AtFaultError(ConnectionError):
     """Syncs have failed because of this group for too long, so it leaves and the others go on."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class QuorumMember:
     """Decides with the other members of each quorum what becomes of it.
 
@@ -290,21 +290,17 @@ class QuorumMember:
             for name, report in reports.items()
             if name != self.name and group_names([name]) == replica_id
         )
-        if self.ranks[0] == 0 and self._answers(board):
-            self._reject(
-                DuplicateIdError(
-                    f"replica_id={replica_id!r} is taken: a living replica group on "
-                    f"{board.rpartition(':')[0]} has it. Give each group a REPLICA_GROUP_ID "
-                    "(replica_id=...) of its own; the ranks of one group call "
-                    "torch.distributed.init_process_group before make_manager"
+        if self.ranks[0] == 0:
+            with suppress(OSError):  # it has died, and will soon be out of the quorum
+                Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
+                self._reject(
+                    DuplicateIdError(
+                        f"replica_id={replica_id!r} is taken: a living replica group on "
+                        f"{board.rpartition(':')[0]} has it. Give each group a REPLICA_GROUP_ID "
+                        "(replica_id=...) of its own; the ranks of one group call "
+                        "torch.distributed.init_process_group before make_manager"
+                    )
                 )
-            )
-        return False
-
-    def _answers(self, board: str) -> bool:
-        with suppress(OSError):
-            Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
-            return True
         return False
 
     def _reject(self, error: ValueError) -> None:
@@ -335,7 +331,7 @@ class QuorumMember:
         culprit = at_fault(reports)
         managers = {name: report.manager for name, report in reports.items()}
         had, has = ({group_names([n]) for n in names} for names in (self._managers, managers))
-        if (gone := had - has) and self._rank == 0:
+        if (gone := had - has) and self.ranks[0] == 0:
             log.warning("No longer in the quorum: replica group %s", ", ".join(sorted(gone)))
         # A member whose manager server has another address has been started again.
         has_changed, self._managers = managers != self._managers, managers
