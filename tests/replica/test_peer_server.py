@@ -16,15 +16,13 @@ from composer_replication.replica import peer_server
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.messages import proof, receive, send
 from composer_replication.replica.peer_client import Notices, PeerClient, PeerError
-from composer_replication.replica.peer_server import PeerServer
 
 
 @pytest.fixture
-def server():
-    server = PeerServer("127.0.0.1", ["secret", "old"])
+def server(start_server):
+    server = start_server("secret", "old")
     server.answers["latest"] = lambda: [4]
-    yield server
-    server.close()
+    return server
 
 
 def soon():
@@ -119,9 +117,8 @@ def test_the_host_with_most_idle_connections_loses_them_first(server):
 
 
 @pytest.mark.alone
-def test_who_proves_nothing_in_time_is_hung_up_on(monkeypatch):
+def test_who_proves_nothing_in_time_is_hung_up_on(server, monkeypatch):
     monkeypatch.setattr(peer_server, "PROOF_WITHIN_S", 0.5)
-    server = PeerServer("127.0.0.1", ["secret"])
     began = time.monotonic()
     with connect(server) as dripping, contextlib.suppress(OSError):
         dripping.sendall(b"\x00\x01\x00\x00")
@@ -129,7 +126,6 @@ def test_who_proves_nothing_in_time_is_hung_up_on(monkeypatch):
             dripping.sendall(b"[")
             time.sleep(0.05)
     assert 0.3 < time.monotonic() - began < 3
-    server.close()
 
 
 ODD = [{}, [1], 3, None, {"request": "latest"}, {"nonce": [], "name": {}, "request": 3, "proof": 4}]

@@ -15,7 +15,6 @@ import pytest
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica import quorum_member
 from composer_replication.replica.messages import proof
-from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.quorum import Connection, PreviousQuorum, Report, write_handle
 from composer_replication.replica.quorum_member import (
     AtFaultError,
@@ -538,13 +537,9 @@ def test_a_second_holder_of_a_replica_id_is_left_out_by_all_others(caplog, was_t
     assert f"Left a second replica group '{others[0][0][0]}', on far, out of" in caplog.text
 
 
-def test_a_second_holder_leaves_by_name_if_the_first_one_is_alive():
-    board = PeerServer("127.0.0.1", ["secret"])
-    try:
-        with pytest.raises(DuplicateIdError) as error:
-            use(member_of("a"), other("a:2", previous=BEFORE, board=board.address))
-    finally:
-        board.close()
+def test_a_second_holder_leaves_by_name_if_the_first_one_is_alive(start_server):
+    with pytest.raises(DuplicateIdError) as error:
+        use(member_of("a"), other("a:2", previous=BEFORE, board=start_server().address))
     assert str(error.value).startswith(
         "replica_id='a' is taken: a living replica group on 127.0.0.1 has it. Give each group"
     )

@@ -6,18 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from composer_replication.replica.peer_client import Notices
-from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.rendezvous import Rendezvous
 
 NAMES = ["a:1", "b:1", "c:1"]
 
 
 @pytest.fixture
-def boards():
-    hosts = {name: PeerServer("127.0.0.1", ["secret"]) for name in NAMES}
-    yield {name: host.address for name, host in hosts.items()}
-    for host in hosts.values():
-        host.close()
+def boards(start_server):
+    return {name: start_server().address for name in NAMES}
 
 
 def rendezvous(boards, own, number=1, limit_s=20.0):

@@ -17,7 +17,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.retry import SyncError
 from composer_replication.replica.factory import SingleGroupManager, make_manager
-from composer_replication.replica.lighthouse import start_lighthouse
 
 STREAMING = {
     "sync_every": 8,
@@ -116,16 +115,11 @@ def is_same(one, other):
 @pytest.mark.integration
 @pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
 @pytest.mark.parametrize("settings", [{"sync_every": 5}, STREAMING], ids=["vanilla", "streaming"])
-def test_it_is_bitwise_the_one_group_of_a_lighthouse(settings, wire_format):
-    lighthouse = start_lighthouse(bind="127.0.0.1:0")
+def test_it_is_bitwise_the_one_group_of_a_lighthouse(settings, wire_format, start_lighthouse):
+    address = start_lighthouse(bind="127.0.0.1:0")
     settings = settings | {"wire_format": wire_format, "digest_every": 1}
-    try:
-        expected = train(
-            make_manager(replica_id=0, lighthouse_addr=lighthouse.address(), hostname="127.0.0.1"),
-            **settings,
-        )
-    finally:
-        lighthouse.shutdown()
+    manager = make_manager(replica_id=0, lighthouse_addr=address, hostname="127.0.0.1")
+    expected = train(manager, **settings)
     found = train(make_manager(num_replicas=1), **settings)
     leaves, others = named_leaves(found), named_leaves(expected)
     assert leaves.keys() == others.keys()

@@ -9,21 +9,18 @@ import pytest
 
 from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.peer_client import Notices
-from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.rendezvous import SyncAlarm
 
 TOKENS = ["secret"]
 
 
 @pytest.fixture
-def board():
-    board = PeerServer("127.0.0.1", TOKENS)
-    yield board
-    board.close()
+def board(start_server):
+    return start_server(*TOKENS).address
 
 
 def members(board, number, count=3):
-    return [SyncAlarm(Notices(board.address, TOKENS, 5.0), number) for _ in range(count)]
+    return [SyncAlarm(Notices(board, TOKENS, 5.0), number) for _ in range(count)]
 
 
 def wait_until_raised(alarm):
