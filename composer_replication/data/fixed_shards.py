@@ -43,13 +43,8 @@ class FixedShards:
         Raises:
             ValueError: The group's name is no number, or there are fewer units than groups.
         """
-        replica_id, num_replicas = replica_id_of(options), options.num_replicas or 1
-        if not replica_id.isdecimal() or int(replica_id) >= num_replicas:
-            raise ValueError(
-                f"replica_id={replica_id!r} does not say which shard of the data is this group's: "
-                f"number the {num_replicas} groups 0 to {num_replicas - 1}, or use a coordinator"
-            )
-        return cls(dataset, int(replica_id), num_replicas)
+        num_replicas = options.num_replicas or 1
+        return cls(dataset, shard_of(replica_id_of(options), num_replicas), num_replicas)
 
     def lease(self, number: int, epoch: int) -> Lease:
         """The lease of a number, in ascending order; an empty one follows those of each epoch."""
@@ -70,3 +65,18 @@ def _leases(dataset: DatasetSpec, num_units: int, shard: slice) -> Iterator[Leas
             yield Lease(number, epoch, unit, 0, size, samples)
             number += 1
             samples += size
+
+
+def shard_of(replica_id: str | int, num_replicas: int) -> int:
+    """The number of the shard that a group reads, which is its replica id.
+
+    Raises:
+        ValueError: The id is not a number below ``num_replicas``.
+    """
+    if not str(replica_id).isdecimal() or int(replica_id) >= num_replicas:
+        raise ValueError(
+            f"replica_id={replica_id!r} does not say which shard of the data is this group's: "
+            f"number the {num_replicas} groups 0 to {num_replicas - 1}, or raise num_replicas "
+            "(NUM_REPLICA_GROUPS), or lease the samples from a coordinator"
+        )
+    return int(replica_id)

@@ -52,11 +52,6 @@ class ShardArguments:
     replica_rank: int = 0
     num_replica_groups: int = 1
 
-    @property
-    def is_leased(self) -> bool:
-        """Whether the samples are leased from the coordinator."""
-        return self.split == "train" and self.shards == "leased"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextArguments(ShardArguments):
@@ -90,25 +85,7 @@ class DatasetArguments(ShardArguments):
 
 @takes(DatasetArguments)
 def build_dataset_loader(**arguments: Any) -> DataLoader:
-    """Build a loader over any dataset that can be indexed, for this rank of this replica group.
-
-    Raises:
-        ValueError: An argument is impossible, or the dataset cannot be indexed or is too small.
-    """
-    options = DatasetArguments(**arguments)
-    return shard(
-        options.dataset,
-        options,
-        dataset_id=options.dataset_id,
-        collate_fn=options.collate_fn,
-        pin_memory=options.pin_memory,
-    )
-
-
-def shard(
-    dataset: Dataset[Any], options: ShardArguments, *, dataset_id: str | None, **of_torch: Any
-) -> DataLoader:
-    """Build a loader over this rank's share of a dataset.
+    """Build a loader over this rank's share of any dataset that can be indexed.
 
     "train" with shards "fixed": the samples are dealt to all ranks of all groups, in a new order
     every epoch. If a group is missing, its shard is not read.
@@ -121,68 +98,53 @@ def shard(
     and always the same, so that the first few batches (``eval_subset_num_batches``) are a fair
     sample and the same one at each evaluation.
 
-    Args:
-        dataset: Map-style, or a ``StreamingDataset``.
-        options: How to divide it.
-        dataset_id: Its name for the coordinator, if samples are leased.
-        **of_torch: Further arguments of the ``DataLoader``.
-
     Raises:
-        ValueError: The dataset cannot be indexed, or does not fill one batch.
+        ValueError: An argument is impossible, or the dataset cannot be indexed or is too small.
     """
-    if options.is_leased:
+    own = DatasetArguments(**arguments)
+    names = ("batch_size", "num_workers", "collate_fn", "pin_memory")
+    of_torch = {name: getattr(own, name) for name in names}
+    is_train, dataset = own.split == "train", own.dataset
+    if is_train and own.shards == "leased":
         return ReplicaDataLoader(
             dataset,
-            options.batch_size,
-            dataset_id=dataset_id,
-            unit_size=options.unit_size,
-            seed=options.seed,
-            shuffle=options.shuffle is not False,
-            num_workers=options.num_workers,
+            dataset_id=own.dataset_id,
+            unit_size=own.unit_size,
+            seed=own.seed,
+            shuffle=own.shuffle is not False,
             **of_torch,
         )
     if isinstance(dataset, IterableDataset):
         dataset = MapStyle(dataset)
-    is_train = options.split == "train"
-    shuffle = is_train if options.shuffle is None else options.shuffle
-    drop_last = is_train if options.drop_last is None else options.drop_last
-    if is_train:
-        sampler = DistributedSampler(
-            dataset,
-            replica_rank=options.replica_rank,
-            num_replica_groups=options.num_replica_groups,
-            group_rank=dist.get_global_rank(),
-            num_replicas=dist.get_world_size(),
-            shuffle=shuffle,
-            seed=options.seed,
-            drop_last=drop_last,
-        )
-    else:
-        dataset = _in_random_order(dataset, options.seed)
-        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=options.seed)
-    if drop_last and len(sampler) < options.batch_size:
+    drop_last = is_train if own.drop_last is None else own.drop_last
+    if not is_train:
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(own.seed))
+        dataset = Subset(dataset, order.tolist())
+    sampler = DistributedSampler(
+        dataset,
+        replica_rank=own.replica_rank if is_train else 0,
+        num_replica_groups=own.num_replica_groups if is_train else 1,
+        group_rank=dist.get_global_rank(),
+        num_replicas=dist.get_world_size(),
+        shuffle=is_train if own.shuffle is None else own.shuffle,
+        seed=own.seed,
+        drop_last=drop_last,
+    )
+    if drop_last and len(sampler) < own.batch_size:
         raise ValueError(
-            f"split={options.split!r} has {len(sampler)} samples for each rank, less than one "
-            f"batch of batch_size={options.batch_size}. Use more data, a smaller batch_size or "
-            "drop_last=False."
+            f"split={own.split!r} has {len(sampler)} samples for each rank, less than one batch of "
+            f"batch_size={own.batch_size}. Use more data, a smaller batch_size or drop_last=False."
         )
     return DataLoader(
         dataset,
-        batch_size=options.batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        num_workers=options.num_workers,
         # A DataLoader draws from torch's default generator whenever it starts. Simulated replicas
         # are threads that share it: without a generator of its own, a loader's order would depend
         # on which thread came first.
-        generator=torch.Generator().manual_seed(options.seed),
+        generator=torch.Generator().manual_seed(own.seed),
         **of_torch,
     )
-
-
-def _in_random_order(dataset: Any, seed: int) -> Subset:
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
-    return Subset(dataset, order.tolist())
 
 
 class TextBytes(Dataset[dict[str, torch.Tensor]]):
@@ -231,15 +193,18 @@ class TextBytes(Dataset[dict[str, torch.Tensor]]):
 
 
 @takes(TextArguments)
-def build_text_loader(**arguments: Any) -> DataLoader:
+def build_text_loader(
+    *, max_seq_len: int, path: str | None = None, split: Split = "train", **others: Any
+) -> DataLoader:
     """Build a loader over :class:`TextBytes` for this rank of this replica group.
 
-    :func:`shard` says how groups share the windows.
+    :func:`build_dataset_loader` says how groups share the windows.
 
     Raises:
         FileNotFoundError: The folder does not exist.
         ValueError: An argument is impossible, or the text does not fill one batch.
     """
-    options = TextArguments(**arguments)
-    text = TextBytes(options.path, max_seq_len=options.max_seq_len, split=options.split)
-    return shard(text, options, dataset_id=text.name if options.is_leased else None)
+    text = TextBytes(path, max_seq_len=max_seq_len, split=split)
+    is_leased = split == "train" and others.get("shards") == "leased"
+    name = text.name if is_leased else None  # it is read as a whole for its name
+    return build_dataset_loader(dataset=text, dataset_id=name, split=split, **others)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.membership import ask_for_run
+from composer_replication.data.fixed_shards import shard_of
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.group.run_folder import ReplicaFolder
 from composer_replication.options import ReplicaOptions
@@ -49,26 +50,10 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The config cannot be used.
     """
-    run_dir = run_dir_of(config)
-    section = {"run_dir": run_dir} | diloco_section(config)
+    config = config | {"run_dir": run_dir_of(config)}
+    section = {"run_dir": config["run_dir"]} | diloco_section(config)
     callback = build_one("callbacks", {"diloco": section})
-    replica_id = callback.options.replica_id
-    num_replicas = _num_replicas(callback.options)
-    trainer = build_trainer(
-        config,
-        callback,
-        replica_id=0 if replica_id is None else replica_id,
-        num_replicas=num_replicas,
-        run_dir=run_dir,
-    )
-    return _fit(trainer, callback, config, num_replicas, run_dir)
-
-
-def _num_replicas(options: ReplicaOptions) -> int:
-    """The number of groups that share the data. The loaders need it before the Trainer is built."""
-    if options.coordinator_addr is not None:
-        return ask_for_run(options).num_replicas
-    return options.num_replicas or 1
+    return _fit(build_trainer(config, callback), callback, config)
 
 
 def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[str, Any]]:
@@ -85,24 +70,17 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
         ConfigError: The config cannot be used.
         SimulationError: A group has failed.
     """
-    run_dir = config.get("run_dir")
     # Initial weights are drawn from torch's default generator, which the threads share. Without
     # the lock, groups that are built at the same time would start from different weights.
     building = threading.Lock()
 
     def replica(sim: SimulatedReplica) -> dict[str, Any]:
-        own = {"run_dir": run_dir, "replica_id": sim.replica_id, "num_replicas": sim.num_replicas}
-        section = diloco_section(config) | own
+        own = {"replica_id": sim.replica_id, "num_replicas": sim.num_replicas}
         with building:
+            section = diloco_section(config) | own | {"run_dir": config.get("run_dir")}
             callback = build_one("callbacks", {"diloco": section}, manager=sim.manager)
-            trainer = build_trainer(
-                config,
-                callback,
-                replica_id=sim.replica_id,
-                num_replicas=sim.num_replicas,
-                run_dir=run_dir,
-            )
-        return _fit(trainer, callback, config, sim.num_replicas, run_dir)
+            trainer = build_trainer(config, callback)
+        return _fit(trainer, callback, config)
 
     try:
         return simulate(replica, num_replicas=num_replicas, timeout_s=None)
@@ -113,25 +91,18 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
 
 
 @composers_errors_in_the_config()
-def build_trainer(
-    config: Mapping[str, Any],
-    diloco: DiLoCoCallback,
-    *,
-    replica_id: str | int,
-    num_replicas: int,
-    run_dir: str | None,
-) -> Trainer:
+def build_trainer(config: Mapping[str, Any], diloco: DiLoCoCallback) -> Trainer:
     """Build the Trainer of one replica group.
 
     Args:
-        config: From ``load_config``.
-        diloco: The group's DiLoCo callback.
-        replica_id: The group's id. With fixed shards it selects the shard of the data.
-        num_replicas: Number of groups that share the data.
-        run_dir: The run's folder. A relative ``save_folder`` lies in ``replica_<id>/`` below it.
+        config: From ``load_config``. A relative ``save_folder`` lies in ``replica_<id>/`` below its
+            ``run_dir``.
+        diloco: The group's DiLoCo callback, with its id. With fixed shards that selects the shard
+            of the data.
 
     Raises:
         ConfigError: A callable that the config names rejects a value, or Composer does.
+        ValueError: The group's id selects no shard.
     """
     reproducibility.seed_all(config.get("seed", 17))  # all groups start from the same weights
     model = build_one("model", config["model"])
@@ -146,14 +117,12 @@ def build_trainer(
         model=model,
         optimizers=optimizer,
         schedulers=build_one("scheduler", config.get("scheduler"), optimizer=optimizer),
-        train_dataloader=_build_loader(config, "train_loader", replica_id, num_replicas),
-        eval_dataloader=_build_loader(config, "eval_loader", replica_id, num_replicas)
-        if config.get("eval_loader")
-        else None,
+        train_dataloader=_build_loader(config, "train_loader", diloco.options),
+        eval_dataloader=_build_loader(config, "eval_loader", diloco.options),
         algorithms=build_all("algorithms", config.get("algorithms")),
         callbacks=[diloco, *build_all("callbacks", others)],
         loggers=build_all("loggers", config.get("loggers")),
-        save_folder=save_folder_of(config, run_dir, replica_id),
+        save_folder=save_folder_of(config, config.get("run_dir"), diloco.options.replica_id or 0),
         progress_bar=config.get("progress_bar", sys.stderr.isatty()),
         auto_log_hparams=False,
         **{key: config[key] for key in TRAINER_ARGUMENTS if config.get(key) is not None},
@@ -168,10 +137,10 @@ def _build_optimizer(section: Mapping[str, Any], model: ComposerModel) -> Optimi
     return found.build(params=params, named_parameters=model.named_parameters(), model=model)
 
 
-def _build_loader(
-    config: Mapping[str, Any], section: str, replica_id: str | int, num_replicas: int
-) -> Any:
-    contents, is_train = config[section], section == "train_loader"
+def _build_loader(config: Mapping[str, Any], section: str, options: ReplicaOptions) -> Any:
+    contents, is_train = config.get(section), section == "train_loader"
+    if not contents:
+        return None
     batch_size = None if is_train else config.get("device_eval_batch_size")
     if not batch_size:
         batch_size = config["global_train_batch_size"]
@@ -190,54 +159,32 @@ def _build_loader(
             f"dataset, dataset: {{{TARGET}: ...}}), or name a function that takes them"
         )
     is_leased = TARGET not in contents and contents.get("shards") == "leased"
-    is_sharded = is_train and knows_group and not is_leased
+    rank, groups = 0, 1
+    if is_train and knows_group and not is_leased:
+        run = options if options.coordinator_addr is None else ask_for_run(options)
+        groups = run.num_replicas or 1  # before the callback takes them over from the coordinator
+        rank = shard_of(options.replica_id or 0, groups)
     split = {} if "split" in contents else {"split": "train" if is_train else "eval"}
-    return found.build(
-        batch_size=batch_size,
-        replica_rank=replica_rank(replica_id, num_replicas) if is_sharded else 0,
-        num_replica_groups=num_replicas if is_sharded else 1,
-        **split,
-    )
+    return found.build(batch_size=batch_size, replica_rank=rank, num_replica_groups=groups, **split)
 
 
-def replica_rank(replica_id: str | int, num_replicas: int) -> int:
-    """The number of the data shard that a group reads, which is its replica id.
-
-    Raises:
-        ConfigError: The id is not a number below ``num_replicas``.
-    """
-    if not str(replica_id).isdecimal() or int(replica_id) >= num_replicas:
-        raise ConfigError(
-            f"replica_id={replica_id!r} selects no shard of the data: number the {num_replicas} "
-            f"groups 0 to {num_replicas - 1}, and set NUM_REPLICA_GROUPS (or num_replicas) in each"
-        )
-    return int(replica_id)
-
-
-def _fit(
-    trainer: Trainer,
-    callback: DiLoCoCallback,
-    config: Mapping[str, Any],
-    num_replicas: int,
-    run_dir: str | None,
-) -> dict[str, Any]:
+def _fit(trainer: Trainer, callback: DiLoCoCallback, config: Mapping[str, Any]) -> dict[str, Any]:
     began_at = trainer.state.timestamp.batch
     try:
         with composers_errors_in_the_config(lambda: trainer.state.timestamp.batch == began_at):
             trainer.fit()
-        evaluation = _evaluation(callback.result["eval"], trainer, config, num_replicas)
-        result = callback.result | {"eval": evaluation}
+        result = callback.result | {"eval": _evaluation(trainer, callback, config)}
     finally:
         trainer.close()
     if dist.get_global_rank() == 0:
-        folder = ReplicaFolder(run_dir, callback.result["replica_id"])
+        folder = ReplicaFolder(config.get("run_dir"), callback.result["replica_id"])
         folder.write_end(result)
         folder.enter("finished")
     return result
 
 
 def _evaluation(
-    metrics: Mapping[str, float], trainer: Trainer, config: Mapping[str, Any], num_replicas: int
+    trainer: Trainer, callback: DiLoCoCallback, config: Mapping[str, Any]
 ) -> dict[str, float]:
     """What a group's result says about its last evaluation.
 
@@ -245,11 +192,13 @@ def _evaluation(
     byte frequencies alone, of one that knows nothing, and of data parallel, if ``reference`` has it
     for this text and for as many tokens as here.
     """
+    metrics = callback.result["eval"]
     if "BitsPerByte" not in metrics or not is_text(config["train_loader"]):
-        return dict(metrics)
+        return metrics
     reference, key = config.get("reference") or {}, "data_parallel_bits_per_byte"
     text = getattr(getattr(trainer.state.train_dataloader, "dataset", None), "name", None)
-    here = {"text": text, "tokens": trainer.state.timestamp.token.value * num_replicas}
+    tokens = trainer.state.timestamp.token.value * (callback.options.num_replicas or 1)
+    here = {"text": text, "tokens": tokens}
     different = [f"{name} {here[name]}" for name in here if reference.get(name) != here[name]]
     if different and key in reference:
         log.info("No data parallel result is shown: none is known for %s", " and ".join(different))

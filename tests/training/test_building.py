@@ -136,7 +136,7 @@ def test_leases_are_of_a_dataset_with_a_name(loaded, own, name):
 def built(config):
     """Build what a group builds of a config."""
     callback = build_one("callbacks", {"diloco": config["callbacks"]["diloco"]})
-    build_trainer(config, callback, replica_id=0, num_replicas=2, run_dir=None).close()
+    build_trainer(config, callback).close()
 
 
 def test_our_leasing_loader_can_be_named_by_its_path(loaded):

@@ -29,10 +29,11 @@ def test_a_config_builds_its_trainer_and_splits_its_model(path):
     config = load_config(path, SMALL)
 
     def replica(sim):
-        section = config["callbacks"]["diloco"] | {"replica_id": 0, "run_dir": None}
+        own = {"replica_id": 0, "num_replicas": 1, "run_dir": None}
+        section = config["callbacks"]["diloco"] | own
         callback = build_one("callbacks", {"diloco": section}, manager=sim.manager)
         assert isinstance(callback, DiLoCoCallback)
-        trainer = build_trainer(config, callback, replica_id=0, num_replicas=2, run_dir=None)
+        trainer = build_trainer(config, callback)
         trainer.fit(duration="1ba")
         trainer.close()
         return callback.result["inner_steps"]

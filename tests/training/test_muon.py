@@ -460,11 +460,7 @@ def test_a_config_names_it_and_the_loss_falls(config):
 
 def test_a_config_hands_over_the_names_and_an_error_names_the_section(config):
     def build(*overrides):
-        trainer = build_trainer(
-            config(*overrides),
-            DiLoCoCallback(sync_every=4),
-            **{"replica_id": 0, "num_replicas": 1, "run_dir": None},
-        )
+        trainer = build_trainer(config(*overrides), DiLoCoCallback(sync_every=4))
         trainer.close()
         return trainer.state
 
