@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,11 +35,11 @@ from composer_replication.coordinator.database import RejectedError, StorageErro
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.page import page_html, with_record
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.run_settings import RunSettings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, digests_of
 from composer_replication.coordinator.work_units.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
+from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -47,22 +47,30 @@ Record = Callable[[], Mapping[str, Any]]
 """Returns what a run's folder adds to the page's data, or has more of; see ``RunData.page``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that groups receive beside its settings.
+    """What is fixed about a run.
 
     Args:
+        settings: DiLoCo settings of the run.
+        source: Where the settings come from, for people.
         num_replicas: Number of groups that a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
         digest_every: Of the groups that do not name it themselves.
         model_section: The config's ``model``, if it has one. Groups compare digests of its values
             with their own before they build the model.
+        record: What the run's folder adds to the page's data. None: the service knows no such
+            folder.
     """
 
+    settings: DiLoCoSettings
+    source: str
+    _: KW_ONLY
     num_replicas: int
     min_replicas: int = 1
     digest_every: int = 0
     model_section: Mapping[str, Any] | None = None
+    record: Record | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +78,20 @@ class RunData:
     """A run, and what there is to say about it.
 
     Args:
-        settings: Settings of the run.
+        facts: What is fixed about it.
         registry: Replica groups of the run.
         streams: Their sample streams.
         events: What has happened.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
-        facts: What groups receive beside the settings.
-        record: What the run's folder adds. None: the service knows no such folder.
         is_host_guessed: Whether nobody has named this machine. A group then reaches the lighthouse
             by the host by which it has reached this service.
     """
 
-    settings: RunSettings
+    facts: RunFacts
     registry: Registry
     streams: Streams
     events: Events
     lighthouse_addr: str
-    facts: RunFacts
-    record: Record | None = None
     is_host_guessed: bool = False
 
     def info(self, host: str | None = None) -> dict[str, Any]:
@@ -102,9 +106,11 @@ class RunData:
         return {
             "version": self.registry.versions["composer_replication"],
             "torchft": self.registry.versions["torchft"],
-            "settings": asdict(self.settings.settings),
-            "settings_source": self.settings.source,
-            **{field.name: getattr(self.facts, field.name) for field in fields(RunFacts)},
+            "settings": asdict(self.facts.settings),
+            "settings_source": self.facts.source,
+            "num_replicas": self.facts.num_replicas,
+            "min_replicas": self.facts.min_replicas,
+            "digest_every": self.facts.digest_every,
             "model_section": digests_of(self.facts.model_section or {}),
             "lighthouse_addr": lighthouse_addr,
             "heartbeat_timeout_s": self.registry.heartbeat_timeout_s,
@@ -130,7 +136,8 @@ class RunData:
     def page(self) -> dict[str, Any]:
         """Everything that the page shows; ``docs/watching.md`` describes it."""
         status = self.status()
-        return status if self.record is None else with_record(status, self.record())
+        record = self.facts.record
+        return status if record is None else with_record(status, record())
 
 
 def create_app(

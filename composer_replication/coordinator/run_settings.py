@@ -17,8 +17,14 @@ CREATE TABLE IF NOT EXISTS settings (
 """
 
 
-class RunSettings:
-    """The settings that all replica groups of a run have, from its start to its end.
+def store_settings(
+    database: Database,
+    events: Events,
+    settings: DiLoCoSettings,
+    source: str,
+    all_start: bool = False,
+) -> None:
+    """Keep the settings that all replica groups of a run have, from its start to its end.
 
     Args:
         database: Keeps them.
@@ -28,27 +34,13 @@ class RunSettings:
         all_start: Whether all replica groups start with this service, so that settings may have
             changed since it was last served. Otherwise groups may be training with those of before.
 
-    Attributes:
-        settings: The settings in force.
-        source: Where they come from, for people.
-
     Raises:
         RejectedError: Settings have changed, and groups may be training.
     """
-
-    def __init__(
-        self,
-        database: Database,
-        events: Events,
-        settings: DiLoCoSettings,
-        source: str,
-        all_start: bool = False,
-    ) -> None:
-        database.execute_schema(_SCHEMA)
-        with database.transaction() as cursor:
-            row = cursor.execute("SELECT settings FROM settings").fetchone()
-        self.settings, self.source = settings, source
-        now = _as_stored(settings)
+    database.execute_schema(_SCHEMA)
+    now = _as_stored(settings)
+    with database.transaction() as cursor:
+        row = cursor.execute("SELECT settings FROM settings").fetchone()
         before = now if row is None else _of_this_version(json.loads(row[0]))
         changes = ", ".join(
             f"{name} {before[name]!r} before, {now[name]!r} now" for name in differing(before, now)
@@ -60,12 +52,10 @@ class RunSettings:
                 "all groups, and start this coordinator with --new-settings before they resume; "
                 "or use another state folder for another run"
             )
-        with database.transaction() as cursor:
-            cursor.execute(
-                "INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", (json.dumps(now), self.source)
-            )
+        new = json.dumps(now), source
+        cursor.execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", new)
         if changes:
-            events.add(f"new settings from {self.source}: {changes}")
+            events.add(f"new settings from {source}: {changes}")
 
 
 def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:

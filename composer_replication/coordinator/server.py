@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 from composer_replication import __version__
 from composer_replication.arguments import takes
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
-from composer_replication.coordinator.api import Record, RunData, RunFacts, create_app
+from composer_replication.coordinator.api import RunData, RunFacts, create_app
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.run_settings import RunSettings
+from composer_replication.coordinator.run_settings import store_settings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.fence import fence
 from composer_replication.replica.addresses import bracketed, is_loopback
 from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.json_files import open_lock, replace_json
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
-from composer_replication.settings import DiLoCoSettings
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
@@ -39,13 +38,11 @@ LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CoordinatorArguments(RunFacts):
     """All arguments of ``Coordinator``.
 
     Args:
-        settings: DiLoCo settings of the run.
-        source: Where the settings come from, for people.
         state_dir: Folder of the run's state, which is created if it does not exist.
         bind: Address of the service, ``address:port``. The lighthouse uses the next port. With port
             0 each uses a free one.
@@ -55,15 +52,11 @@ class CoordinatorArguments(RunFacts):
         straggler_timeout_s: Seconds that a quorum waits for a group that is alive and has not
             joined.
         lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
-        all_start: Whether all groups start together with this service, see ``RunSettings``.
+        all_start: Whether all groups start together with this service, see ``store_settings``.
         ssl_certfile: Certificate (PEM) with which to serve HTTPS. None: plain HTTP.
         ssl_keyfile: Private key of the certificate.
-        record: What the run's folder adds to the page's data, see ``RunData``.
     """
 
-    settings: DiLoCoSettings
-    source: str
-    _: KW_ONLY
     state_dir: Path
     bind: str = "[::]:0"
     hostname: str | None = None
@@ -74,7 +67,6 @@ class CoordinatorArguments(RunFacts):
     all_start: bool = False
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
-    record: Record | None = None
 
 
 class Coordinator:
@@ -100,7 +92,7 @@ class Coordinator:
             opened.callback(os.close, open_lock(own.state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(own.state_dir / STATE)))
             events = Events(database)
-            run_settings = RunSettings(database, events, own.settings, own.source, own.all_start)
+            store_settings(database, events, own.settings, own.source, own.all_start)
             versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
             registry = Registry(database, events, versions, own.heartbeat_timeout_s)
             service = HttpService(own.bind, own.ssl_certfile, own.ssl_keyfile)
@@ -114,13 +106,11 @@ class Coordinator:
             self.lighthouse_addr = f"http://{host}:{port}"
             self.address = f"{'https' if own.ssl_certfile else 'http'}://{host}:{self._http.port}"
             self._run = RunData(
-                settings=run_settings,
+                facts=own,
                 registry=registry,
                 streams=Streams(database, registry, events),
                 events=events,
                 lighthouse_addr=self.lighthouse_addr,
-                facts=own,
-                record=own.record,
                 is_host_guessed=is_guessed,
             )
             app = create_app(

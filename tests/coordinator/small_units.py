@@ -37,7 +37,3 @@ def counts(units, epoch=0):
     progress = units.dataset("c4").epochs[epoch]
     assert progress.done + progress.leased + progress.available == progress.length == LENGTH
     return progress.done, progress.leased, progress.available
-
-
-def twice(units):
-    return units.dataset("c4").trained_twice

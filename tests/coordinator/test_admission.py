@@ -7,7 +7,6 @@ import asyncio
 import json
 
 import pytest
-from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from composer_replication.coordinator.admission import MAX_BODY, Admission
@@ -47,7 +46,8 @@ def test_without_the_token_no_byte_of_the_body_is_read(given):
     headers = {} if given is None else {"authorization": given}
     status, answer, num_read = ask(headers | {"content-length": "5"}, [b"1", b"2"])
     assert (status, num_read) == (401, 0)
-    assert "COMPOSER_REPLICATION_TOKEN" in answer["detail"]
+    which = "no" if given is None else "wrong"
+    assert answer["detail"].startswith(f"{which} token: set COMPOSER_REPLICATION_TOKEN")
 
 
 @pytest.mark.parametrize("path", ["/v1/info", "//v1/info", "/V1/info", "/docs", "/other"])
@@ -67,15 +67,6 @@ def test_a_body_that_says_it_is_too_large_is_not_read(length):
     status, answer, num_read = ask(headers, [b"1"])
     assert (status, num_read) == (413, 0)
     assert answer["detail"] == "the body is larger than 32 MiB"
-
-
-def test_a_chunked_body_is_read_up_to_the_limit():
-    headers = {"authorization": "Bearer secret"}
-    half = bytes(MAX_BODY // 2)
-    assert ask(headers, [half, half])[0] == 200
-    with pytest.raises(HTTPException) as error:
-        ask(headers, [half, half, b"1", half])
-    assert error.value.status_code == 413
 
 
 def test_the_application_answers_413_to_a_chunked_body(tmp_path):

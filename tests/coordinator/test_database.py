@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from contextlib import closing
 
 import pytest
@@ -31,13 +30,6 @@ def insert(database, *numbers, text=""):
 def numbers(database):
     with database.transaction() as cursor:
         return [n for (n,) in cursor.execute("SELECT number FROM rows ORDER BY number")]
-
-
-def test_what_a_transaction_wrote_is_there_when_the_file_is_opened_again(database, path):
-    insert(database, 1, 2)
-    database.close()
-    with closing(Database(path)) as again:
-        assert numbers(again) == [1, 2]
 
 
 def test_another_connection_sees_it_when_the_block_has_ended(database, path):
@@ -67,19 +59,6 @@ def test_an_inner_transaction_is_a_part_of_the_outer_one(database):
         insert(database, 2)
         insert(database, 3, 2)
     assert numbers(database) == []
-
-
-def test_threads_write_one_after_the_other(database):
-    def write(first):
-        for number in range(first, first + 50):
-            insert(database, number)
-
-    threads = [threading.Thread(target=write, args=(first,)) for first in (0, 50, 100, 150)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert numbers(database) == list(range(200))
 
 
 WRITER = """
@@ -125,16 +104,6 @@ def test_a_full_disk_is_an_error_of_that_call_alone(database, path):
         cursor.execute("PRAGMA max_page_count = 1000000")
     insert(database, 2)
     assert numbers(database) == [1, 2], "it goes on when there is space again"
-
-
-def test_a_full_disk_inside_an_inner_transaction_undoes_the_outer_one(database):
-    with database.transaction() as cursor:
-        (pages,) = cursor.execute("PRAGMA page_count").fetchone()
-        cursor.execute(f"PRAGMA max_page_count = {pages + 2}")
-    with pytest.raises(StorageError), database.transaction():
-        insert(database, 1)
-        insert(database, *range(2, 100), text="x" * 1000)
-    assert numbers(database) == []
 
 
 def test_a_file_that_cannot_be_written_is_a_storage_error(database, path):

@@ -2,19 +2,18 @@
 tests/coordinator/test_events.py"""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from composer_replication.coordinator.database import Database, RejectedError
+from composer_replication.coordinator.database import RejectedError
 from composer_replication.coordinator.events import Events, History
-from composer_replication.coordinator.page import MAX_POINTS, agreement_of
+from composer_replication.coordinator.page import MAX_POINTS
 
 
 @pytest.fixture
-def events(tmp_path):
-    database = Database(tmp_path / "state.sqlite")
-    yield Events(database)
-    database.close()
+def events(database):
+    return Events(database)
 
 
 @pytest.fixture
@@ -26,12 +25,12 @@ def texts(events):
     return [event["text"] for event in events.newest()]
 
 
-def test_the_newest_events_are_shown_and_more_are_kept(events, monkeypatch):
+def test_the_newest_events_are_shown_and_more_are_kept(events, database, monkeypatch):
     monkeypatch.setattr(Events, "KEPT", 60)
     for number in range(70):
         events.add(f"event {number}")
     assert texts(events) == [f"event {number}" for number in range(20, 70)]
-    with events._database.transaction() as cursor:
+    with database.transaction() as cursor:
         assert cursor.execute("SELECT count(*) FROM events").fetchone() == (60,)
 
 
@@ -47,8 +46,8 @@ def test_what_a_request_has_done_or_why_not_is_an_event_with_its_address(events,
     assert [record.message.lower() for record in caplog.records] == [e.lower() for e in expected]
 
 
-def test_a_request_that_was_served_is_answered_on_a_full_disk_too(events, caplog):
-    with events._database.transaction() as cursor:
+def test_a_request_that_was_served_is_answered_on_a_full_disk_too(events, database, caplog):
+    with database.transaction() as cursor:
         (pages,) = cursor.execute("PRAGMA page_count").fetchone()
         cursor.execute(f"PRAGMA max_page_count = {pages}")
     for number in range(300):
@@ -102,5 +101,15 @@ def test_after_a_resume_digests_from_before_it_are_not_compared(history):
 def test_memory_for_digests_has_a_bound(history):
     for step in range(History.MAX_DIGESTS + 50):
         tell(history, "0", step, "aa")
-    assert len(history._digests) == History.MAX_DIGESTS
-    assert agreement_of({}) is None
+    tell(history, "1", 49, "aa")
+    assert history.agreement() is None, "that step is forgotten"
+    tell(history, "1", History.MAX_DIGESTS, "aa")
+    assert history.agreement()["outer_step"] == History.MAX_DIGESTS
+
+
+def test_losses_are_read_while_heartbeats_add_groups(history):
+    with ThreadPoolExecutor() as pool:
+        told = pool.map(lambda n: history.add(str(n), {"batch": 1, "loss": 1.0}), range(3000))
+        while len(history.losses()) < 3000:
+            pass
+    assert len([*told]) == 3000
