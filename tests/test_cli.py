@@ -53,16 +53,24 @@ def test_a_lighthouse_that_does_not_answer_is_noticed_before_composer_is_importe
     assert "no lighthouse answers at http://localhost:1" in answer.stderr
 
 
-def test_nothing_heavy_is_imported_before_the_input_is_known_good(config):
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [
+        ("train {} model.name=x", "{'torch', 'composer'}"),
+        ("plan --params 7B --step-time 1 --groups 2", "{'torch', 'composer', 'numpy'}"),
+    ],
+)
+def test_nothing_heavy_is_imported_before_the_input_is_known_good(config, command, heavy):
     check = (
         "import sys\n"
         "from composer_replication.cli import app\n"
-        "import composer_replication.launch.launcher\n"
-        "try: app(['train', sys.argv[1], 'model.name=x'], standalone_mode=False)\n"
+        "if sys.argv[1] == 'train': import composer_replication.launch.launcher\n"
+        "try: app(sys.argv[1:], standalone_mode=False)\n"
         "except ValueError: pass\n"
-        "sys.exit(bool({'torch', 'composer'} & sys.modules.keys()))"
+        f"sys.exit(bool({heavy} & sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", check, config]).returncode == 0
+    words = command.format(config).split()
+    assert subprocess.run([sys.executable, "-c", check, *words]).returncode == 0
 
 
 @at_once

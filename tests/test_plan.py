@@ -7,8 +7,6 @@ import json
 import math
 import shlex
 import statistics
-import subprocess
-import sys
 
 import pytest
 from page_blocks import ROOT, block
@@ -152,18 +150,22 @@ def test_rounds_that_were_measured():
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("7B", 7e9), ("124M", 124e6), ("7e9", 7e9), ("1.5 T", 1.5e12), ("10", 10)]
+    ("read", "text", "number"),
+    [
+        (parse_params, "7B", 7e9),
+        (parse_params, "124M", 124e6),
+        (parse_params, "7e9", 7e9),
+        (parse_params, "1.5 T", 1.5e12),
+        (parse_params, "10", 10),
+        (parse_link, "10Gbit", 1e10),
+        (parse_link, "1Gb/s", 1e9),
+        (parse_link, "250MB/s", 2e9),
+        (parse_link, ".5 Gbit/s", 5e8),
+        (parse_link, "56kbps", 56e3),
+    ],
 )
-def test_a_number_of_parameters_is_read(text, number):
-    assert parse_params(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [("10Gbit", 1e10), ("1Gb/s", 1e9), ("250MB/s", 2e9), (".5 Gbit/s", 5e8), ("56kbps", 56e3)],
-)
-def test_a_link_is_read(text, bits):
-    assert parse_link(text) == bits
+def test_numbers_of_parameters_and_links_are_read(read, text, number):
+    assert read(text) == number
 
 
 @pytest.mark.parametrize(
@@ -229,18 +231,6 @@ def test_the_table_by_hand():
 def test_bad_input_is_refused_with_the_value_and_the_fix(arguments, message):
     answer = plan(*arguments)
     assert isinstance(answer.exception, ValueError) and message in str(answer.exception)
-
-
-def test_as_a_command_it_needs_neither_torch_nor_composer_nor_numpy():
-    check = (
-        "import sys\n"
-        "from composer_replication.cli import app\n"
-        "app(sys.argv[1:], standalone_mode=False)\n"
-        "sys.exit(bool({'torch', 'composer', 'numpy'} & sys.modules.keys()))"
-    )
-    command = [sys.executable, "-c", check, *GIVEN]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    assert answer.returncode == 0 and "vanilla" in answer.stdout, answer.stderr
 
 
 def test_the_shares_that_others_have_measured_are_near_the_planned_ones():

@@ -76,32 +76,6 @@ def test_a_manifest_is_valid(manifest):
     check(manifest)
 
 
-def keys(node, path=()):
-    """The path of each key that a schema names."""
-    children = node.items() if isinstance(node, dict) else enumerate(node)
-    for key, value in children:
-        if isinstance(key, str):
-            yield (*path, key)
-        if isinstance(value, dict | list) and key not in FREE:
-            yield from keys(value, (*path, key))
-
-
-@pytest.mark.parametrize("manifest", MANIFESTS)
-@pytest.mark.slow
-def test_each_misspelt_key_is_found(manifest):
-    paths = list(keys(manifest))
-    assert len(paths) > 5
-    for *above, key in paths:
-        misspelt = copy.deepcopy(manifest)
-        node = misspelt
-        for step in above:
-            node = node[step]
-        node[f"{key}s"] = node.pop(key)
-        with pytest.raises(Invalid):
-            check(misspelt)
-            pytest.fail(f"{[*above, key]} is misspelt, and nothing says so", pytrace=False)
-
-
 def manifest_of(kind):
     return next(param.values[0] for param in MANIFESTS if param.values[0]["kind"] == kind)
 

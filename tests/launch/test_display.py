@@ -70,36 +70,6 @@ def test_in_a_file_there_is_one_line_an_outer_step_and_one_in_thirty_seconds(
     assert [int(re.match(r"outer step (\d+)", text)[1]) for text in texts_of(console)] == steps
 
 
-def test_a_line_in_a_file_is_short_for_any_number_of_groups(tmp_path, clock):
-    console = file_console()
-    recorded(tmp_path, 32)
-    Display(console, LiveRun(tmp_path, range(32))).refresh(is_last=True)
-    (line,) = lines_of(console)
-    assert line[10:].startswith("outer step 2: 32 of 32 groups, round 2 / 20")
-    assert len(line) < 120
-
-
-def test_events_are_written_when_they_happen(tmp_path, clock):
-    console = file_console()
-    display = Display(console, LiveRun(tmp_path, range(2)))
-    recorded(tmp_path, 2)
-    events = [
-        {"phase": "restarting", "restart_at": 0.0},
-        {"phase": "joining"},
-        {"phase": "training", "outer_step": 3},
-    ]
-    display.refresh(is_last=True)
-    for event in events:
-        clock.now += 1.0
-        write_group(tmp_path, 1, **event)
-        display.refresh()
-    display.say("group 7 was ended by SIGKILL")
-    assert [re.sub(r"\d+ s,", "N s,", text) for text in texts_of(console)[1:]] == [
-        "group 1 is back after N s, at outer step 3",
-        "group 7 was ended by SIGKILL",
-    ]
-
-
 def test_the_table_of_a_terminal_is_drawn_several_times_a_second(tmp_path, clock, monkeypatch):
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
     recorded(tmp_path, 2)
@@ -110,17 +80,6 @@ def test_the_table_of_a_terminal_is_drawn_several_times_a_second(tmp_path, clock
             clock.now += 0.1
             display.refresh()
     assert 25 <= len(drawn) <= 34 and all(named["refresh"] for named in drawn)
-
-
-def test_on_a_terminal_events_stand_above_the_table(tmp_path):
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
-    recorded(tmp_path, 2)
-    with Display(console, LiveRun(tmp_path, range(2))) as display:
-        display.refresh(is_last=True)
-        display.say("group 1 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)")
-        display.refresh(is_last=True)
-    text = Text.from_ansi(console.file.getvalue()).plain
-    assert text.index("SIGKILL") < text.rindex("group  state")
 
 
 def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monkeypatch):

@@ -176,31 +176,24 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
         assert environ["COMPOSER_REPLICATION_HANG_TIMEOUT_S"] == "600"
 
 
-@pytest.mark.integration
-def test_groups_that_end_with_different_parameters_are_a_failed_run(tmp_path, capsys):
-    assert launch_script(tmp_path, TRAINS, "cd") == 1
-    output = capsys.readouterr()
-    assert "DIFFERENT: group 0 abababab (2 outer steps), group 1 cdcdcdcd" in output.out
-    assert "ended with different global parameters" in output.err
+HAS_JOINED = "(folder / 'status.json').write_text('{\"inner_steps\": 1}'); print('goodbye')"
+BAD_INPUT = "print('a setting'); print('Error: t_warmup=5xx'); raise SystemExit(2)"
 
 
 @pytest.mark.integration
-def test_a_group_that_crashes_ends_the_run_with_its_error(tmp_path, capsys):
-    assert launch_script(tmp_path, CRASHES) == 1
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (TRAINS, 1, "The groups ended with different global parameters"),
+        (CRASHES, 1, r"\AError: ValueError: .*'no number' \(group 1, \S+/replica_1/log.txt\)\n\Z"),
+        (BAD_INPUT, 2, r"\AError: t_warmup=5xx \(groups? \d.*, \S+/replica_\d/log.txt\)\n\Z"),
+        (HAS_JOINED, 1, "(?s)replica_0/events.jsonl has no end with a result.*goodbye"),
+    ],
+)
+def test_a_run_that_fails_ends_all_groups_and_says_why(tmp_path, capsys, body, status, said):
+    assert launch_script(tmp_path, body, "cd") == status
+    assert re.search(said, capsys.readouterr().err)
     assert alive(pids_of(tmp_path)) == []
-    said = capsys.readouterr().err
-    error = "ValueError: invalid literal for int() with base 10: 'no number'"
-    assert said == f"Error: {error} (group 1, {tmp_path / 'run' / 'replica_1' / 'log.txt'})\n"
-
-
-@pytest.mark.integration
-def test_bad_input_of_a_group_is_bad_input_of_the_launch_and_its_error_stands_last(
-    tmp_path, capsys
-):
-    body = "print('a setting'); print('Error: t_warmup=5xx'); raise SystemExit(2)"
-    assert launch_script(tmp_path, body) == 2
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"Error: t_warmup=5xx \(groups? \d.*, \S+/replica_\d/log.txt\)\n", said)
 
 
 @pytest.mark.integration
@@ -213,14 +206,6 @@ def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_pat
     assert "started again           group 1 1 time" in said
     assert "group 1 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)\n" in said
     assert alive(pids_of(tmp_path)) == []
-
-
-@pytest.mark.integration
-def test_a_group_that_ends_without_a_result_is_a_failed_run(tmp_path, capsys):
-    has_joined = "(folder / 'status.json').write_text('{\"inner_steps\": 1}')"
-    assert launch_script(tmp_path, f"{has_joined}; print('goodbye')") == 1
-    said = capsys.readouterr().err
-    assert "replica_0/events.jsonl has no end with a result" in said and "goodbye" in said
 
 
 SAVES = """

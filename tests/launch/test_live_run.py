@@ -7,7 +7,6 @@ import pytest
 from recorded_groups import group_of, recorded, run_of, sync_line, write_group
 from run_events import write_events
 
-from composer_replication.launch.group import Group
 from composer_replication.launch.live_run import LiveRun
 
 
@@ -79,14 +78,6 @@ def test_a_group_keeps_its_last_digests_only(tmp_path):
     steps = [*range(1, 1500), *range(1400, 1600)]  # 100 made again after a resume
     group = group_of(write_group(tmp_path, 0, syncs=[sync_line(step) for step in steps]))
     assert list(group.digests) == list(range(600, 1600))
-
-
-def test_lines_that_are_no_syncs_are_passed_over(tmp_path):
-    folder = write_group(tmp_path, 0, syncs=[sync_line(7)])
-    write_events(folder, "evaluation", {"eval": {"loss": 1.0}})
-    group = Group(folder)
-    group.read()
-    assert group.outer_step == 7
 
 
 @pytest.mark.parametrize(

@@ -32,16 +32,63 @@ def finish_after(restarts):
     return look
 
 
-def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path):
-    write(tmp_path, 0), write(tmp_path, 1)
-
+@pytest.mark.parametrize(
+    ("phase", "lives", "options"),
+    [
+        ("training", [-9, None], {}),
+        ("training", [1, None], {}),
+        (None, [-9, None], {}),
+        ("joining", [-9, None], {}),
+        ("joining", [143, None], {}),
+        ("joining", [247, None], {}),
+        (None, [1, 1, None], {"start_retries": 2}),
+        (None, [1, -9, 1, None], {"start_retries": 2}),
+    ],
+)
+def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path, phase, lives, options):
+    write(tmp_path, 0)
+    if phase is not None:
+        write(tmp_path, 1, phase, syncs=int(phase == "training"))
+    restarts = len(lives) - 1
     failed, supervisor, groups = supervise(
-        tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_after(1)
+        tmp_path, {0: [None], 1: lives}, on_look=finish_after(restarts), **options
     )
-    assert failed == {}
-    assert supervisor.restarts == {"0": 0, "1": 1}
-    assert groups.started == [1]
-    assert groups.ended == [1, 0, 1]  # its other ranks and workers, before it starts again
+    assert failed == {} and supervisor.restarts == {"0": 0, "1": restarts}
+    assert groups.started == [1] * restarts
+    # Its other ranks and workers end before it starts again.
+    assert groups.ended == [1] * restarts + [0, 1]
+
+
+def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
+    # Its two attempts to start have failed, since the other died in them.
+    write(tmp_path, 0, "joining", syncs=0)
+    lives = {1: [-9, None], 0: [1, None]}
+    failed, supervisor, _ = supervise(tmp_path, lives, on_look=finish_after(2))
+    assert failed == {} and supervisor.restarts == {"0": 1, "1": 1}
+
+
+@pytest.mark.parametrize(
+    ("phase", "lives", "options", "failed"),
+    [
+        pytest.param("training", [2], {}, 2, id="bad input"),
+        pytest.param("training", [2], {"start_retries": 3}, 2, id="bad input, whatever is asked"),
+        pytest.param("rejected", [1], {}, 2, id="what the callback has rejected"),
+        pytest.param("rejected", [1], {"start_retries": 3}, 2, id="whatever is asked for"),
+        pytest.param(None, [1], {}, 1, id="an error of its own before it joined"),
+        pytest.param("starting", [1], {}, 1, id="before its callback has said anything"),
+        pytest.param("joining", [1], {}, 1, id="while it joins"),
+        pytest.param("starting", [1, 1, 1], {"start_retries": 1}, 1, id="too often"),
+        pytest.param("training", [-9], {"max_restarts": 0}, -9, id="no restarts are allowed"),
+    ],
+)
+def test_what_is_not_tried_again_ends_the_run(tmp_path, phase, lives, options, failed):
+    write(tmp_path, 0, "joining", syncs=0)
+    if phase is not None:
+        write(tmp_path, 1, phase, syncs=int(phase == "training"))
+    again = len(lives) > 1
+    found, supervisor, groups = supervise(tmp_path, {0: [None], 1: lives}, **options)
+    assert found == {1: failed} and groups.started == [1] * again
+    assert supervisor.records[1].deaths == [lives[0]] * (1 + again)
 
 
 @pytest.mark.parametrize("lives", [[1, 1, 1, 7], [1, 2]], ids=["restarts used up", "bad input"])
@@ -83,27 +130,6 @@ def test_a_sync_in_between_starts_the_count_anew(tmp_path):
     assert failed == {} and supervisor.restarts["1"] == 6
 
 
-@pytest.mark.parametrize(
-    ("phase", "status", "options", "failed"),
-    [
-        pytest.param("training", 2, {}, 2, id="bad input"),
-        pytest.param("rejected", 1, {}, 2, id="what the callback has rejected"),
-        pytest.param("rejected", 1, {"start_retries": 3}, 2, id="whatever is asked for"),
-        pytest.param(None, 1, {}, 1, id="an error of its own before it joined"),
-        pytest.param("starting", 1, {}, 1, id="before its callback has said anything"),
-        pytest.param("joining", 1, {}, 1, id="while it joins"),
-        pytest.param("training", -9, {"max_restarts": 0}, -9, id="no restarts are allowed"),
-    ],
-)
-def test_what_is_not_tried_again_ends_the_run(tmp_path, phase, status, options, failed):
-    write(tmp_path, 0)
-    if phase is not None:
-        write(tmp_path, 1, phase, syncs=int(phase == "training"))
-    found, supervisor, groups = supervise(tmp_path, {0: [None], 1: [status]}, **options)
-    assert found == {1: failed} and groups.started == []
-    assert supervisor.records[1].deaths == [status]
-
-
 @pytest.mark.parametrize(("lives", "failed"), [([2, 1, None], {}), ([1, 1, 1, 1], {1: 2})])
 def test_what_was_accepted_once_is_tried_again_when_it_is_rejected(tmp_path, lives, failed):
     write(tmp_path, 0), write(tmp_path, 1, "rejected")
@@ -119,20 +145,6 @@ def test_what_was_accepted_once_is_tried_again_when_it_is_rejected(tmp_path, liv
     seen, supervisor, _ = supervise(tmp_path, {0: [None], 1: lives}, on_look=finish_when_back)
     left_out = {id: r.status for id, r in supervisor.records.items() if r.status}
     assert seen | left_out == failed and supervisor.restarts["1"] == len(lives) - 1
-
-
-@pytest.mark.parametrize("lives", [[1, 1, 0], [1, -9, 1, 0]])
-def test_a_start_that_fails_is_tried_again_if_that_is_asked_for(tmp_path, lives):
-    failed, supervisor, _ = supervise(tmp_path, {"a": lives}, start_retries=2)
-    assert failed == {} and supervisor.restarts == {"a": len(lives) - 1}
-
-
-def test_a_start_that_fails_too_often_ends_the_run(tmp_path):
-    write(tmp_path, 0, "joining", syncs=0), write(tmp_path, 1, "starting", syncs=0)
-    failed, _, groups = supervise(tmp_path, {0: [None], 1: [1, 1, 1, 0]}, start_retries=1)
-    assert failed == {1: 1} and groups.started == [1]
-    failed, _, groups = supervise(tmp_path, {"a": [2]}, start_retries=3)
-    assert failed == {"a": 2} and groups.started == []
 
 
 @pytest.mark.parametrize(
@@ -157,29 +169,6 @@ def test_an_error_before_it_joined_that_would_come_again_ends_the_run(
     seen, _, groups = supervise(tmp_path, lives, start_retries=1)
     assert {*seen} <= {*failed} and {*seen.values()} == {*failed.values()}
     assert groups.started == started or len(started) > 1
-
-
-@pytest.mark.parametrize(
-    ("status", "phase"),
-    [(-9, None), (-9, "joining"), (143, "joining"), (247, "joining"), (1, "training")],
-)
-def test_a_group_killed_before_the_first_commit_is_started_again(tmp_path, status, phase):
-    if phase is not None:
-        write(tmp_path, 1, phase, syncs=0)
-
-    failed, supervisor, _ = supervise(
-        tmp_path, {0: [None], 1: [status, None]}, on_look=finish_after(1)
-    )
-    assert failed == {} and supervisor.restarts["1"] == 1
-
-
-def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
-    # Its two attempts to start have failed, since the other died in them.
-    write(tmp_path, 0, "joining", syncs=0)
-    failed, supervisor, _ = supervise(
-        tmp_path, {1: [-9, None], 0: [1, None]}, on_look=finish_after(2)
-    )
-    assert failed == {} and supervisor.restarts == {"0": 1, "1": 1}
 
 
 def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_path):
