@@ -20,13 +20,15 @@ html_theme = "furo"
 html_show_copyright = False
 html_show_sphinx = False
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+highlight_language = "text"  # a block without a language is output
 myst_heading_anchors = 4  # as git hosts make them
 
 nb_execution_mode = "off"  # tests/test_tutorial.py executes it, and its outputs are stored
 nb_merge_streams = True
 
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["transformers"]  # it is not in the environment of the site
 autodoc_inherit_docstrings = False  # torch's and torchft's are theirs
 autoclass_content = "both"
 autodoc_typehints = "none"  # they are beside each argument's description
@@ -55,8 +57,17 @@ def add_types(app: Sphinx, what: str, name: str, of: Any, options: Any, lines: l
 
 def annotation(parameter: inspect.Parameter) -> str:
     kind = parameter.annotation
-    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    text = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    # Of a field that __post_init__ fills, the code has the type that it has from then on.
+    return f"{text} | None" if parameter.default is None and "None" not in text else text
+
+
+def leave_out_of_the_search(app: Sphinx, doctree: Any) -> None:
+    """Decisions are for who changes the code: the search would find them before the pages."""
+    if app.env.docname.startswith("adrs/"):
+        app.env.metadata[app.env.docname]["nosearch"] = "true"
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", leave_out_of_the_search)
     app.connect("autodoc-process-docstring", add_types, priority=400)  # napoleon has 500

@@ -1,5 +1,6 @@
 """What the documents tell people to type and to read. Run: pytest tests/test_docs.py"""
 
+import importlib.util
 import inspect
 import json
 import re
@@ -122,5 +123,8 @@ def test_the_reference_names_what_there_is_and_every_public_name():
     named = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     public = {f"composer_replication.{name}" for name in composer_replication.__all__}
     assert public | {"composer_replication.make_manager"} <= {*named}
+    has_transformers = importlib.util.find_spec("transformers") is not None
     for name in named:
+        if not has_transformers and name.startswith("composer_replication.hf."):
+            continue
         assert inspect.getdoc(resolve_name(":".join(name.rsplit(".", 1)))), name
