@@ -10,7 +10,7 @@
 # make chaos: trains under injected faults (docs/chaos.md). ARGS="--duration 180 --seed 1 --kinds
 # kill,hang --replicas 3" and the like; with a config or -- and a command in place of the quickstart.
 # make docs: builds the site from docs/ into build/docs.
-# make release-check: builds sdist and wheel, and tries the wheel in an empty environment.
+# make release-check: builds sdist and wheel, and tries the wheel with the newest torch and with 2.7.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -132,7 +132,7 @@ $(DOCS)/.installed: pyproject.toml
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all,docs]'
 	touch $@
 
-# CHANGELOG, sdist, wheel, and spike 008 from the wheel, with the newest torch: some minutes.
+# CHANGELOG, sdist, wheel, and spike 008 from the wheel, with two versions of torch: some minutes.
 release-check: $(RELEASE)/.installed
 	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH python .ci/release_check.py
 

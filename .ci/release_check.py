@@ -1,8 +1,9 @@
 """Check that this version can be released, and build it. Run: make release-check
 
 The files that name the version agree, and CHANGELOG.md has a section for it. sdist and wheel are
-built into dist/, and twine accepts both. The wheel is installed into an empty environment, in which
-spike 008 then runs: without extras, and without the files of this repository.
+built into dist/, and twine accepts both. The wheel is installed into empty environments, one with
+the newest torch and one with 2.7, in which spike 008 then runs: without extras, and without the
+files of this repository.
 """
 
 import re
@@ -17,6 +18,9 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
 SPIKE = ROOT / "spikes" / "008-diloco"
+
+TORCHES = ("torch", "torch==2.7.*")
+"""The newest one, and the oldest that pyproject.toml allows."""
 
 NAMED_IN = {
     "composer_replication/__init__.py": r'^__version__ = "(.*)"$',
@@ -84,13 +88,13 @@ def build() -> Path:
     return wheel
 
 
-def run_spike(wheel: Path) -> None:
-    """Run spike 008 in an environment that has this wheel, pytest and nothing else."""
+def run_spike(wheel: Path, torch: str) -> None:
+    """Run spike 008 in an environment that has this wheel, a torch, pytest and nothing else."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "venv", with_pip=True)
         python = folder / "venv" / "bin" / "python"
-        run(python, "-m", "pip", "install", "--quiet", wheel, "pytest", cwd=folder)
+        run(python, "-m", "pip", "install", "--quiet", wheel, torch, "pytest", cwd=folder)
         shutil.copytree(SPIKE, folder / "spike")
         run(python, "-I", "-m", "pytest", "-q", "-c", "/dev/null", "spike", cwd=folder)
 
@@ -101,7 +105,8 @@ def main() -> None:
         sys.exit("\n".join(f"Error: {error}" for error in found))
     run("cffconvert", "--validate", "--infile", "CITATION.cff")
     wheel = build()
-    run_spike(wheel)
+    for torch in TORCHES:
+        run_spike(wheel, torch)
     print(f"{wheel.name} can be released. To upload it: twine upload dist/*")
 
 

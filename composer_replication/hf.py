@@ -137,8 +137,9 @@ class DiLoCoTrainerCallback(TrainerCallback):
 
     Each group is a training job of its own, under plain ``python`` or ``torchrun``. The arguments,
     their defaults, the environment variables and the logged metrics are those of
-    :class:`DiLoCoCallback`. Evaluations and saved models are of the global parameters. A checkpoint
-    of the Trainer also has ``diloco.pt``, with which ``resume_from_checkpoint`` continues exactly.
+    :class:`composer_replication.DiLoCoCallback`. Evaluations and saved models are of the global
+    parameters. A checkpoint of the Trainer also has ``diloco.pt``, with which
+    ``resume_from_checkpoint`` continues exactly.
 
     Example:
         .. code-block:: python
