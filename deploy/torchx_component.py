@@ -49,7 +49,7 @@ def group(
         },
         # One app with a role a group would be one job, which ends and begins as a whole.
         num_replicas=1,
-        # torchx's own retries are a second line: `run` starts the group again within seconds.
+        # `run` starts a group again within seconds; torchx's own retries take longer.
         max_retries=0,
         resource=specs.Resource(cpu=cpu, gpu=gpu, memMB=memMB),
     )
