@@ -22,7 +22,7 @@ from composer_replication.diloco.own_model import own_model, settings_of, tell_s
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
-from composer_replication.diloco.saved_state import in_flight_state, load_saved_state, saved_state
+from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -333,12 +333,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, the state has to be written before
                 the next inner step; that saves host memory of twice the model's size.
         """
-        in_flight = in_flight_state(self._outer.in_flight)
-        return saved_state(self._state, self._outer.fragments, in_flight, copies=copies) | {
-            "inner_steps": self.inner_steps,
-            "local_step": self._local_step,
-            "round_length": self._outer.round_length.state_dict(),
-        }
+        return saved_state(self._outer, copies=copies) | {"local_step": self._local_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. The model's parameters are loaded elsewhere.
@@ -350,12 +345,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             SettingsMismatch: It was saved for another model, other fragments or another kind of
                 outer optimizer.
         """
-        load_saved_state(state_dict, self._state, self._outer.fragments)
-        # Older checkpoints have no round_length: there, all turns were equally long.
-        self._outer.resume(state_dict["inner_steps"], state_dict.get("round_length"))
+        load_saved_state(state_dict, self._outer)
         self._follow_schedule()
-        self._local_step, in_flight = state_dict["local_step"], state_dict["in_flight"]
+        self._local_step = state_dict["local_step"]
+        # Under other settings than the checkpoint's, the schedule may not be between a sync's
+        # quorum and its vote: the pseudo-gradient is then computed anew.
         before_prepare = self._sync_every - self._fragment_sync_delay - 1
-        is_in_turn = before_prepare < self._local_step < self._sync_every
-        if not self._outer.load_in_flight(in_flight, is_due=is_in_turn):
+        is_due = before_prepare < self._local_step < self._sync_every
+        if not load_in_flight(state_dict["in_flight"] if is_due else None, self._outer):
             self._local_step = min(self._local_step, before_prepare)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torchft.manager import Manager
 
+from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.averaging.weighted_mean import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.hang_watch import SyncClock
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
@@ -54,12 +54,10 @@ class FragmentSync(_StreamingDiLoCoFragment):
         manager: The torchft manager, or its simulated double.
         fragment_id: The fragment's index in the order of syncs, from 0.
         global_parameters: Its parameters, local and global, and their outer optimizer.
-        inner_optimizer: Passed on to torchft.
+        arguments: What ``DiLoCo`` was built with: where messages are summed.
         settings: The run's settings.
-        clock: Records when a quorum has formed and when a vote is over.
         state: The global state that the outer step changes.
         peer_table: The table whose allreduce goes with this fragment's.
-        message_device: See ``DiLoCo``.
     """
 
     def __init__(
@@ -67,19 +65,17 @@ class FragmentSync(_StreamingDiLoCoFragment):
         manager: DiLoCoManager | Manager,
         fragment_id: int,
         global_parameters: GlobalParameters,
-        inner_optimizer: torch.optim.Optimizer,
+        arguments: DiLoCoArguments,
         settings: DiLoCoSettings,
-        clock: SyncClock,
         state: GlobalState,
         peer_table: PeerTable,
-        message_device: torch.device | None = None,
     ) -> None:
         super().__init__(
             cast(Manager, manager),
             nn.Module(),
             fragment_id,
             settings.sync_every // settings.fragment_count * (fragment_id + 1),
-            inner_optimizer,
+            arguments.inner_optimizer,
             global_parameters.optimizer,
             settings.sync_every,
             fragment_sync_delay=settings.fragment_sync_delay,
@@ -87,13 +83,12 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
         self.fragment_id = fragment_id
         self.globals = global_parameters
-        self._clock = clock
         self._state = state
         self._peer_table = peer_table
         self._settings = settings
         self._local = [*global_parameters.local_tensors.values()]
         model_device = local_tensor(self._local[0]).device
-        self.device = message_device or model_device
+        self.device = torch.device(arguments.message_device or model_device)
         self.mean = make_mean(
             global_parameters.share,
             self.device,
@@ -222,17 +217,17 @@ class FragmentSync(_StreamingDiLoCoFragment):
                 self._report(error)
             raise
         self.unsynced.packed.local = None  # no longer in flight
-        self._clock.vote_over()
         return self.committed
 
     def _set_grads(self) -> None:
         self.total_contribution = self.mean.finish()
         if self.total_contribution > 0.0:
-            self._state.begin_outer_step()
-            self.globals.take_outer_step(
-                self.mean, self._write_back_alpha, replaces=self._peer_table.is_replacing
-            )
-            self.globals.copied.take() if self._copies_first else self.globals.copied.write_back()
+            table, globals_ = self._peer_table, self.globals
+            with self._state.outer_step_of(table.synced_samples):
+                globals_.take_outer_step(
+                    self.mean, self._write_back_alpha, replaces=table.is_replacing
+                )
+                globals_.copied.take() if self._copies_first else globals_.copied.write_back()
         self.mean.clear()
 
     def _merge_parameters(self) -> None:

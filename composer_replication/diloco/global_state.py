@@ -139,7 +139,7 @@ class GlobalState:
             RuntimeError: An outer step was broken off half way, by Ctrl-C or an error.
         """
         with self._whole:
-            if self._is_in_outer_step:  # this very thread was in it
+            if self._is_in_outer_step:
                 raise RuntimeError(
                     f"outer step {self.outer_step + 1} was broken off half way, so part of the "
                     "global parameters have moved and part have not: build a new Trainer, which "
@@ -158,29 +158,30 @@ class GlobalState:
         pairs = zip(self._fragments, state["fragments"], strict=True)
         return state | {"fragments": [gather(fragment, own) for fragment, own in pairs]}
 
-    def begin_outer_step(self) -> None:
-        """Lock the state for an outer step, which takes the numbers that the schedule has for it.
+    @contextmanager
+    def outer_step_of(self, synced_samples: Iterable[SyncedSamples]) -> Iterator[None]:
+        """A context for an outer step, which is counted at its end.
 
-        Without the lock a joiner could be sent parameters of which only a part has moved.
+        Args:
+            synced_samples: Of the groups of its sync, which the ledger records.
         """
-        self._whole.acquire()
-        self._is_in_outer_step = True
-        if not self._settings.changes_outer_numbers:
-            return
+        # Without the lock a joiner could be sent parameters of which only a part has moved.
+        with self.changing():
+            self._is_in_outer_step = True
+            if self._settings.changes_outer_numbers:
+                self._follow_schedule()
+            yield
+            self.outer_step += 1
+            self.ledger.commit(synced_samples)
+            self._is_in_outer_step = False  # after an error it stays: see ``state_dict``
+
+    def _follow_schedule(self) -> None:
         before, step = self._fragments[0].optimizer.param_groups[0], self.outer_step + 1
         numbers = self._settings.outer_numbers_at(step)
         if numbers[:2] != (before["lr"], before["momentum"]):
             log.info("From outer step %d on: outer_lr %g, outer_momentum %g", step, *numbers[:2])
         for fragment in self._fragments:
             fragment.follow(*numbers)
-
-    def end_outer_step(self, synced_samples: Iterable[SyncedSamples]) -> None:
-        """Count the outer step, record the samples of its groups, and unlock the state."""
-        self.outer_step += 1
-        self.ledger.commit(synced_samples)
-        self._num_changes += 1
-        self._is_in_outer_step = False
-        self._whole.release()
 
     def stage(self, state_dict: dict[str, Any]) -> None:
         """Prepare to ``take_over`` this very object, which then copies and hashes nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
+from composer_replication.diloco.outer_health import directions
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
-from composer_replication.diloco.saved_state import load_in_flight
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import (
     HEAL_STATE,
@@ -49,7 +49,7 @@ class OuterLoop:
         round_length: How many inner steps this group takes between two syncs.
         in_flight: The fragment that has been sent and has not taken its outer step, or that a
             checkpoint has left to be sent again; None if there is none.
-        clock: The clock that the fragments report quorums and votes to.
+        clock: Measures what a sync costs training.
         peer_table: The table that the fragments send.
         inner_steps: Inner steps of this group since the run began.
         reports: The syncs that nobody has asked for yet.
@@ -76,19 +76,8 @@ class OuterLoop:
         self.fragments: list[FragmentSync] = []
         self.round_length = RoundLength(settings)
         self.peer_table = PeerTable(manager, state, self.fragments, arguments.digest_every)
-        device = arguments.message_device
         self.fragments += (
-            FragmentSync(
-                manager,
-                index,
-                globals_,
-                arguments.inner_optimizer,
-                settings,
-                self.clock,
-                state,
-                self.peer_table,
-                None if device is None else torch.device(device),
-            )
+            FragmentSync(manager, index, globals_, arguments, settings, state, self.peer_table)
             for index, globals_ in enumerate(global_parameters)
         )
         self.in_flight: FragmentSync | None = None
@@ -106,17 +95,9 @@ class OuterLoop:
         replaces = any(fragment.unsynced.replaces_global for fragment in self.fragments)
         return self._has_doubts or (replaces and self._settings.keeps_residual)
 
-    def resume(self, inner_steps: int, round_length: Mapping[str, Any] | None) -> None:
-        """Continue the counts of a checkpoint.
-
-        Args:
-            inner_steps: Inner steps of this group until then.
-            round_length: The ``RoundLength`` of then; None if the checkpoint has none.
-        """
+    def resume(self, inner_steps: int) -> None:
+        """Continue the count of a checkpoint: inner steps of this group until then."""
         self.inner_steps = self._synced_at = inner_steps
-        if round_length is not None:
-            self.round_length.load_state_dict(round_length)
-            self.peer_table.step_s = self.round_length.step_s
 
     # ---- a sync -----------------------------------------------------------------------------
 
@@ -147,7 +128,9 @@ class OuterLoop:
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
         assert self.in_flight is not None, "torchft performs what it has prepared"
-        return self.in_flight.perform_sync()
+        committed = self.in_flight.perform_sync()
+        self.clock.vote_over()
+        return committed
 
     def send(self) -> None:
         """Ask for a quorum, and send the fragment whose turn it is."""
@@ -221,40 +204,55 @@ class OuterLoop:
 
     def _account(self, fragment: FragmentSync, retries: int) -> None:
         moved = fragment.total_contribution > 0
-        if moved:  # ends what FragmentSync._set_grads has begun
-            self.state.end_outer_step(self.peer_table.synced_samples)
-        else:
+        if not moved:
             self.set_torchft_step()
         if fragment.mean.is_finite and not fragment.mean.is_left_out:
             fragment.discard_synced_steps()
             self._sick_in_a_row = 0
         else:
             self._recover(fragment.mean.is_finite)
-        seconds, vitals = self.clock.read(), self.peer_table.vitals
+        seconds = self.clock.read()
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
         is_idle = self._is_idle or not self.peer_table.is_training
         if not moved and (self.peer_table.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
-        report = SyncReport.of(
-            fragment,
-            self.state,
-            vitals,
-            seconds,
-            has_digest=self._digest_every > 0 and self.state.outer_step % self._digest_every == 0,
+        self.reports.append(self._report(fragment, seconds, retries))
+        if fragment.mean.contribution:
+            self.peer_table.first_batches = None  # they have been compared
+        self.has_healed = False
+        self._steps_lost = 0
+
+    def _report(self, fragment: FragmentSync, seconds: SyncSeconds, retries: int) -> SyncReport:
+        """What a fragment's sync did. Every rank of the group makes it: norms are collectives."""
+        mean, globals_, norms = fragment.mean, fragment.globals, fragment.globals.step_norms()
+        moved, outer = fragment.total_contribution > 0, globals_.optimizer.param_groups[0]
+        has_digest = self._digest_every > 0 and self.state.outer_step % self._digest_every == 0
+        return SyncReport(
+            outer_step=self.state.outer_step,
+            fragment=fragment.fragment_id,
             num_participants=self.manager.num_participants(),
+            contribution=mean.contribution,
+            total_contribution=fragment.total_contribution,
             inner_steps=self.inner_steps,
+            sync_seconds=seconds.blocked,
+            wait_seconds=seconds.waited,
+            compute_fraction=seconds.compute_fraction,
+            bytes_sent=mean.num_bytes,
+            bytes_float32=mean.num_bytes_float32,
+            pseudo_gradient_norm=mean.norm,
+            outer_momentum_norm=norms.momentum,
+            momentum_cosine=norms.momentum_cosine if moved else None,
             sync_every=self.steps_before_sync * len(self.fragments),
             steps_lost=self._steps_lost,
             retries=retries,
             healed=self.has_healed,
+            outer_lr=outer["lr"],
+            outer_momentum=outer.get("momentum", 0.0),
+            global_digest=self.state.digest() if has_digest else None,
             equal_samples=self.peer_table.equal_samples,
+            **directions(self.peer_table.vitals, norms.mean),
         )
-        self.reports.append(report)
-        if report.contribution:
-            self.peer_table.first_batches = None  # they have been compared
-        self.has_healed = False
-        self._steps_lost = 0
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
         """Choose the inner steps of the next turn by the time that those of this one took."""
@@ -384,28 +382,10 @@ class OuterLoop:
                 self.perform_sync()
                 self.finish_sync()
 
-    # ---- checkpoints ------------------------------------------------------------------------
-
     @property
     def is_unsent(self) -> bool:
         """Whether a checkpoint has left a sync in flight that is still to be sent."""
         return self.in_flight is not None and self.in_flight.unsynced.unsent is not None
-
-    def load_in_flight(self, saved: dict[str, Any] | None, *, is_due: bool) -> bool:
-        """Continue with the sync in flight of a checkpoint: it is sent again in the next quorum.
-
-        Args:
-            saved: What ``in_flight_state`` returned.
-            is_due: Whether the schedule is between a sync's quorum and its vote. Under other
-                settings than the checkpoint's it may not be: the pseudo-gradient is then computed
-                anew.
-
-        Returns:
-            Whether there is one.
-        """
-        self.in_flight = load_in_flight(saved, self.fragments) if is_due else None
-        self.set_torchft_step()
-        return self.in_flight is not None
 
 
 def _clear_state(optimizer: torch.optim.Optimizer) -> None:

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.global_state import GlobalState
+from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.unsynced import Packed
 
 
-def saved_state(
-    state: GlobalState,
-    fragments: Sequence[FragmentSync],
-    in_flight: dict[str, Any] | None,
-    *,
-    copies: bool,
-) -> dict[str, Any]:
+def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
     """The global state, and what each fragment has trained and sent since its last sync.
 
     Every rank of the group has to call it.
 
     Args:
-        state: The global state.
-        fragments: In the order of their syncs.
-        in_flight: What ``in_flight_state`` returned.
+        loop: The outer loop of this group.
         copies: Whether to copy the tensors.
     """
+    state, fragments = loop.state, loop.fragments
     return state.whole_state_dict(copies=copies) | {
         "since_sync": [[each.unsynced.inner_steps, each.unsynced.samples] for each in fragments],
         "replaces_global": [fragment.unsynced.replaces_global for fragment in fragments],
         "reading": state.ledger.local_state(),
-        "in_flight": in_flight,
+        "in_flight": _in_flight(loop.in_flight),
+        "inner_steps": loop.inner_steps,
+        "round_length": loop.round_length.state_dict(),
         "residual": {
             name: tensor.clone() if copies else tensor
             for fragment in fragments
@@ -42,16 +36,19 @@ def saved_state(
     }
 
 
-def load_saved_state(
-    saved: dict[str, Any], state: GlobalState, fragments: Sequence[FragmentSync]
-) -> None:
-    """Put it back, but for the syncs in flight, which depend on the schedule.
+def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
+    """Put it back, but for the sync in flight, which depends on the schedule.
 
     Raises:
         SettingsMismatch: It was saved for another model, other fragments or another kind of outer
             optimizer.
     """
+    state, fragments = loop.state, loop.fragments
     state.resume(saved)
+    loop.resume(saved["inner_steps"])
+    if "round_length" in saved:  # else of a version in which all turns were equally long
+        loop.round_length.load_state_dict(saved["round_length"])
+        loop.peer_table.step_s = loop.round_length.step_s
     replaces = saved.get("replaces_global", [False] * len(fragments))
     each = zip(fragments, saved["since_sync"], replaces, strict=True)
     for fragment, counted, replaces_global in each:
@@ -65,13 +62,10 @@ def load_saved_state(
     state.ledger.load_local_state(saved["reading"])
 
 
-def in_flight_state(fragment: FragmentSync | None) -> dict[str, Any] | None:
+def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """What a resumed group has to send again; None if nothing is in flight.
 
     Without a delay a sync is in flight only if it was interrupted. It is then computed anew.
-
-    Args:
-        fragment: The one in flight.
     """
     packed = None if fragment is None else fragment.in_flight
     if fragment is None or packed is None or packed.local is None:
@@ -80,31 +74,29 @@ def in_flight_state(fragment: FragmentSync | None) -> dict[str, Any] | None:
     return {"fragment": fragment.fragment_id, **vars(packed), "local": local}
 
 
-def load_in_flight(
-    saved: dict[str, Any] | None, fragments: Sequence[FragmentSync]
-) -> FragmentSync | None:
-    """Have a fragment's next sync send what ``in_flight_state`` returned.
+def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
+    """Continue with the sync in flight of a checkpoint: it is sent again in the next quorum.
 
     Args:
-        saved: What it returned; or what earlier versions did: one of them with several packs, and
-            all with ``is_dropped``.
-        fragments: All, in the order of their syncs.
+        saved: What ``saved_state`` has as ``in_flight``; or what earlier versions had: one of them
+            several packs, and all ``is_dropped``.
+        loop: The outer loop of this group.
 
     Returns:
-        The fragment; None if nothing was in flight.
+        Whether there is one.
     """
     if saved is not None and "packs" in saved:
         packs = saved["packs"]
         saved = packs[0] | {"local": saved["local"]} if len(packs) == 1 else None
-    if not saved:
-        return None
-    saved = dict(saved)
-    saved.pop("is_dropped", None)
-    fragment, local = fragments[saved.pop("fragment")], saved.pop("local")
-    fragment.unsynced.unsent = Packed(
-        **saved, local=[local[name] for name in fragment.globals.tensors]
-    )
-    return fragment
+    loop.in_flight = None
+    if saved:
+        saved = {name: value for name, value in saved.items() if name != "is_dropped"}
+        fragment, local = loop.fragments[saved.pop("fragment")], saved.pop("local")
+        local = [local[name] for name in fragment.globals.tensors]
+        fragment.unsynced.unsent = Packed(**saved, local=local)
+        loop.in_flight = fragment
+    loop.set_torchft_step()
+    return loop.in_flight is not None
 
 
 def _residual(fragment: FragmentSync) -> dict[str, Tensor]:

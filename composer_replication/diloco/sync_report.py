@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.hang_watch import SyncSeconds
-from composer_replication.diloco.outer_health import Vitals, directions
 
 
 @dataclass(frozen=True)
@@ -79,47 +72,3 @@ class SyncReport:
     outer_momentum: float
     global_digest: str | None
     equal_samples: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        fragment: FragmentSync,
-        state: GlobalState,
-        vitals: Sequence[Vitals],
-        seconds: SyncSeconds,
-        *,
-        has_digest: bool,
-        **counted: Any,
-    ) -> SyncReport:
-        """The report of a fragment's sync. Every rank of the group makes it: norms are collectives.
-
-        Args:
-            fragment: After the outer step, if there was one.
-            state: The global state after it.
-            vitals: What the groups of the sync said about themselves.
-            seconds: What ``SyncClock.read`` returned.
-            has_digest: Whether the report contains the digest.
-            **counted: What the outer loop counts: ``num_participants``, ``inner_steps``,
-                ``sync_every``, ``steps_lost``, ``retries``, ``healed`` and ``equal_samples``.
-        """
-        mean, globals_ = fragment.mean, fragment.globals
-        moved, norms = fragment.total_contribution > 0, globals_.step_norms()
-        return cls(
-            outer_step=state.outer_step,
-            fragment=fragment.fragment_id,
-            contribution=mean.contribution,
-            total_contribution=fragment.total_contribution,
-            sync_seconds=seconds.blocked,
-            wait_seconds=seconds.waited,
-            compute_fraction=seconds.compute_fraction,
-            bytes_sent=mean.num_bytes,
-            bytes_float32=mean.num_bytes_float32,
-            pseudo_gradient_norm=mean.norm,
-            outer_momentum_norm=norms.momentum,
-            momentum_cosine=norms.momentum_cosine if moved else None,
-            outer_lr=globals_.optimizer.param_groups[0]["lr"],
-            outer_momentum=globals_.optimizer.param_groups[0].get("momentum", 0.0),
-            global_digest=state.digest() if has_digest else None,
-            **directions(vitals, norms.mean),
-            **counted,
-        )

@@ -40,11 +40,10 @@ class Group:
         self.state = GlobalState(self.fragments, fingerprint, DiLoCoSettings())
 
     def take_outer_step(self):
-        self.state.begin_outer_step()
-        for fragment in self.fragments:
-            values = [torch.sin(theta.detach()) for theta in fragment.theta.values()]
-            fragment.take_outer_step(mean_of(fragment.share, [values]))
-        self.state.end_outer_step([])
+        with self.state.outer_step_of([]):
+            for fragment in self.fragments:
+                values = [torch.sin(theta.detach()) for theta in fragment.theta.values()]
+                fragment.take_outer_step(mean_of(fragment.share, [values]))
 
     def numbers(self):
         return [fragment.flat.clone() for fragment in self.fragments]
