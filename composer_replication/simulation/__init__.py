@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from composer_replication import lazily
 
 if TYPE_CHECKING:
-    from composer_replication.simulation.manager import SimulatedManager
-    from composer_replication.simulation.shared_buffer import Fault
     from composer_replication.simulation.simulation import (
+        Fault,
+        SimulatedManager,
         SimulatedReplica,
         SimulationError,
         simulate,
@@ -18,13 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Fault", "SimulatedManager", "SimulatedReplica", "SimulationError", "simulate"]
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "Fault": "composer_replication.simulation.shared_buffer",
-        "SimulatedManager": "composer_replication.simulation.manager",
-        "SimulatedReplica": "composer_replication.simulation.simulation",
-        "SimulationError": "composer_replication.simulation.simulation",
-        "simulate": "composer_replication.simulation.simulation",
-    },
-)
+__getattr__ = lazily(__name__, dict.fromkeys(__all__, "composer_replication.simulation.simulation"))

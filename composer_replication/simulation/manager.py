@@ -105,7 +105,7 @@ class SimulatedManager:
         if self._fault_happens("restart"):
             raise Stopped(restarts=True)
         if self._fault_happens("stale_quorum"):
-            self._network.isolate(quorum.connection, self._replica_id)
+            quorum.connection.isolated.add(self._replica_id)
         if self._fault_happens("fail_allreduce"):
             self._network.break_connection(quorum.connection)
         if self._step < quorum.max_step:

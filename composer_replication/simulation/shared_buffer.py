@@ -234,13 +234,10 @@ class SharedBuffer:
         Returns:
             The quorum, of which the replica is a member.
         """
-        is_left_behind = self.consume_fault("left_behind", replica_id, request.step)
         with self._changed:
-            if is_left_behind:
-                self._alive.discard(replica_id)
+            if self.consume_fault("left_behind", replica_id, request.step):
                 self._late[replica_id] = request.step + 2
-                self._form_quorum()
-                self._changed.notify_all()
+                self.leave(replica_id)
                 self.wait_for_start(replica_id)
             before = self._quorum
             self._requests[replica_id] = request
@@ -258,20 +255,19 @@ class SharedBuffer:
     def _form_quorum(self) -> None:
         if not self._requests or not self._alive <= self._requests.keys():
             return
-        requests = [self._requests[member] for member in sorted(self._requests)]
         members = tuple(sorted(self._requests))
-        max_step = max(request.step for request in requests)
-        behind = any(request.step < max_step for request in requests)
-        donor = next(m for m in members if self._requests[m].step == max_step)
-        save = self._requests[donor].save
+        requests = [self._requests[member] for member in members]
+        steps = [request.step for request in requests]
+        first = steps.index(max(steps))
         self._quorum = Quorum(
             members=members,
-            max_step=max_step,
-            state=copy.deepcopy(save()) if behind else None,  # no memory is shared
+            max_step=steps[first],
+            # No memory is shared.
+            state=copy.deepcopy(requests[first].save()) if min(steps) < steps[first] else None,
             connection=self._connect(members, any(request.has_failed for request in requests)),
             gathers=any(request.gathers for request in requests),
-            settings={str(member): self._requests[member].settings for member in members},
-            donor=str(donor),
+            settings={str(m): each.settings for m, each in zip(members, requests, strict=True)},
+            donor=str(members[first]),
         )
         self._requests.clear()
 
@@ -337,11 +333,6 @@ class SharedBuffer:
             if len(connection.received[number]) == len(connection.members):
                 del connection.buffers[number], connection.received[number]
             return [parts[member] for member in connection.members]
-
-    def isolate(self, connection: Connection, replica_id: int) -> None:
-        """Replace everything that this member sends through the connection by zeros."""
-        with self._changed:
-            connection.isolated.add(replica_id)
 
     def rejoin(self, replica_id: int) -> None:
         """Count a replica that was killed among the live ones again."""

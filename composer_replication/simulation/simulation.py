@@ -77,10 +77,20 @@ def simulate(
     results: list[Any] = [None] * num_replicas
     errors: dict[int, BaseException] = {}
 
+    def is_restarted(replica_id: int) -> bool:
+        sim = SimulatedReplica(replica_id, num_replicas, SimulatedManager(network, replica_id))
+        try:
+            results[replica_id] = replica_fn(sim)
+        except Stopped as stopped:
+            return stopped.restarts
+        return False
+
     def run(replica_id: int) -> None:
         try:
             network.wait_for_start(replica_id)
-            results[replica_id] = _run_and_restart(replica_fn, replica_id, num_replicas, network)
+            while is_restarted(replica_id):
+                network.leave(replica_id)
+                network.rejoin(replica_id)
         except Stopped:
             pass
         except BaseException as error:  # noqa: B036 - handed to the caller below
@@ -103,20 +113,3 @@ def simulate(
             f"replica {replica_id} raised {type(error).__name__}: {error}"
         ) from error
     return results
-
-
-def _run_and_restart(
-    replica_fn: Callable[[SimulatedReplica], Any],
-    replica_id: int,
-    num_replicas: int,
-    network: SharedBuffer,
-) -> Any:
-    while True:
-        manager = SimulatedManager(network, replica_id)
-        try:
-            return replica_fn(SimulatedReplica(replica_id, num_replicas, manager))
-        except Stopped as stopped:
-            if not stopped.restarts:
-                raise
-            network.leave(replica_id)
-            network.rejoin(replica_id)
