@@ -95,17 +95,20 @@ class GlobalState:
 
     @property
     def version(self) -> Hashable:
-        """Another one after every change of what ``state_dict`` returns; see ``HealSource``."""
+        """Another one after every change of what ``state_dict`` returns. Waits for its end."""
         with self._whole:
             return self._num_changes
 
     @property
     def num_bytes(self) -> int:
-        """About the size of what ``state_dict`` returns, with as much momentum as parameters."""
+        """About the size of what ``state_dict`` returns, with as much momentum as parameters.
+
+        It never waits.
+        """
         return sum(2 * fragment.flat.nbytes for fragment in self._fragments)
 
     def held(self) -> AbstractContextManager[Any]:
-        """A context in which no other thread changes this state."""
+        """A context in which no other thread changes this state; an outer step waits for it."""
         return self._whole
 
     @contextmanager
@@ -118,7 +121,7 @@ class GlobalState:
                 self._num_changes += 1
 
     def for_joiner(self) -> dict[str, Any]:
-        """What ``state_dict`` returns, without copies; see ``HealSource``.
+        """What ``state_dict`` returns: the tensors themselves and not copies.
 
         It also computes the digests that this group sends in the joiner's quorum, where all groups
         would wait for them.

@@ -23,7 +23,6 @@ from composer_replication.diloco.torchft_api import (
     DiLoCoManager,
     ask_to_gather,
     longest_wait_s,
-    serve_state,
 )
 from composer_replication.settings import DiLoCoSettings
 
@@ -87,7 +86,8 @@ class OuterLoop:
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = self.has_healed = False
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
-        serve_state(manager, state)
+        if serve := getattr(manager, "serve_state", None):  # a ReplicaManager's
+            serve(state)  # outside of quorums too
         ask_to_gather(manager, self._wants_to_gather)
 
     def _wants_to_gather(self) -> bool:
@@ -292,13 +292,19 @@ class OuterLoop:
             "was left out" if is_finite else "is not finite",
             self.state.outer_step,
         )
-        self._drop_local()
+        self._forget_local()
+        self._take_global()
         _clear_state(self._inner_optimizer)
 
-    def _drop_local(self) -> None:
-        """Continue from the global parameters, without what was trained since the last syncs."""
+    def _forget_local(self) -> None:
+        """What was trained here since the last syncs is lost."""
         self._steps_lost += max(fragment.unsynced.inner_steps for fragment in self.fragments)
         self._synced_at = self.inner_steps
+        for fragment in self.fragments:
+            fragment.forget_local()
+
+    def _take_global(self) -> None:
+        """Continue from the global parameters. With shares a collective of the group's ranks."""
         for fragment in self.fragments:
             fragment.take_global()
         self.state.ledger.stop_reading()
@@ -319,10 +325,7 @@ class OuterLoop:
         if self.in_flight is not None:  # the others have its mean
             self.in_flight.abandon()
             self.in_flight = None
-        self._steps_lost += max(fragment.unsynced.inner_steps for fragment in self.fragments)
-        for fragment in self.fragments:
-            fragment.forget_local()
-        self._synced_at = self.inner_steps
+        self._forget_local()
         self.has_healed = self._must_settle = True
         if not self.fragments[0].globals.has_ranks:
             self.settle()
@@ -337,9 +340,7 @@ class OuterLoop:
         if have_healed < 1:
             return
         self._must_settle = False
-        for fragment in self.fragments:
-            fragment.take_global()
-        self.state.ledger.stop_reading()
+        self._take_global()
 
     # ---- without inner steps ----------------------------------------------------------------
 

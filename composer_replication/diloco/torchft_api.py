@@ -7,8 +7,7 @@ names that we use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -52,39 +51,6 @@ class DiLoCoManager(Protocol):
     ) -> None: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
-
-
-class HealSource(Protocol):
-    """The global state of a donor, as the threads see it that serve joiners outside of a quorum."""
-
-    @property
-    def version(self) -> Hashable:
-        """Another one after every change. Waits while the state is changing."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """About how large the state is. It never waits."""
-        ...
-
-    def held(self) -> AbstractContextManager[Any]:
-        """A context in which the state does not change; an outer step waits for its end."""
-        ...
-
-    def for_joiner(self) -> dict[str, Any]:
-        """The state in plain containers, with the tensors themselves and not copies."""
-        ...
-
-
-def serve_state(manager: Any, source: HealSource) -> None:
-    """Let joiners fetch the global state at any time, if the manager can do that.
-
-    Only a ``ReplicaManager`` can. Others ask for the state in a quorum, by the function that was
-    registered for it.
-    """
-    serve = getattr(manager, "serve_state", None)
-    if serve is not None:
-        serve(source)
 
 
 def fetched_state(manager: Any) -> dict[str, Any] | None:

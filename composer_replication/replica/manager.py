@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 
+from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.retry import LOG_EVERY_S, POLL_S, Waiting
-from composer_replication.diloco.torchft_api import HealSource
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
@@ -170,7 +170,7 @@ class ReplicaManager(InterruptibleManager):
         """The lighthouse's names of the groups in the last quorum: ``<replica_id>:<uuid>``."""
         return tuple(self.member.reports)
 
-    def serve_state(self, source: HealSource) -> None:
+    def serve_state(self, source: GlobalState) -> None:
         """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
 
         torchft serves it only while the donor waits in a quorum.

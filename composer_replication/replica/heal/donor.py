@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from composer_replication.diloco.torchft_api import HealSource
+from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.offers import Offer, Part, answer_limit_s
 from composer_replication.replica.peer_server import Body
@@ -24,7 +24,7 @@ class _Copy:
     """A copy of the global state for joiners outside of a quorum.
 
     Attributes:
-        version: The version of the state, see ``HealSource``.
+        version: The version of the state, see ``GlobalState``.
         step: The manager's step when it was made.
         part: Its name and size.
         body: Its bytes.
@@ -105,13 +105,13 @@ class Donor:
         self._making = threading.Lock()
         self._step: Callable[[], int] = int
         self._is_syncing: Callable[[], bool] = bool
-        self._source: HealSource | None = None
+        self._source: GlobalState | None = None
         self._named: tuple[Hashable, Part] | None = None
         self._copy: _Copy | None = None
         self._quorum: _Quorum | None = None
 
     def serve(
-        self, step: Callable[[], int], source: HealSource, is_syncing: Callable[[], bool] = bool
+        self, step: Callable[[], int], source: GlobalState, is_syncing: Callable[[], bool] = bool
     ) -> None:
         """Offer the global state outside of quorums too, from now on.
 
@@ -212,7 +212,7 @@ class Donor:
                 copy.wanted += 1
             return Offer(copy.step, copy.part.num_bytes, state=copy.part)
 
-    def _make_copy(self, source: HealSource) -> _Copy:
+    def _make_copy(self, source: GlobalState) -> _Copy:
         """Copy the state, if possible without the lock that an outer step would wait for."""
         made = self._dump(source) or self._dump(source)
         if made is None:  # rounds are shorter than a copy takes
@@ -222,7 +222,7 @@ class Donor:
         step, version, body = made
         return _Copy(version, step, self._name(version, lambda: body), body, time.monotonic())
 
-    def _dump(self, source: HealSource) -> tuple[int, Hashable, Body] | None:
+    def _dump(self, source: GlobalState) -> tuple[int, Hashable, Body] | None:
         """The manager's step, the state's version and a copy; None if the state has changed."""
         step, version = self._step(), source.version
         body = state_bytes.dump(source.for_joiner(), copies=True)
