@@ -13,13 +13,14 @@ import os
 import sys
 import threading
 import time
+from traceback import walk_stack
 from types import FrameType
 
 from composer import Trainer
 from composer.utils import dist
 
 from composer_replication.diloco.fence import fence
-from composer_replication.group.call_watch import POLL_S, caller, is_running, stack
+from composer_replication.group.call_watch import POLL_S, caller, is_running
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def _watch_close(thread_id: int, closing: FrameType, status: int) -> None:
         top = sys._current_frames().get(thread_id)
         now = None if top is None else (top, top.f_lasti)
         # Only the frames of a thread that waits are walked, see ``is_running``.
-        if now is None or now != before or not _is_in_barrier(top, closing):
+        if top is None or now != before or not _is_in_barrier(top, closing):
             since = time.monotonic()
         elif time.monotonic() - since > GRACE_S:
             _end(status)
@@ -66,8 +67,9 @@ def _watch_close(thread_id: int, closing: FrameType, status: int) -> None:
         time.sleep(POLL_S)
 
 
-def _is_in_barrier(top: FrameType | None, closing: FrameType) -> bool:
-    return any(f.f_code is dist.barrier.__code__ and f.f_back is closing for f in stack(top))
+def _is_in_barrier(top: FrameType, closing: FrameType) -> bool:
+    code = dist.barrier.__code__
+    return any(f.f_code is code and f.f_back is closing for f, _ in walk_stack(top))
 
 
 def _end(status: int) -> None:

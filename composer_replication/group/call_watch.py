@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from traceback import walk_stack
 from types import FrameType
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,8 @@ def _leave_all() -> None:
 
 def caller(function: Callable[..., object]) -> FrameType | None:
     """The frame of a function that calls this, on this thread."""
-    code = function.__code__
-    return next((frame for frame in stack(sys._getframe()) if frame.f_code is code), None)
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    return next((frame for frame in frames if frame.f_code is function.__code__), None)
 
 
 def is_running(frame: FrameType) -> bool:
@@ -81,10 +82,3 @@ def is_running(frame: FrameType) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller, and so on to the first frame of the thread."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

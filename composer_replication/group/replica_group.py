@@ -83,8 +83,8 @@ class ReplicaGroup:
         """Of the last evaluation, by name; they become a part of the result."""
         self._run: RunInfo | None = None
         self._membership: Membership | None = None
-        self._folder: ReplicaFolder | None = None
-        self._reports: Reports | None = None
+        self._folder = ReplicaFolder(None, "")  # until a fit begins
+        self._reports = Reports(self._folder, self.settings, host)
         self.continuation = Continuation(host)
         self.generators = Generators()
         self._parent = os.getppid()
@@ -253,7 +253,7 @@ class ReplicaGroup:
         Raises:
             RuntimeError: The launcher has died.
         """
-        if self.diloco is None or self._reports is None or self._folder is None:
+        if self.diloco is None:
             return False
         self.diloco.counts_steps = False
         self.diloco.forget_counted()
@@ -292,7 +292,7 @@ class ReplicaGroup:
 
     def _report(self, phase: str) -> bool:
         """Report syncs and the position in training. Returns whether there was a sync."""
-        assert self.diloco is not None and self._reports is not None, "join has made them"
+        assert self.diloco is not None, "join has made it"
         reports = self.diloco.pop_finished_syncs()
         self.host.after_heal()
         if reports and self._membership is not None:
@@ -331,8 +331,6 @@ class ReplicaGroup:
     def note_evaluation(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation for the run's folder and the result."""
         self._metrics = metrics
-        if self._folder is None:
-            return
         self._folder.append(EVALUATION, {"batch": self.host.steps, "eval": metrics})
         if self.result and self.diloco is None:
             # A trainer's last evaluation may come after the end of the fit.
@@ -370,7 +368,7 @@ class ReplicaGroup:
 
     def end(self) -> None:
         """The fit has ended well: sync what has not been synced, and leave the others."""
-        if self.diloco is None or self._folder is None or self._reports is None:
+        if self.diloco is None:
             return
         with self.host.averages.out_of_the_model():
             if self.options.final_sync:
@@ -438,7 +436,7 @@ class ReplicaGroup:
         Args:
             error: That ends the training, if one does.
         """
-        if self._folder is not None and error is not None:
+        if error is not None:
             self._folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
         self.leave()
         self._drop()
