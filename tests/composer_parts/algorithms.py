@@ -5,12 +5,12 @@ from composer_parts.fits import NOT_TESTED, WITH_NOTE, WORKS, Part
 from composer_parts.models import LENGTH, binary_data, picture_data, text, text_data, untied_text
 
 
-def algorithm(name, *args, status=WORKS, trainer=None, **part):
+def algorithm(name, *args, status=WORKS, trainer=None, kwargs=None, **part):
     """The row of an algorithm; its own arguments, then the ``Part``'s."""
-    kwargs = part.pop("kwargs", {})
+    part = {"changes": True, "resumes": True} | part
 
     def build():
-        one = getattr(composer_algorithms, name)(*args, **kwargs)
+        one = getattr(composer_algorithms, name)(*args, **kwargs or {})
         return {"algorithms": [one]} | (trainer or {})
 
     return name, Part(status=status, build=build, **part)

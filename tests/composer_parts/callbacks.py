@@ -20,7 +20,7 @@ def callback(name, *args, trainer=None, **part):
         one = getattr(composer_callbacks, name)(*args, **kwargs)
         return {"callbacks": [one]} | (trainer() if trainer else {})
 
-    return name, Part(build=build, changes=False, **part)
+    return name, Part(build=build, **part)
 
 
 def same_values(prefix):

@@ -33,7 +33,7 @@ class Part:
         error: What a refusal says, or why it cannot be tried on a CPU.
         averages: The weights after the fit are an average, so that losses alone are compared.
         changes: Whether the fit ends on other parameters than without the part.
-        resumes: Whether Composer itself resumes it exactly.
+        resumes: Whether to resume it, as Composer itself does exactly.
         steps: What is done with the Trainer, if more than one fit.
         did: Looks whether the part has done its work; gets the ``Fit`` and that without DiLoCo.
     """
@@ -45,8 +45,8 @@ class Part:
     needs: Sequence[str] = ()
     error: str = ""
     averages: bool = False
-    changes: bool = True
-    resumes: bool = True
+    changes: bool = False
+    resumes: bool = False
     steps: Callable[[Trainer], None] | None = None
     did: Callable[["Fit", "Fit"], None] = lambda fit, alone: None
 

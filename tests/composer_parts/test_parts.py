@@ -1,0 +1,123 @@
+"""Each algorithm, callback and setting of Composer under DiLoCo, as docs/composer.md lists them.
+
+Run: pytest tests/composer_parts/test_parts.py. Real: Composer's Trainer and its parts, on the CPU;
+for what needs a process of its own a torchft lighthouse, Manager and gloo too. Elsewhere replica
+groups are threads over the simulation's shared buffer. More about EMA and SWA is in
+tests/callback/test_weight_averages.py, about LayerFreezing in tests/callback/test_freezing.py.
+"""
+
+import dataclasses
+import functools
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from composer_parts.algorithms import ALGORITHMS
+from composer_parts.callbacks import CALLBACKS
+from composer_parts.combinations import COMBINATIONS
+from composer_parts.fits import (
+    IDENTITY,
+    NOT_TESTED,
+    REJECTED,
+    Part,
+    check_equal,
+    check_identity,
+    difference,
+    fit,
+    fit_groups,
+    fit_over_torchft,
+    names,
+)
+from composer_parts.models import text
+from forked import context
+
+from composer_replication.simulation.simulation import SimulationError
+
+pytestmark = pytest.mark.slow
+
+PARTS = ALGORITHMS | CALLBACKS | COMBINATIONS
+NOT_RUN = [name for name, part in PARTS.items() if part.status in (NOT_TESTED, REJECTED)]
+ELSEWHERE = {"LoadCheckpoint", *(name for name, part in PARTS.items() if part.steps is not None)}
+TRIED = [name for name in PARTS if name not in {*NOT_RUN, *ELSEWHERE}]
+# torch has one profiler for all threads, and its compiler fails when two threads compile at a time.
+ALONE_IN_A_PROCESS = ["`Profiler`", "torch.compile (`compile_config`)"]
+SAVING = {"save_folder": ".", "save_filename": "ba{batch}.pt", "save_interval": "5ba"}
+
+
+@functools.cache
+def fit_without_it(model, data):
+    return fit(Part(model=model, data=data))
+
+
+def shapes(fit):
+    return {name: p.shape for name, p in fit.parameters.items()}
+
+
+@pytest.mark.parametrize("name", names(TRIED, PARTS))
+def test_one_group_trains_as_under_composer_alone_and_the_part_does_its_work(name):
+    part = PARTS[name]
+    part.check_needs()
+    ours, alone = check_identity(part, **SAVING if part.resumes else {})
+    part.did(ours, alone)
+    if part.changes:  # else the algorithm might have done nothing
+        without = fit_without_it(part.model, part.data)
+        assert shapes(alone) != shapes(without) or difference(alone, without) > 1e-3
+    if part.resumes:
+        [resumed] = fit_groups(part, settings=IDENTITY, load_path="ba5.pt")  # in mid-round
+        assert resumed.diloco.result == ours.diloco.result  # has the digest of the weights
+        assert resumed.losses == ours.losses[5:]
+
+
+@pytest.mark.parametrize(
+    "name", names([name for name in TRIED if name not in ALONE_IN_A_PROCESS], PARTS)
+)
+def test_two_groups_end_equal(name):
+    PARTS[name].check_needs()
+    check_equal(PARTS[name])
+
+
+def train_in_a_process(name, lighthouse_addr, group):
+    done = fit_over_torchft(COMBINATIONS[name], lighthouse_addr, group, num_replicas=2)
+    return done.diloco.result["global_digest"], done.diloco.result["outer_steps"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ALONE_IN_A_PROCESS)
+def test_two_groups_end_equal_each_in_its_process(name, lighthouse_addr):
+    with ProcessPoolExecutor(2, mp_context=context) as processes:
+        groups = [processes.submit(train_in_a_process, name, lighthouse_addr, k) for k in range(2)]
+        [one, other] = [group.result(timeout=240) for group in groups]
+    assert one == other
+    assert one[1] == 4
+
+
+@pytest.mark.parametrize("name", [name for name in NOT_RUN if name not in CALLBACKS])
+def test_what_is_not_tried_is_refused_by_composer_on_a_cpu(name):
+    with pytest.raises((ValueError, NotImplementedError), match=PARTS[name].error):
+        fit(PARTS[name])
+
+
+# ---- the notes on the page --------------------------------------------------------------------
+
+
+@pytest.mark.llmfoundry
+def test_alibi_with_tied_embeddings_is_refused():
+    # Composer's surgery takes the tied matrix out of the optimizer, and would not train it.
+    part = dataclasses.replace(ALGORITHMS["Alibi"], model=text)
+    part.check_needs()
+    with pytest.raises(
+        SimulationError, match="in a fragment but not in the inner optimizer: .*decoder"
+    ):
+        fit_groups(part)
+
+
+@pytest.mark.parametrize("name", names(["GyroDropout", "SAM", "SeqLengthWarmup"], ALGORITHMS))
+def test_composer_alone_does_not_resume_it_exactly(name):
+    part = ALGORITHMS[name]
+    part.check_needs()
+    whole = fit(part, **SAVING)
+    assert difference(fit(part, load_path="ba5.pt"), whole) > 1e-3
+
+
+def test_composer_alone_saves_no_checkpoint_after_a_layer_has_frozen():
+    with pytest.raises(KeyError):
+        fit(ALGORITHMS["LayerFreezing"], **SAVING)
