@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import TinyMLP, batch, mse
-from forked_ranks import run_ranks
+from integration.replicas import run_groups
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -63,7 +63,8 @@ def train(settings, groups_of_ranks=None, meshes=None):
     return one
 
 
-def one_rank(rank, world):
+def one_rank(process, folder):
+    process.of_rank(folder, RANKS)
     groups = [dist.new_group(range(RANKS)) for _ in range(GROUPS)]
     # Torch cannot connect two of these at a time in one process, of which real groups have one.
     host = {f"replica_{i}": dist.new_group(range(RANKS)) for i in range(GROUPS)}
@@ -79,4 +80,4 @@ def one_rank(rank, world):
 
 
 def test_ranks_have_the_numbers_of_one_process(tmp_path):
-    run_ranks(one_rank, RANKS, tmp_path)
+    run_groups(one_rank, RANKS, folder=str(tmp_path))

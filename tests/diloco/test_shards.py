@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import mean_of
-from forked_ranks import run_ranks
+from integration.replicas import run_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -32,7 +32,9 @@ CPU = torch.device("cpu")
 SIZES = [[5, 1, 70_000, 3], [2], [RANKS * 16], [200_000]]
 
 
-def one_rank(rank, world):
+def one_rank(process, folder):
+    process.of_rank(folder, RANKS)
+    rank, world = dist.get_rank(), dist.group.WORLD
     compare_shares(rank, world)
     compare(rank, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)], 2)
     compare(rank, init_device_mesh("cpu", (RANKS,)), [Shard(0)], RANKS)
@@ -134,7 +136,7 @@ def one_of_all(value):
 
 
 def test_norms_digest_and_finiteness_are_of_all_ranks_and_shares_make_up_the_whole(tmp_path):
-    run_ranks(one_rank, RANKS, tmp_path)
+    run_groups(one_rank, RANKS, folder=str(tmp_path))
 
 
 @dataclass

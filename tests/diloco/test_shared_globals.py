@@ -8,8 +8,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import take_step
-from forked_ranks import run_ranks
+from integration.replicas import run_groups
 from torch import nn
 
 from composer_replication import DiLoCo
@@ -98,7 +99,9 @@ def are_equal(one, other):
     return one == other
 
 
-def one_rank(rank, world):
+def one_rank(process, folder):
+    process.of_rank(folder, RANKS)
+    rank, world = dist.get_rank(), dist.group.WORLD
     num_parameters = sum(p.numel() for p in Model().parameters())
     for name, settings in CASES.items():
         alone, shared = train(None, settings), train(world, settings)
@@ -206,4 +209,4 @@ def ask_alone(rank, world):
 
 
 def test_shares_of_four_ranks_are_together_what_one_rank_holds(tmp_path):
-    run_ranks(one_rank, RANKS, tmp_path)
+    run_groups(one_rank, RANKS, folder=str(tmp_path))

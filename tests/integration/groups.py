@@ -48,14 +48,23 @@ class RunningGroup:
 
     def wait(self) -> None:
         """Until all of it has ended, and well."""
-        while any(process.poll() is None for process, _ in self._processes):
+        while None in self.statuses():
             self.check()
             time.sleep(0.05)
         self.check()
 
+    def statuses(self) -> list[int | None]:
+        """The exit status of each process, None while it runs."""
+        return [process.poll() for process, _ in self._processes]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to each process."""
+        for process, _ in self._processes:
+            process.send_signal(number)
+
     def check(self) -> None:
         """That nothing of it has failed, and that its time is not over."""
-        statuses = [process.poll() for process, _ in self._processes]
+        statuses = self.statuses()
         if any(statuses) or time.monotonic() > self._deadline:
             said = [output.read_text()[-4000:] for _, output in self._processes]
             raise AssertionError("\n".join([f"exit statuses {statuses}", *said]))

@@ -1,5 +1,7 @@
 """A replica group whose model records which samples it has been trained on. See test_leases.py.
 
+python leased_group.py PLAN, as JSON.
+
 Sample ``i`` moves coordinate ``i`` of seven vectors, by 1, t, t^2, u, u^2, v and v^2, where t, u
 and v are new numbers in every batch. In the end the first says whether the sample is in the model,
 and the others whether it was trained on once: only then is the square of the second the product of
@@ -7,8 +9,10 @@ the first and the third, and so on. Two batches look like one where they draw al
 alike: less than once in 10^8.
 """
 
+import json
 import os
 import random
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -17,7 +21,6 @@ import torch
 from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
-from forked import begin_fork
 from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
@@ -64,13 +67,11 @@ def newest_checkpoint(folder):
     return next(filter(zipfile.is_zipfile, newest_first), None)
 
 
-def train(plan, replica_id, environ):
+def train(plan):
     """The process of a rank of a group. It ends when the epochs are over."""
-    begin_fork()
-    os.environ.update(environ | {"REPLICA_GROUP_ID": str(replica_id)})
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
     diloco = DiLoCoCallback(timeout=10.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
-    folder = f"{plan['run_dir']}/replica_{replica_id}"
+    folder = f"{plan['run_dir']}/replica_{os.environ['REPLICA_GROUP_ID']}"
     newest = newest_checkpoint(Path(folder) / "checkpoints")
     trainer = Trainer(
         model=model,
@@ -80,7 +81,6 @@ def train(plan, replica_id, environ):
             batch_size=plan["batch_size"],
             dataset_id="ids",
             unit_size=plan["unit_size"],
-            num_workers=plan.get("num_workers", 0),
         ),
         max_duration=f"{plan['epochs']}ep",
         callbacks=[diloco],
@@ -101,8 +101,6 @@ def train(plan, replica_id, environ):
         ),
     )
     trainer.fit()
-    for _ in range(plan.get("further_fits", 0)):
-        trainer.fit(duration="1ep")
     weights = [moment.weight.detach().clone() for moment in model.moments]
     if dist.get_global_rank() == 0:
         trained = {"digest": diloco.result["global_digest"], "moments": weights}
@@ -120,3 +118,7 @@ def what_is_in(moments):
             for t, squared in zip(powers[::2], powers[1::2], strict=True)
         )
         yield is_in, is_in & (spread > 1e-5)
+
+
+if __name__ == "__main__":
+    train(json.loads(sys.argv[1]))

@@ -6,37 +6,28 @@ says what it has been trained on, see leased_group.py.
 """
 
 import json
-import os
 import random
 import shutil
 import signal
 import sqlite3
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from forked import context
-from integration.groups import free_port
-from integration.leased_group import train, what_is_in
+from integration import groups
+from integration.leased_group import what_is_in
 from integration.test_coordinator import TOKEN, Run
 from run_events import events_of, syncs_of
 from waiting import wait_until
 
-from composer_replication.coordinator.wire_types import DatasetSpec, Lease
-from composer_replication.coordinator.work_units.leases import unit_order
 from composer_replication.group.run_folder import STATUS
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SETTINGS = "{outer_lr: 0.7, sync_every: 12, num_fragments: FRAGMENTS}"
 GROUPS = 3
-READ_LEASES = """
-SELECT length, seed, unit_size, epochs.epoch, place, start, stop, stream_start, position, in_part
-FROM leases JOIN streams ON streams.key = leases.stream
-JOIN epochs ON epochs.key = leases.epoch JOIN datasets ON datasets.key = epochs.dataset
-"""
+SCRIPT = Path(__file__).with_name("leased_group.py")
 
 
 class LeaseRun(Run):
@@ -64,34 +55,24 @@ class LeaseRun(Run):
         self.config.write_text(f"{head}callbacks: {{diloco: {settings}}}\n")
         return super().start_coordinator()
 
+    def restart_coordinator(self):
+        self.coordinator.kill()
+        self.coordinator.wait()
+        self.coordinator = self.start_coordinator()
+
     def start_group(self, replica_id):
-        environ = {
-            "COMPOSER_REPLICATION_COORDINATOR": self.address,
-            "COMPOSER_REPLICATION_TOKEN": TOKEN,
-            "FSDP_VERSION": "2",
-        }
-        ranks = self.plan["ranks"]
         self.status_file(replica_id).unlink(missing_ok=True)  # of the processes before
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        if ranks > 1:
-            environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
-        self.groups[replica_id] = []
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            arguments = (self.plan, replica_id, environ | own)
-            self.groups[replica_id].append(context.Process(target=train, args=arguments))
-            self.groups[replica_id][-1].start()
+        self.groups[replica_id] = groups.start(
+            replica_id,
+            self.plan["ranks"],
+            SCRIPT,
+            json.dumps(self.plan),
+            folder=self.folder,
+            COMPOSER_REPLICATION_COORDINATOR=self.address,
+            COMPOSER_REPLICATION_TOKEN=TOKEN,
+            FSDP_VERSION="2",
+        )
         self.num_starts += 1
-
-    def kill(self, replica_id):
-        # All before the first is waited for: a rank whose peer has died fails, with status 1.
-        self.signal(replica_id, signal.SIGKILL)
-        for process in self.groups[replica_id]:
-            process.join()
-
-    def signal(self, replica_id, number):
-        for process in self.groups[replica_id]:
-            os.kill(process.pid, number)
 
     def metrics(self, replica_id):
         return syncs_of(Path(self.plan["run_dir"], f"replica_{replica_id}"))
@@ -118,19 +99,19 @@ class LeaseRun(Run):
         return Path(self.plan["run_dir"]) / f"replica_{replica_id}" / STATUS
 
     def is_alive(self, replica_id):
-        return all(process.is_alive() for process in self.groups[replica_id])
+        return set(self.groups[replica_id].statuses()) == {None}
 
     def restart_the_dead(self):
         """Whether all have ended well."""
-        for replica_id, processes in list(self.groups.items()):
-            codes = {process.exitcode for process in processes}
+        for replica_id, group in list(self.groups.items()):
+            codes = set(group.statuses())
             if codes - {None, 0}:
                 # A joiner that cannot connect twice, between two deaths, leaves with status 1.
                 self.num_left += codes == {1}
                 assert codes in ({-signal.SIGKILL}, {1}), f"group {replica_id}: {codes}"
                 assert self.num_left <= 4
                 self.start_group(replica_id)
-        return all(process.exitcode == 0 for group in self.groups.values() for process in group)
+        return all(set(group.statuses()) == {0} for group in self.groups.values())
 
     def check_that_all_is_in_once(self):
         trained = [
@@ -144,30 +125,12 @@ class LeaseRun(Run):
     def check_those_in_part(self, twice):
         """What a group that died had brought into one fragment alone is in that twice, and counted.
 
-        If groups that die one after the other do that with the same sample, it may be in the same
-        fragment three times, which looks like twice; the leases tell which ones these are.
+        A sample with which several groups died looks as if only one had.
         """
         (dataset,) = self.status()["datasets"]
-        in_part = self.read_those_in_part()
-        assert in_part.total() == dataset["trained_in_part"] and dataset["trained_twice"] == 0
-        assert self.plan["fragments"] > 1 or not in_part
-        for sample, fragments in enumerate(sum(one.int() for one in twice).tolist()):
-            deaths = in_part[sample]
-            assert min(deaths, 1) <= fragments <= deaths, (sample, fragments, deaths)
-
-    def read_those_in_part(self):
-        """How many groups died with each sample in a part of the model."""
-        found = Counter()
-        with sqlite3.connect(self.folder / "state" / "coordinator.sqlite") as database:
-            for length, seed, unit_size, epoch, *lease in database.execute(READ_LEASES):
-                place, start, stop, at, position, in_part = lease
-                low, high = max(at, position), min(at + stop - start, in_part)
-                if low < high:
-                    order, _ = unit_order(seed, epoch, -(-length // unit_size))
-                    unit, moved = int(order[place]), start - at
-                    part = Lease(0, epoch, unit, low + moved, high + moved, stream_start=low)
-                    found.update(DatasetSpec("ids", length, seed, unit_size).samples(part))
-        return found
+        total, counted = sum(int(one.sum()) for one in twice), dataset["trained_in_part"]
+        assert dataset["trained_twice"] == 0
+        assert total <= counted and bool(total) == bool(counted), (total, counted)
 
 
 @pytest.fixture
@@ -180,16 +143,20 @@ def run_of(tmp_path):
 
     yield make
     for run in runs:
-        for process in [*run.processes, *(p for group in run.groups.values() for p in group)]:
-            process.kill()
+        for group in run.groups.values():
+            group.kill()
         for process in run.processes:
+            process.kill()
             process.communicate()
 
 
-def kill_at_random(run, kills, draw, coordinator_every_s=None):
+COORDINATOR_EVERY_S = 8.0
+
+
+def kill_at_random(run, kills, draw):
     """Kill groups, and the coordinator, until all kills are done and all groups have ended."""
     next_kill = time.monotonic() + 3.0
-    next_coordinator = time.monotonic() + (coordinator_every_s or 1e9)
+    next_coordinator = time.monotonic() + COORDINATOR_EVERY_S
     coordinator_kills = 0
     while not run.restart_the_dead():
         now = time.monotonic()
@@ -197,47 +164,26 @@ def kill_at_random(run, kills, draw, coordinator_every_s=None):
             replica_id = draw.randrange(GROUPS)
             # Whoever dies, somebody who has the state lives: this is not about checkpoints.
             if run.is_alive(replica_id) and run.those_in_training() - {replica_id}:
-                run.kill(replica_id)
+                run.groups[replica_id].kill()
                 kills -= 1
                 next_kill = now + draw.uniform(0.5, 2.0)
         if now > next_coordinator:
-            run.coordinator.kill()
-            run.coordinator.wait()
-            run.coordinator = run.start_coordinator()
+            run.restart_coordinator()
             coordinator_kills += 1
-            next_coordinator = now + coordinator_every_s
+            next_coordinator = now + COORDINATOR_EVERY_S
         time.sleep(0.02)
     assert not kills, f"the epoch was over before the last {kills} kills"
     return coordinator_kills
 
 
-def test_two_fits_without_any_kill(run_of):
-    """The second fit of the same trainers reads another epoch."""
-    run = run_of(length=2000, further_fits=1, num_workers=2)
-    for replica_id in range(GROUPS):
-        run.start_group(replica_id)
-    run.wait_until(run.restart_the_dead)
-    (twice,) = run.check_that_all_is_in_once()
-    assert twice.all()
-    (dataset,) = run.status()["datasets"]
-    assert [epoch["done"] for epoch in dataset["epochs"]] == [2000, 2000]
-    assert dataset["trained_twice"] == 0
-    for replica_id in range(GROUPS):
-        status = json.loads(run.status_file(replica_id).read_text())
-        assert abs(status["max_batches"] - status["batch"]) <= 12, "a round"
-
-
-@pytest.mark.parametrize(("fragments", "coordinator_every_s"), [(1, None), (2, 8.0)])
-def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
-    """With two fragments the coordinator is killed too, every 8 s."""
-    run = run_of(length=4500, fragments=fragments, step_s=0.05)
+def test_groups_are_killed_at_random(run_of):
+    """The coordinator is killed too."""
+    run = run_of(length=4500, fragments=2, step_s=0.05)
     for replica_id in range(GROUPS):
         run.start_group(replica_id)
     run.wait_for_outer_steps(2)
-    draw = random.Random(fragments)
-    coordinator_kills = kill_at_random(run, 10, draw, coordinator_every_s)
+    assert kill_at_random(run, 10, random.Random(2)) >= 2
     assert run.num_starts == GROUPS + 10 + run.num_left
-    assert coordinator_every_s is None or coordinator_kills >= 2
 
     twice = list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
@@ -246,35 +192,35 @@ def test_groups_are_killed_at_random(run_of, fragments, coordinator_every_s):
     run.check_those_in_part(twice)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samples(run_of, ranks):
+def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samples(run_of):
     """To the coordinator it is dead meanwhile, and the others take outer steps without it."""
-    run = run_of(length=4000, step_s=0.1, ranks=ranks)
+    run = run_of(length=4000, step_s=0.1, ranks=2)
     for replica_id in range(GROUPS):
         run.start_group(replica_id)
     run.wait_for_outer_steps(2)
     sent = [row["diloco/outer_step"] for row in run.metrics(1)]
     run.wait_until(lambda: run.metrics(1)[-1]["diloco/outer_step"] > sent[-1])
     time.sleep(0.4)  # it is in the middle of a round, of 1.2 s
-    run.signal(1, signal.SIGSTOP)
+    run.groups[1].signal(signal.SIGSTOP)
     begun = run.status()["outer_step"]
     run.wait_until(lambda: run.status()["outer_step"] > begun + 2)
     (row,) = (row for row in run.status()["replicas"] if row["replica_id"] == "1")
     assert not row["is_alive"]
-    run.signal(1, signal.SIGCONT)
+    run.groups[1].signal(signal.SIGCONT)
     run.wait_until(run.restart_the_dead)
     assert run.num_starts == GROUPS
 
-    run.check_that_all_is_in_once()
+    list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
     assert dataset["epochs"][0]["done"] == 4000
     assert [row["diloco/steps_lost"] for row in run.metrics(1) if row["diloco/steps_lost"]] == [12]
+    sent = {row["diloco/bytes_sent"] for row in run.metrics(0)}
+    assert sent == {4 * (7 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
+def test_everything_is_killed_and_resumed_from_checkpoints(run_of):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
-    run = run_of(length=4800, fragments=fragments, save_interval="30ba")
+    run = run_of(length=4800, fragments=2, save_interval="30ba")
     reported = []  # to the coordinator, when all were dead
     for kills in range(3):
         for replica_id in range(GROUPS):
@@ -282,14 +228,12 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
         if kills == 2:
             break
         begun = run.status()["outer_step"]
-        run.wait_for_outer_steps(begun + 8 * fragments)
+        run.wait_for_outer_steps(begun + 16)
         for replica_id in run.groups:
-            run.kill(replica_id)
+            run.groups[replica_id].kill()
         reported.append(run.status()["outer_step"])
         if kills == 1:
-            run.coordinator.kill()
-            run.coordinator.wait()
-            run.coordinator = run.start_coordinator()
+            run.restart_coordinator()
             shutil.rmtree(f"{run.plan['run_dir']}/replica_2/checkpoints")
     run.wait_until(run.restart_the_dead)
     assert run.num_starts == 3 * GROUPS
@@ -310,9 +254,9 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of, fragments):
     assert {text for text in said if "continues from outer step" in text} == expected
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("old", 1), ("lost", 2), ("wal", 1)])
+@pytest.mark.parametrize(("kind", "ranks"), [("old", 1), ("lost", 2)])
 def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, ranks):
-    """It is killed, and comes back on an older copy, an empty folder, or without SQLite's log.
+    """It is killed, and comes back on an older copy, or on an empty folder.
 
     What was leased by then and is not in that state may be in the model twice: it says how much.
     """
@@ -324,21 +268,20 @@ def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, ranks
     with sqlite3.connect(state / "coordinator.sqlite") as database:
         database.execute(f"VACUUM INTO '{run.folder / 'copy'}'")
     copied_at = run.status()["outer_step"]
-    run.kill(2)  # it comes back with another session, and another stream
+    run.groups[2].kill()  # it comes back with another session, and another stream
     run.restart_the_dead()
     run.wait_until(lambda: len(run.those_in_training()) == GROUPS)
     run.wait_for_outer_steps(16)
-    struck_at = run.status()["outer_step"]
     run.coordinator.kill()
     run.coordinator.wait()
-    for file in state.glob("coordinator.sqlite" + ("-*" if kind == "wal" else "*")):
+    for file in state.glob("coordinator.sqlite*"):
         file.unlink()
     if kind == "old":
         shutil.move(run.folder / "copy", state / "coordinator.sqlite")
     run.coordinator = run.start_coordinator()
     if kind == "lost":
         run.wait_until(lambda: run.status()["samples_gap"])
-        run.kill(1)
+        run.groups[1].kill()
     run.wait_until(run.restart_the_dead)
     assert run.num_starts == GROUPS + 1 + (kind == "lost")
 
@@ -346,29 +289,10 @@ def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, ranks
     status = run.status()
     gap, (dataset,) = status["samples_gap"], status["datasets"]
     assert dataset["epochs"][0]["done"] == 4000
-    low, high = {"old": (5, copied_at), "lost": (0, 0), "wal": (0, struck_at)}[kind]
+    low, high = {"old": (5, copied_at), "lost": (0, 0)}[kind]
     assert low <= gap["outer_step"] <= high
     counted = gap["samples"] + dataset["trained_in_part"] + dataset["trained_twice"]
     for is_in_twice in twice:  # with two ranks, so may be the last sample before a pause
         assert 0 < is_in_twice.sum() <= counted + 20 * (ranks - 1), (gap, dataset)
     (event,) = (e["text"] for e in status["events"] if "record of samples" in e["text"])
     assert f"complete up to outer step {gap['outer_step']} only" in event
-
-
-def test_the_ranks_of_a_group_share_its_samples(run_of):
-    """One is killed, and goes on."""
-    run = run_of(length=4000, ranks=2, batch_size=3)
-    for replica_id in range(GROUPS):
-        run.start_group(replica_id)
-    run.wait_for_outer_steps(4)
-    run.kill(1)
-    run.wait_until(run.restart_the_dead)
-    assert run.num_starts == GROUPS + 1
-    (twice,) = run.check_that_all_is_in_once()
-    status = run.status()
-    (dataset,) = status["datasets"]
-    assert dataset["trained_twice"] == 0 and dataset["epochs"][0]["done"] == 4000
-    sent = {row["diloco/bytes_sent"] for row in run.metrics(0)}
-    assert sent == {4 * (7 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
-    # The last batch before a pause has a sample twice where the ranks would else differ.
-    assert twice.sum() <= 6, status
