@@ -13,8 +13,6 @@ from torchmetrics import MeanSquaredError
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import simulate
 
-BATCHES_IN_EPOCH = 4
-
 
 class TinyModel(ComposerModel):
     """``TinyMLP`` for Composer."""
@@ -72,9 +70,9 @@ class Exporting(ExportForInferenceCallback):
             super().fit_end(state, logger)
 
 
-def data(replica_id=0):
-    """An epoch of four batches of eight samples, always in the same order."""
-    parts = [batch(replica_id, step) for step in range(BATCHES_IN_EPOCH)]
+def data(replica_id=0, batches=4):
+    """An epoch of batches of eight samples, always in the same order."""
+    parts = [batch(replica_id, step) for step in range(batches)]
     return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True))), 8)
 
 

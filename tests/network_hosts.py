@@ -56,10 +56,8 @@ class Hosts:
                 _ip("netns", "add", space)
                 opened.callback(_ip, "netns", "del", space)
                 _ip("-n", space, "link", "set", "lo", "up")
-            # keep_addr_on_down: IPv6 addresses else go with the link, and do not come back.
             for setting in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
                 self._set_in_router(setting)
-            self._set_in_router("ipv6/conf/all/keep_addr_on_down")
             for host in range(len(self._spaces)):
                 self._connect(host)
             yield
@@ -87,14 +85,6 @@ class Hosts:
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         lines += [f"{self.address(host)} {name}" for name, host in names.items()]
         self._names_file.write_text("\n".join(lines) + "\n")  # the same file, not a new one
-
-    def unplug(self, host: int) -> None:
-        """Take the link of a host away. The router tells those who look for the host."""
-        _ip("-n", self._router, "link", "set", f"host{host}", "down")
-
-    def plug(self, host: int) -> None:
-        """Give a host the link back that ``unplug`` has taken from it."""
-        _ip("-n", self._router, "link", "set", f"host{host}", "up")
 
     def silence(self, host: int) -> None:
         """From now on packets from and to a host vanish, and nobody is told."""

@@ -69,30 +69,6 @@ def test_it_ends_with_the_status_of_its_code(start, code, status, said):
 
 
 @BOTH
-def test_at_its_end_it_waits_for_threads_and_calls_what_is_registered(start):
-    code = (
-        "import atexit, threading, time\n"
-        "atexit.register(print, 'registered')\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        "print('main')"
-    )
-    ended = run(start, [sys.executable, "-c", code], timeout=240)
-    assert ended.stdout.split() == ["main", "thread", "registered"]
-
-
-@BOTH
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_to_its_pid_ends_it(start, number):
-    code = "import time; print('there', flush=True); time.sleep(100)"
-    command = [sys.executable, "-c", code]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with start(command, text=True, **pipes) as process:
-        assert process.stdout.readline() == "there\n"
-        process.send_signal(number)
-        assert process.wait(240) == -number
-
-
-@BOTH
 def test_a_script_and_a_module_are_run_as_main(tmp_path, start):
     (tmp_path / "beside.py").write_text("WORD = 'beside'")
     code = "import beside, sys; print(__name__, __file__, beside.WORD, *sys.argv)"

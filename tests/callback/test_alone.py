@@ -8,12 +8,7 @@ import threading
 
 import psutil
 import pytest
-import torch
-from common import TinyMLP
-from composer import Callback
-from composer.loggers import InMemoryLogger
-from composer_jobs import STREAMING, Each, data, trainer_of
-from run_events import result_of, syncs_of
+from composer_jobs import Each, data, trainer_of
 from text_config import write_config
 from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,14 +70,6 @@ def test_three_lines_of_yaml_train_and_autoresume_goes_on(config, tmp_path):
     assert train(load_config(config, saving)) == result
 
 
-@pytest.mark.parametrize("diloco", [{}, {"num_replicas": 2, "replica_id": 0}])
-def test_without_them_the_error_names_this_way(diloco):
-    trainer = trainer_of(DiLoCoCallback(**diloco), max_duration="1ba")
-    with pytest.raises(ValueError, match="set num_replicas=1"):
-        trainer.fit()
-    trainer.close()
-
-
 def test_it_opens_no_socket_starts_no_process_and_only_its_two_watches():
     process, seen = psutil.Process(), []
 
@@ -139,58 +126,7 @@ def test_the_end_of_a_fit_copies_nothing(wire_format, monkeypatch):
 # ---- what it computes -----------------------------------------------------------------------
 
 
-class Trace(Callback):
-    """The weights after every batch."""
-
-    def __init__(self):
-        self.seen = []
-
-    def batch_end(self, state, logger):
-        self.seen.append([p.detach().clone() for p in state.model.parameters()])
-
-
-def test_with_plain_averaging_it_is_plain_composer():
-    plain, under_diloco = Trace(), Trace()
-    trainer = trainer_of(plain, max_duration="9ba")
-    trainer.fit()
-    trainer.close()
-    diloco = {"outer_lr": 1.0, "outer_momentum": 0.0}
-    callback, _ = fit(under_diloco, diloco=diloco, max_duration="9ba")
-    assert callback.result["outer_steps"] == 5
-    assert len(plain.seen) == len(under_diloco.seen) == 9
-    torch.testing.assert_close(under_diloco.seen, plain.seen, rtol=0, atol=1e-6)
-
-
-def test_the_outer_optimizer_moves_from_the_weights_at_the_start_of_the_round():
-    """Lookahead by hand: theta - lr (theta - phi) after each round of plain training."""
-    plain = Trace()
-    trainer = trainer_of(plain, max_duration="2ba")
-    trainer.fit()
-    trainer.close()
-    diloco = {"outer_lr": 0.5, "outer_momentum": 0.0}
-    _, trainer = fit(diloco=diloco, max_duration="2ba")
-    initial = TinyMLP(seed=0).parameters()
-    expected = [(p + q) / 2 for p, q in zip(initial, plain.seen[-1], strict=True)]
-    torch.testing.assert_close([*trainer.state.model.parameters()], expected, rtol=0, atol=1e-6)
-
-
 # ---- what a job does beside training ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("diloco", [{"sync_every": 4}, STREAMING], ids=["vanilla", "streaming"])
-@pytest.mark.parametrize("stop", [6, 7])
-def test_a_job_that_is_saved_and_resumed_ends_as_if_uninterrupted(tmp_path, stop, diloco):
-    whole, _ = fit(
-        diloco=diloco,
-        max_duration="12ba",
-        save_folder=str(tmp_path),
-        save_filename="ba{batch}.pt",
-        save_interval=f"{stop}ba",
-    )
-    trace, path = Trace(), str(tmp_path / f"ba{stop}.pt")
-    resumed, _ = fit(trace, diloco=diloco, max_duration="12ba", load_path=path)
-    assert len(trace.seen) == 12 - stop
-    assert resumed.result == whole.result
 
 
 def test_two_fits_are_one_long_one_and_momentum_is_kept():
@@ -202,25 +138,6 @@ def test_two_fits_are_one_long_one_and_momentum_is_kept():
     trainer.fit(duration="4ba")
     trainer.close()
     assert callback.result == whole.result
-
-
-def test_the_run_folder_the_metrics_and_stop_are_as_with_others(tmp_path):
-    logged = InMemoryLogger()
-
-    def stop(state):
-        if state.timestamp.batch == 3:
-            (tmp_path / "STOP").touch()
-
-    diloco = {"run_dir": str(tmp_path), "digest_every": 1}
-    callback, trainer = fit(Each(stop), diloco=diloco, max_duration="20ba", loggers=[logged])
-    folder = tmp_path / "replica_0"
-    lines = syncs_of(folder)
-    assert [line["batch"] for line in lines] == [2, 4]
-    assert {line["diloco/num_participants"] for line in lines} == {1}
-    assert lines[-1]["diloco/global_digest"] == callback.result["global_digest"]
-    assert trainer.state.timestamp.batch == 4
-    assert [value for _, value in logged.data["diloco/outer_step"]] == [1, 2]
-    assert result_of(folder)["outer_steps"] == 2
 
 
 def test_a_replica_data_loader_gives_it_every_sample_of_an_epoch():

@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import re
-import resource
 import threading
 import time
 
@@ -21,7 +20,6 @@ from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer_jobs import (
     Each,
-    Exporting,
     callback_of,
     data,
     final_theta,
@@ -34,9 +32,8 @@ from run_events import result_of, syncs_of
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.options import ReplicaOptions
-from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.simulation.simulation import Fault, SimulationError, simulate
+from composer_replication.simulation.simulation import SimulationError, simulate
 
 NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
 
@@ -70,11 +67,6 @@ def test_an_unknown_argument_is_a_type_error():
         DiLoCoCallback(sync_evry=10)
 
 
-def test_a_wrong_value_is_refused_at_construction():
-    with pytest.raises(ValueError, match="sync_every=5 is not divisible by num_fragments=2"):
-        DiLoCoCallback(sync_every=5, num_fragments=2)
-
-
 def test_construction_touches_no_network_and_starts_nothing(monkeypatch):
     monkeypatch.setattr("socket.create_connection", lambda *_, **__: pytest.fail("network"))
     threads = threading.active_count()
@@ -100,12 +92,6 @@ def test_what_the_environment_lacks_is_named_when_training_starts(monkeypatch, a
 
 
 # ---- what counts as an inner step -----------------------------------------------------------
-
-
-def test_a_batch_of_two_microbatches_is_one_inner_step():
-    callback, _ = fit_alone("4ba", device_train_microbatch_size=4)
-    assert callback.result["inner_steps"] == 4
-    assert callback.result["outer_steps"] == 2
 
 
 class CountedSGD(torch.optim.SGD):
@@ -173,13 +159,6 @@ def test_a_step_that_the_grad_scaler_skips_does_not_count(is_fused):
     assert callback.result["inner_steps"] == 3
     assert callback.result["outer_steps"] == 2  # after steps 2 and 3, the last at the end
     assert logged.data["diloco/contribution"][0][1] == 16, "without the skipped batch's samples"
-
-
-def test_samples_are_counted_over_all_microbatches():
-    logged = InMemoryLogger()
-    diloco = {"weight_by": "samples"}
-    fit_alone("4ba", diloco=diloco, device_train_microbatch_size=4, loggers=[logged])
-    assert [value for _, value in logged.data["diloco/contribution"]] == [16, 16]
 
 
 def fit_counting_tokens(count):
@@ -276,22 +255,6 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
     assert (status["inner_steps"], status["outer_step"]) == (5, 3)
 
 
-def test_a_full_disk_in_mid_run_ends_nothing_and_no_line_is_lost(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill_and_free(state):
-        room = 300 if 4 <= state.timestamp.batch.value < 12 else limits[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-
-    try:
-        fit_alone("16ba", diloco={"run_dir": str(tmp_path)}, others=[Each(fill_and_free)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    folder = tmp_path / "replica_0"
-    assert [sync["diloco/outer_step"] for sync in syncs_of(folder)] == list(range(1, 9))
-    assert result_of(folder)["outer_steps"] == 8
-
-
 def test_a_manager_that_was_given_is_good_for_one_fit():
     def replica(sim):
         trainer = trainer_of(callback_of(sim, sync_every=2), max_duration="2ba")
@@ -303,37 +266,7 @@ def test_a_manager_that_was_given_is_good_for_one_fit():
     simulate(replica, num_replicas=1)
 
 
-def test_gradients_are_still_there_at_the_end_of_a_batch_with_a_sync():
-    # Composer's OptimizerMonitor reads them there; under torchft's own DiLoCo it logs a norm of 0.
-    norms = []
-    fit_alone(
-        "4ba",
-        others=[Each(lambda s: norms.append([p.grad.norm() > 0 for p in s.model.parameters()]))],
-    )
-    assert norms == [[True] * 6] * 4
-
-
 # ---- its life -------------------------------------------------------------------------------
-
-
-def test_a_group_in_mid_round_ends_on_the_same_global_parameters_as_its_peer():
-    def replica(sim):
-        callback = callback_of(sim, sync_every=4)
-        seen = []
-        look = Each(lambda state: seen.append(callback.diloco.outer_step))
-        trainer = trainer_of(callback, look, replica_id=sim.replica_id, max_duration="6ba")
-        trainer.fit()
-        trainer.close()
-        theta = final_theta(callback)
-        local = dict(trainer.state.model.named_parameters())
-        assert local.keys() == theta.keys()
-        assert all(torch.equal(local[name], value) for name, value in theta.items())
-        return seen, callback.result
-
-    (seen, ours), (_, theirs) = simulate(replica, num_replicas=2)
-    assert seen == [0, 0, 0, 1, 1, 1]
-    assert ours["outer_steps"] == theirs["outer_steps"] == 2
-    assert ours["global_digest"] == theirs["global_digest"]
 
 
 def test_without_a_final_sync_the_last_steps_stay_local():
@@ -344,39 +277,6 @@ def test_without_a_final_sync_the_last_steps_stay_local():
     assert all(torch.equal(after[name], local) for name, local in before.items())
     theta = final_theta(callback)
     assert not any(torch.equal(after[name], value) for name, value in theta.items())
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_exported_at_the_end_is_the_final_model_wherever_its_callback_stands(
-    tmp_path, is_first, monkeypatch
-):
-    script, one_at_a_time = torch.jit.script, threading.Lock()
-
-    def script_alone(model):
-        with one_at_a_time:  # torch.jit cannot compile one class in two threads
-            return script(model)
-
-    monkeypatch.setattr(torch.jit, "script", script_alone)
-
-    def replica(sim):
-        path = tmp_path / f"{sim.replica_id}.pt"
-        export = Exporting("torchscript", str(path))
-        callback = callback_of(sim, sync_every=3)
-        given = [export, callback] if is_first else [callback, export]
-        logged = InMemoryLogger()
-        trainer = trainer_of(
-            *given, loggers=[logged], replica_id=sim.replica_id, max_duration="8ba"
-        )
-        assert trainer.state.callbacks[:3] == [logged, callback, export]
-        trainer.fit()
-        trainer.close()
-        exported = dict(torch.jit.load(path).named_parameters())
-        final = dict(trainer.state.model.named_parameters())
-        assert all(torch.equal(exported[name], value) for name, value in final.items())
-        return callback.result["global_digest"]
-
-    one, other = simulate(replica, num_replicas=2)
-    assert one == other
 
 
 def test_who_is_slow_at_the_end_of_the_fit_holds_nobody_up():
@@ -525,63 +425,7 @@ def test_another_model_in_one_group_is_an_error_in_it():
     assert "weight: 'missing' here, '(16, 8) torch.float32' there" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("fault", "inner_steps"),
-    [
-        # It joins in the sync of batch 6, before its own first batch, and then trains 7 and 8.
-        pytest.param(Fault("late", replica_id=1, step=3), [8, 2], id="a_late_joiner"),
-        # Its vote at batch 4 fails. The others go on; at their batch 6 it heals, and continues.
-        pytest.param(Fault("fail_commit", replica_id=1, step=2), [8, 6], id="a_failed_vote"),
-    ],
-)
-def test_who_heals_stands_where_its_donor_stands_and_ends_with_it(fault, inner_steps):
-    def replica(sim):
-        callback = callback_of(sim, num_replicas=1 if fault.kind == "late" else 2)
-        logged = InMemoryLogger()
-        trainer = trainer_of(
-            callback, replica_id=sim.replica_id, max_duration="8ba", loggers=[logged]
-        )
-        trainer.fit()
-        trainer.close()
-        healed = any(value for _, value in logged.data["diloco/healed"])
-        return callback.result, int(trainer.state.timestamp.batch), healed
-
-    (one, one_batch, one_healed), (other, other_batch, other_healed) = simulate(
-        replica, num_replicas=2, faults=[fault]
-    )
-    assert (one_batch, other_batch) == (8, 8)
-    assert (one_healed, other_healed) == (False, True)
-    assert [one["inner_steps"], other["inner_steps"]] == inner_steps
-    assert one["outer_steps"] == other["outer_steps"] == 4
-    assert one["global_digest"] == other["global_digest"]
-
-
 # ---- over a real lighthouse, in this process ------------------------------------------------
-
-
-@pytest.fixture
-def lighthouse_addr():
-    lighthouse = start_lighthouse(heartbeat_timeout_ms=1_000)
-    yield lighthouse.address()
-    lighthouse.shutdown()
-
-
-@pytest.mark.integration
-def test_after_an_exception_the_real_manager_is_shut_down_by_close_or_before(lighthouse_addr):
-    managers = []
-    callback = DiLoCoCallback(sync_every=2, replica_id=0, lighthouse_addr=lighthouse_addr)
-    keep = Each(lambda state: managers.append(callback._group.manager))
-    trainer = trainer_of(callback, keep, fail_at_batch(3), max_duration="8ba")
-    with pytest.raises(Broken):
-        trainer.fit()
-    trainer.close()
-    assert callback._group.manager is None and managers[0]._is_shut_down
-    # Nobody waits for it: the next group of another name is alone in its quorum.
-    callback = DiLoCoCallback(sync_every=2, replica_id=1, lighthouse_addr=lighthouse_addr)
-    trainer = trainer_of(callback, max_duration="2ba")
-    trainer.fit()
-    trainer.close()
-    assert callback.result["outer_steps"] == 1
 
 
 def test_only_a_close_after_an_error_watches_for_ranks_that_never_come(monkeypatch):

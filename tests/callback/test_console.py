@@ -19,7 +19,6 @@ import threading
 import pytest
 from common import batch
 from composer_jobs import callback_of, fit, trainer_of
-from run_events import syncs_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
@@ -87,15 +86,6 @@ def test_the_end_by_stop_is_explained(said, tmp_path):
     (tmp_path / "STOP").touch()
     _, lines = said(train, 1, run_dir=str(tmp_path))
     assert "Ending after outer step 1: the run's folder contains STOP" in lines
-
-
-def test_the_steps_of_a_round_that_is_a_time_are_in_the_metrics(tmp_path):
-    settings = {"sync_every": 4, "round_seconds": 600, "num_fragments": 2}
-    train(2, run_dir=str(tmp_path), **settings)
-    syncs = syncs_of(tmp_path / "replica_0")
-    # The fewest at first: a step a turn. From then on as many as are allowed, in 600 s.
-    assert [sync["inner_steps"] for sync in syncs] == [1, 3, 5, 7, 8, 8]
-    assert [sync["diloco/sync_every"] for sync in syncs] == [4] * 6
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import contextlib
 import io
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -163,26 +162,3 @@ def test_a_fence_says_the_first_error_of_a_kind_and_lets_an_interrupt_through(ca
         draw(KeyboardInterrupt())
     [line] = caplog.messages
     assert line == "Cannot show a bar, and goes on without it: ZeroDivisionError: 0"
-
-
-ALONE = """
-from composer_jobs import trainer_of
-from composer_replication import DiLoCoCallback
-callback = DiLoCoCallback(num_replicas=1, replica_id=0, sync_every=2)
-trainer = trainer_of(callback, max_duration="4ba", progress_bar=True)
-trainer.fit()
-trainer.close()
-assert callback.result["outer_steps"] == 2
-"""
-
-
-@pytest.mark.integration
-def test_a_script_ends_with_bars_off_and_stdout_closed():
-    ended = subprocess.run(
-        ["bash", "-c", 'exec "$0" -c "$1" >&-', sys.executable, ALONE],
-        env=os.environ | {"TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "Cannot show" not in ended.stderr

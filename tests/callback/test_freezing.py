@@ -77,27 +77,6 @@ def test_layers_that_freeze_in_mid_round_move_once_at_the_next_sync(diloco):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def two_fits(between):
-    """Two fits of one Trainer, and something done to its model in between."""
-    callback = DiLoCoCallback(sync_every=2, num_replicas=1)
-    trainer = trainer_of(callback)
-    layers = trainer.state.model.mlp.layers
-    trainer.fit(duration="4ba")
-    between(layers)
-    before = {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}
-    outer_steps = callback.result["outer_steps"]
-    trainer.fit(duration="4ba")
-    after = dict(trainer.state.model.named_parameters())
-    trainer.close()
-    assert callback.result["outer_steps"] == outer_steps + 2
-    return {name for name in before if not torch.equal(before[name], after[name])}
-
-
-def test_a_fit_goes_on_after_layers_were_frozen_by_hand():
-    moved = two_fits(lambda layers: layers[0].requires_grad_(False))
-    assert moved == {f"mlp.layers.{i}.{kind}" for i in (2, 4) for kind in ("weight", "bias")}
-
-
 def test_a_fit_goes_on_after_layer_freezing():
     callback = DiLoCoCallback(sync_every=3, num_replicas=1)
     trainer = trainer_of(callback, max_duration="3ep", algorithms=LayerFreezing(0.1, 0.6))

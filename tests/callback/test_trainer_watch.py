@@ -5,11 +5,9 @@ than in a run: the grace. Run: pytest tests/callback/test_trainer_watch.py
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -72,32 +70,6 @@ sys.stdout.flush()
 os._exit(0)
 """
 
-# SIGTERM is noted, as by a job that saves first; the other rank's part of the save comes late.
-SAVES = """
-def save(state):
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    def rank_1():
-        client = dist.PrefixStore("x", dist.TCPStore("localhost", store.port))
-        group = dist.ProcessGroupGloo(client, 1, 2, datetime.timedelta(seconds=50))
-        time.sleep(6)
-        group.allreduce([torch.ones(1)]).wait()
-    threading.Thread(target=rank_1).start()
-    group = dist.ProcessGroupGloo(
-        dist.PrefixStore("x", store), 0, 2, datetime.timedelta(seconds=50)
-    )
-    print("saving", flush=True)
-    code = "group.allreduce([torch.ones(1)]).wait()"
-    exec(compile(code, "/torch/distributed/checkpoint.py", "exec"), globals() | {"group": group})
-    print("saved", flush=True)
-    state.stop_training()
-
-signal.signal(signal.SIGTERM, lambda *_: print("noted", flush=True))
-trainer = trainer_of(diloco(), Each(save), max_duration="1ba")
-trainer.fit()
-trainer.close()
-os._exit(0)
-"""
-
 
 def start(script, **environ):
     return ForkedCommand(
@@ -137,13 +109,3 @@ def test_a_long_backward_after_a_caught_error_is_left_alone():
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "trained the second model" in out
-
-
-def test_a_save_that_waits_for_another_rank_when_sigterm_comes_is_left_alone():
-    process = start(SAVES)
-    assert process.stdout.readline() == "saving\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert out.split() == ["noted", "saved"] or out.split() == ["saved", "noted"]

@@ -4,30 +4,24 @@ Real: Composer's Trainer, algorithms, savers and checkpoints in ``tmp_path``. Th
 simulation's.
 """
 
+import functools
 import logging
 import warnings
 
 import composer_jobs
 import pytest
 import torch
-from common import batch
 from composer import Callback
 from composer.algorithms import EMA, SWA
-from composer_jobs import Evaluated, callback_of, read_checkpoint
+from composer_jobs import Evaluated, callback_of, data, read_checkpoint
 from torch.optim.swa_utils import SWALR
-from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.replica.heal import state_bytes as heal_format
 from composer_replication.simulation.simulation import Fault, simulate
 
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-STREAMING = {
-    "sync_every": 4,
-    "num_fragments": 2,
-    "fragment_sync_delay": 1,
-    "fragment_update_alpha": 0.5,
-}
+STREAMING = composer_jobs.STREAMING | {"sync_every": 4, "fragment_sync_delay": 1}
 
 
 class Tied(Evaluated):
@@ -73,24 +67,18 @@ class Record(Callback):
                 self.ema[now] = copies(algorithm.ema_model.named_parameters())
 
 
-def loader(replica_id=0, batches=4):
-    parts = [batch(replica_id, step) for step in range(batches)]
-    return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True))), 8)
-
-
 def trainer_of(*callbacks, replica_id=0, batches=4, **arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return composer_jobs.trainer_of(
             *callbacks,
             replica_id=replica_id,
-            train_dataloader=loader(replica_id, batches),
+            train_dataloader=data(replica_id, batches),
             **{"model": Evaluated, "max_duration": "12ba"} | arguments,
         )
 
 
-def saving(folder, sim, interval="1ba"):
-    return composer_jobs.saving(folder, sim, interval)
+saving = functools.partial(composer_jobs.saving, interval="1ba")
 
 
 def fit(sim, algorithm, *, diloco=None, evaluates_first=False, **arguments):
@@ -144,19 +132,19 @@ def part_of(path):
 # ---- EMA -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save", range(1, 6))
+@pytest.mark.parametrize("save", [1, 3, 4])
 @pytest.mark.parametrize("batches", [4, 5])
 @pytest.mark.slow
 def test_ema_is_of_global_weights_and_leaves_training_alone_at_all_intervals(
     tmp_path, batches, save
 ):
     alone, _ = fit_without_diloco(batches=batches)
-    for evaluate in range(1, 6):
+    for evaluate in (1, 3, 4):
         ema = EMA(half_life="2ba")
 
         def replica(sim, ema=ema, evaluate=evaluate):
-            folder = saving(tmp_path / str(evaluate), sim, f"{save}ba")
-            evaluation = {"eval_dataloader": loader(7, 1), "eval_interval": f"{evaluate}ba"}
+            folder = saving(tmp_path / str(evaluate), sim, interval=f"{save}ba")
+            evaluation = {"eval_dataloader": data(7, 1), "eval_interval": f"{evaluate}ba"}
             return fit(sim, ema, diloco=PLAIN, batches=batches, **folder, **evaluation)
 
         [(record, _, trainer)] = simulate(replica, num_replicas=1)
@@ -187,7 +175,7 @@ def test_ema_that_is_updated_at_the_end_of_an_epoch_is_so_too(tmp_path, batches)
 
     def replica(sim):
         folder = saving(tmp_path, sim)
-        evaluation = {"eval_dataloader": loader(7, 1), "eval_interval": "1ep"}
+        evaluation = {"eval_dataloader": data(7, 1), "eval_interval": "1ep"}
         return fit(sim, ema, diloco=PLAIN, batches=batches, **folder, **evaluation)
 
     [(record, _, _)] = simulate(replica, num_replicas=1)
@@ -202,7 +190,7 @@ def test_ema_that_is_updated_at_the_end_of_an_epoch_is_so_too(tmp_path, batches)
 
 def test_before_ema_has_started_the_global_weights_are_evaluated_and_saved(tmp_path):
     def replica(sim):
-        evaluation = {"eval_dataloader": loader(7, 1), "eval_interval": "1ba"}
+        evaluation = {"eval_dataloader": data(7, 1), "eval_interval": "1ba"}
         return fit(sim, EMA(ema_start="7ba"), **saving(tmp_path, sim), **evaluation)
 
     [(record, _, _)] = simulate(replica, num_replicas=1)
@@ -221,13 +209,13 @@ def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, 
         return fit(sim, EMA(half_life="2ba"), diloco=diloco, **saving(tmp_path, sim))
 
     uninterrupted = simulate(whole, num_replicas=2)
-    for stop in range(1, 12):
+    for stop in (1, 2, 3, 6, 7, 8):
 
         def resumed(sim, stop=stop):
             path = str(tmp_path / f"{sim.replica_id}" / f"ba{stop}.pt")
             more = saving(tmp_path / f"from {stop}", sim)
             # Evaluations make no difference.
-            more |= {"eval_dataloader": loader(7, 1), "eval_interval": "2ba"}
+            more |= {"eval_dataloader": data(7, 1), "eval_interval": "2ba"}
             more |= {"evaluates_first": stop % 2 == 0}
             return fit(sim, EMA(half_life="2ba"), diloco=diloco, load_path=path, **more)
 
@@ -251,16 +239,6 @@ def test_a_checkpoint_with_ema_in_the_model_gives_weights_alone_as_composer_does
     model, ours, _ = part_of(path)
     assert are_equal(loaded, model)
     assert not are_equal(loaded, ours["theta"])
-
-
-def test_ema_is_equal_in_two_groups_to_the_bit():
-    def replica(sim):
-        return fit(sim, EMA(half_life="2ba"), max_duration="10ba")
-
-    (one, _, _), (other, _, _) = simulate(replica, num_replicas=2)
-    assert set(one.ema) == set(range(1, 11))
-    assert all(are_equal(one.ema[at], other.ema[at]) for at in one.ema)
-    assert not are_equal(one.trained[8], other.trained[8])  # in mid-round
 
 
 @pytest.mark.parametrize("algorithm", ["EMA", "SWA"])
@@ -417,7 +395,7 @@ def test_training_goes_on_from_swa_s_average_also_after_a_resume(tmp_path, diloc
         swa = SWA(swa_start="0.25dur", swa_end="0.5dur", update_interval="1ba")
         callback = callback_of(sim, **diloco)
         record, swap = Record(callback), Swap(swa)
-        evaluation = {"eval_dataloader": loader(7, 1), "eval_interval": "1ba"}
+        evaluation = {"eval_dataloader": data(7, 1), "eval_interval": "1ba"}
         trainer = trainer_of(
             record, swap, callback, replica_id=sim.replica_id, algorithms=swa, **evaluation, **more
         )

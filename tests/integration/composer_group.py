@@ -1,8 +1,8 @@
 """One rank of a replica group that is a Composer job, under any launcher.
 
-python composer_group.py OUT DTYPE MICROBATCH_SIZE [BATCHES [PAUSE_S]]. Writes
-OUT/<group>_<rank>.jsonl: at the start and after every sync, what this rank holds. A file OUT/STOP
-ends training at the next sync. See test_composer_launchers.py.
+python composer_group.py OUT. Writes OUT/<group>_<rank>.jsonl: at the start and after every sync,
+what this rank holds. A file OUT/STOP ends training at the next sync. See
+test_composer_launchers.py.
 """
 
 import hashlib
@@ -35,6 +35,7 @@ class Record(Callback):
 
     def batch_start(self, state, logger):
         self._look(state)
+        time.sleep(0.25)
 
     def batch_end(self, state, logger):
         self._look(state)
@@ -75,43 +76,27 @@ def digest_of(tensors):
     return digest.hexdigest()
 
 
-class Pause(Callback):
-    """Makes batches take their time."""
-
-    def __init__(self, seconds):
-        self._seconds = seconds
-
-    def batch_start(self, state, logger):
-        time.sleep(self._seconds)
-
-
-def main(out, dtype, microbatch_size, batches="7", pause_s="0"):
+def main(out):
     dist.initialize_dist("cpu")
     group, rank = int(os.environ["REPLICA_GROUP_ID"]), dist.get_global_rank()
     assert dist.get_world_size() == 2
-    # Other initial weights in each of the four ranks. DDP levels them inside a group; between the
+    # Other initial weights in each of the six ranks. DDP levels them inside a group; between the
     # groups the cold start has to.
-    model = TinyModel(seed=10 * group + rank).to(getattr(torch, dtype))
-    x, y = (tensor.to(getattr(torch, dtype)) for tensor in batch(0, 0, size=4 * 7 * 8))
-    dataset = TensorDataset(x, y)
+    model = TinyModel(seed=10 * group + rank)
+    dataset = TensorDataset(*batch(0, 0, size=6 * 7 * 8))
     sampler = DistributedSampler(
-        dataset, replica_rank=group % 2, num_replica_groups=2, group_rank=rank, num_replicas=2
+        dataset, replica_rank=group, num_replica_groups=3, group_rank=rank, num_replicas=2
     )
     diloco = DiLoCoCallback(sync_every=2, timeout=30.0, start_timeout_s=90.0, run_dir=out)
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
         train_dataloader=DataLoader(dataset, batch_size=8, sampler=sampler),
-        max_duration=f"{batches}ba",
-        callbacks=[
-            Pause(float(pause_s)),
-            diloco,
-            Record(diloco, Path(out) / f"{group}_{rank}.jsonl"),
-        ],
+        max_duration="10000ba",
+        callbacks=[diloco, Record(diloco, Path(out) / f"{group}_{rank}.jsonl")],
         algorithms=EMA(half_life="2ba"),
         loggers=BrokenOnOneRank(),
         device="cpu",
-        device_train_microbatch_size=int(microbatch_size),
         progress_bar=False,
         auto_log_hparams=False,
     )

@@ -26,8 +26,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.coordinator.server import Coordinator
-from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 
@@ -139,10 +137,7 @@ def test_its_ranks_are_of_one_mind_and_bitwise_those_of_a_lighthouse(tmp_path, i
 
 # ---- its checkpoint in a larger run -----------------------------------------------------------
 
-SETTINGS = {
-    "vanilla": {"sync_every": 4},
-    "streaming": STREAMING | {"wire_format": "int8"},  # saved with a fragment in flight
-}
+SETTINGS = STREAMING | {"wire_format": "int8"}  # saved with a fragment in flight
 SAVED_AT = 7
 
 
@@ -169,18 +164,15 @@ def train(diloco: DiLoCoCallback, **arguments: Any) -> dict[str, Any]:
     return start.found | {"result": diloco.result}
 
 
-def go_on_with_others(
-    group: Group, path: str, settings: dict[str, Any], coordinator_addr: str | None
-) -> dict[str, Any]:
+def go_on_with_others(group: Group, path: str) -> dict[str, Any]:
     """Group 0 has the checkpoint; the other one has other weights and data, and no checkpoint."""
     diloco = DiLoCoCallback(
-        coordinator_addr=coordinator_addr,
-        lighthouse_addr=None if coordinator_addr else group.lighthouse_addr,
+        lighthouse_addr=group.lighthouse_addr,
         replica_id=group.replica_id,
         num_replicas=group.num_replicas,
         hostname="127.0.0.1",
         digest_every=1,
-        **settings,
+        **SETTINGS,
     )
     load_path = path if group.replica_id == 0 else None
     return train(diloco, replica_id=group.replica_id, load_path=load_path)
@@ -195,45 +187,15 @@ def leaves(tree: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def coordinator_addr(request, tmp_path):
-    """The address of a coordinator for these settings; None without one."""
-    name, has_one = request.getfixturevalue("name"), request.param
-    if not has_one:
-        yield None
-        return
-    coordinator = Coordinator(
-        DiLoCoSettings(**SETTINGS[name]),
-        "alone.yaml",
-        num_replicas=2,
-        state_dir=tmp_path / "state",
-        bind="127.0.0.1:0",
-    )
-    yield coordinator.address
-    coordinator.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("name", "coordinator_addr"),
-    [("vanilla", False), ("vanilla", True), ("streaming", False)],
-    indirect=["coordinator_addr"],
-)
-def test_its_checkpoint_is_the_first_group_of_two_and_the_other_one_heals_from_it(
-    tmp_path, name, coordinator_addr
-):
+def test_its_checkpoint_is_the_first_group_of_two_and_the_other_one_heals_from_it(tmp_path):
     saving = {"save_filename": "ba{batch}.pt", "save_interval": f"{SAVED_AT}ba"}
-    alone = DiLoCoCallback(num_replicas=1, **SETTINGS[name])
+    alone = DiLoCoCallback(num_replicas=1, **SETTINGS)
     whole = train(alone, save_folder=str(tmp_path), **saving)
     path = tmp_path / f"ba{SAVED_AT}.pt"
     state = read_checkpoint(path)["state"]
     saved = state["callbacks"]["DiLoCoCallback"]
 
-    first, second = run_groups(
-        go_on_with_others,
-        path=str(path),
-        settings=SETTINGS[name],
-        coordinator_addr=coordinator_addr,
-    )
+    first, second = run_groups(go_on_with_others, path=str(path))
 
     assert leaves(first["saved"]) == leaves(saved)
     for group in (first, second):
@@ -241,7 +203,7 @@ def test_its_checkpoint_is_the_first_group_of_two_and_the_other_one_heals_from_i
         assert leaves(group["saved"]["momentum"]) == leaves(saved["momentum"])
         assert group["outer_step"] == json.loads(saved["progress"])["outer_step"] == 1
     assert any(tensor.any() for tensor in saved["momentum"].values())
-    assert ("residual" in saved) == bool(saved["in_flight"]) == (name == "streaming")
+    assert saved["residual"] and saved["in_flight"]
     assert first["result"]["global_digest"] == second["result"]["global_digest"]
     assert first["result"]["outer_steps"] == whole["result"]["outer_steps"]
     assert first["result"]["global_digest"] != whole["result"]["global_digest"]

@@ -3,10 +3,8 @@
 Real: the commands `coordinator` and `train` in processes of their own, lighthouse and gloo.
 """
 
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -144,12 +142,6 @@ MISFITS = {
         {},
         "outer_lr: 0.3 here, 0.7 there",
     ),
-    "another number of groups": (
-        ["callbacks.diloco.num_replicas=2"],
-        {},
-        "num_replicas: 2 here, 3 there",
-    ),
-    "another model": (["model.d_model=64"], {}, "another model: model.d_model of this config"),
     "another model of the same shapes": (
         ["model.n_heads=4"],
         {},
@@ -160,15 +152,9 @@ MISFITS = {
         {},
         "torch.float32' here, '(",
     ),
-    "a wrong token": ([], {"COMPOSER_REPLICATION_TOKEN": "wrong"}, "wrong token"),
     "a living group's name": ([], {"REPLICA_GROUP_ID": "1"}, "'1' is alive"),
-    "another torchft": (
-        [],
-        {"PYTHONPATH": "TORCHFT"},
-        "this group has torchft 2020",
-    ),
 }
-BEFORE_COMPOSER = MISFITS.keys() - {"another model by its shapes", "another torchft"}
+BEFORE_COMPOSER = MISFITS.keys() - {"another model by its shapes"}
 """Those that are found out before Composer is imported, which takes seconds."""
 
 
@@ -178,17 +164,10 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
     early = tmp_path / "early" / "composer"
     early.mkdir(parents=True)
     (early / "__init__.py").write_text("raise AssertionError('imported before the refusal')")
-    other = tmp_path / "other" / "torchft_nightly-2020.1.1.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torchft-nightly\nVersion: 2020.1.1\n"
-    )
     misfits = {}
     for name, (overrides, environ, _) in MISFITS.items():
         is_early = name in BEFORE_COMPOSER
-        folders = [early.parent] if is_early else []
-        folders += [other.parent] if environ.get("PYTHONPATH") else []
-        path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+        path = {"PYTHONPATH": str(early.parent)} if is_early else {}
         overrides = [*overrides, f"run_dir={tmp_path / 'misfit'}"]
         start = subprocess.Popen if is_early else ForkedCommand  # a fork has imported all
         misfits[name] = run.start(2, *overrides, start=start, **environ | path)
@@ -270,43 +249,3 @@ def test_a_schedule_is_the_same_in_all_groups_whoever_comes_and_goes(start):
         assert (line["diloco/outer_lr"], line["diloco/outer_momentum"]) == expected, line
         digests.setdefault(n, set()).add(line["diloco/global_digest"])
     assert max(digests) > 9 and all(len(found) == 1 for found in digests.values())
-
-
-def test_a_port_of_its_lighthouse_that_is_taken_is_an_error_of_one_line(tmp_path):
-    """The one after its own."""
-    config, port = tmp_path / "tiny.yaml", free_port()
-    config.write_text(CONFIG)
-    with socket.create_server(("127.0.0.1", port + 1)):
-        options = ["--bind", f"127.0.0.1:{port}", "--state-dir", tmp_path / "state"]
-        process = command("coordinator", config, *options, "--replicas", "3")
-        said, _ = process.communicate(timeout=240)
-    assert process.returncode == 2 and said.count("\n") == 1, said
-    assert "listen" in said and f"127.0.0.1:{port + 1}" in said and "choose" in said.lower()
-
-
-def test_a_second_coordinator_on_the_state_folder_is_an_error_of_one_line(run):
-    options = ["--bind", "127.0.0.1:0", "--state-dir", run.folder / "state"]
-    process = command("coordinator", run.config, *options)
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 2 and said.count("\n") == 1, said
-    assert f"is in use by process {run.coordinator.pid}: " in said
-    assert run.ask("GET", "/v1/info").status_code == 200
-
-
-def test_a_token_is_made_and_kept_and_groups_need_it(tmp_path):
-    config, port = tmp_path / "tiny.yaml", free_port()
-    config.write_text(CONFIG)
-    options = ["--bind", f"0.0.0.0:{port}", "--state-dir", tmp_path / "state"]
-    process = command("coordinator", config, *options, COMPOSER_REPLICATION_TOKEN="")
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        token = (tmp_path / "state" / "token").read_text().strip()
-        assert str(tmp_path / "state" / "token") in first and token not in first
-        found = info_of(process, f"http://127.0.0.1:{port}", token)
-        assert found.status_code == 200
-        assert httpx.get(f"http://127.0.0.1:{port}/v1/info").status_code == 401
-    finally:
-        process.terminate()
-        said, _ = process.communicate(timeout=90)
-    assert process.returncode == 0 and token not in said

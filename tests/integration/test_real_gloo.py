@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from common import Constant, TinyMLP, batch, mse, take_step
-from integration.replicas import Group, GroupFailed, run_groups
+from integration.replicas import Group, run_groups
 from torch import nn
 from torch.distributed import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
@@ -263,9 +263,7 @@ def fail_in_an_exchange(
     [
         ("float32", "allreduce", 0),  # in the quorum, and nothing sent: the worst moment
         ("float32", "allreduce", 20),
-        ("float32", "allreduce", 60),
         ("int8", "all_to_all", 10),
-        ("int8", "all_gather", 10),
     ],
 )
 def test_survivors_of_a_death_in_a_sync_lose_nothing_and_do_not_wait(wire_format, dies_in, at):
@@ -282,20 +280,13 @@ def test_survivors_of_a_death_in_a_sync_lose_nothing_and_do_not_wait(wire_format
         assert seen[1][3] == pytest.approx([-6.5, -6.5], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("groups", "gives_up_in"),
-    [
-        (2, [("float32", "allreduce"), ("int8", "all_gather")]),
-        (3, [("int8", "all_to_all"), ("int8", "all_gather")]),
-    ],
-)
-def test_nobody_waits_for_the_messages_of_a_group_that_has_given_up(groups, gives_up_in):
-    ends = run_groups(fail_in_an_exchange, groups, fails_in=gives_up_in, at=10, dies=False)
-    theta = 2 * sum(PER_STEP[:groups]) / groups
+def test_nobody_waits_for_the_messages_of_a_group_that_has_given_up():
+    gives_up_in = [("float32", "allreduce"), ("int8", "all_to_all"), ("int8", "all_gather")]
+    ends = run_groups(fail_in_an_exchange, 3, fails_in=gives_up_in, at=10, dies=False)
     for reports in itertools.chain.from_iterable(ends):
-        assert [report[:2] for report in reports] == [(groups, 0), (groups, 1)]
+        assert [report[:2] for report in reports] == [(3, 0), (3, 1)]
         assert reports[1][2] < 10.0
-        assert reports[1][3] == pytest.approx([theta, theta], rel=1e-5)
+        assert reports[1][3] == pytest.approx([-6.0, -6.0], rel=1e-5)
 
 
 # ---- traps ----------------------------------------------------------------------------------
@@ -350,17 +341,3 @@ def test_leaving_a_process_group_does_not_stop_the_other_threads(way):
 
 
 # ---- the helper itself ----------------------------------------------------------------------
-
-
-def raise_or_wait(group: Group) -> None:
-    if group.replica_id == 1:
-        raise RuntimeError("out of cheese")
-    time.sleep(1000)
-
-
-@pytest.mark.alone
-def test_a_failing_group_ends_the_test_with_its_own_traceback():
-    began = time.monotonic()
-    with pytest.raises(GroupFailed, match=r"(?s)group 1 raised:.*in raise_or_wait.*out of cheese"):
-        run_groups(raise_or_wait)
-    assert time.monotonic() - began < 10.0

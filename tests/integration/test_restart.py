@@ -9,17 +9,13 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 
 import psutil
 import pytest
-from forked_commands import ForkedCommand, run
 from integration.groups import Launch
 from run_events import events_of, syncs_of
 from text_config import TINY
-
-from composer_replication.replica.lighthouse import read_status, start_lighthouse
 
 pytestmark = pytest.mark.integration
 
@@ -76,48 +72,14 @@ def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_p
     assert "resumed" in launch.said()  # it names what was made again
 
 
-@pytest.mark.slow
-def test_nobody_hears_of_a_group_whose_checkpoint_is_cut_off_and_an_earlier_one_is_loaded(tmp_path):
-    config = tmp_path / "tiny.yaml"
-    folder = tmp_path / "run" / "replica_0" / "checkpoints"
-    config.write_text(CONFIG.replace("180ba", "4ba").replace("67ba", "2ba"))
-    environ = os.environ | {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-    words = ["-m", "composer_replication", "train", str(config), f"run_dir={tmp_path / 'run'}"]
-    lighthouse = start_lighthouse()
-    try:
-        environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
-
-        def train(status, *overrides):
-            """What it says."""
-            command = [sys.executable, *words, *overrides]
-            ended = run(ForkedCommand, command, timeout=240, env=environ)
-            assert ended.returncode == status, ended.stderr[-4000:]
-            return ended.stdout + ended.stderr
-
-        train(0)
-        newest, earlier = folder / "ep0-ba4-rank0.pt", folder / "ep0-ba2-rank0.pt"
-        newest.write_bytes(newest.read_bytes()[:-1000])
-        heard_of = read_status(lighthouse.address()).heard_of
-        assert "failed finding central directory" in train(1)
-        assert read_status(lighthouse.address()).heard_of == heard_of
-        # In a run that has begun a group without a checkpoint does not begin anew either.
-        output = train(2, "autoresume=false", "save_overwrite=true")
-        assert "outer steps, and this group starts without a checkpoint" in output
-        assert f"continue from this group's last checkpoint (load_path={folder / LATEST})" in output
-        train(0, f"load_path={earlier}", "autoresume=false", "save_overwrite=true")
-    finally:
-        lighthouse.shutdown()
-
-
 # ---- before the first commit ------------------------------------------------------------------
 
 ENDLESS = ["max_duration=1000000ba", "callbacks.diloco.sync_every=30"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["joining", "training"])
 def test_a_group_killed_before_the_first_commit_is_started_again_and_all_end_with_the_same(
-    tmp_path, when
+    tmp_path,
 ):
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY)
@@ -127,10 +89,8 @@ def test_a_group_killed_before_the_first_commit_is_started_again_and_all_end_wit
             path = launch.folder(replica_id) / "status.json"
             return json.loads(path.read_text())["phase"] if path.exists() else ""
 
-        if when == "training":  # all have taken part in the cold start, and nobody has committed
-            launch.wait_until(lambda: all(phase_of(i) == "training" for i in range(3)))
-        else:
-            launch.wait_until(lambda: phase_of(2) == "joining")
+        # All have taken part in the cold start, and nobody has committed.
+        launch.wait_until(lambda: all(phase_of(i) == "training" for i in range(3)))
         launch.leader_of(2).send_signal(signal.SIGKILL)
         assert not any(syncs_of(launch.folder(i)) for i in range(3))
 

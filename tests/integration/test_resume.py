@@ -1,7 +1,7 @@
 """Stopped in mid-round and resumed in new processes: bit for bit the run that was never stopped.
 
-Run: pytest tests/integration/test_resume.py. Real: two replica groups, each a Composer job of one
-process (monolithic checkpoints) or of two under FSDP2 (sharded ones), lighthouse and gloo.
+Run: pytest tests/integration/test_resume.py. Real: two replica groups, each a Composer job of two
+processes under DDP (monolithic checkpoints) or FSDP2 (sharded ones), lighthouse and gloo.
 """
 
 import json
@@ -44,7 +44,6 @@ SETTINGS = {
         6,
     ),
 }
-UNENCODED = list(SETTINGS)
 # Stopped after outer step 1, while the momentum is 0; it comes back in outer step 3.
 SETTINGS["schedule"] = (
     SETTINGS["in_flight"][0]
@@ -148,42 +147,21 @@ def check_resumed(tmp_path: Path, cases: list[dict], ranks: int) -> None:
                 assert one["result"][key] == other["result"][key], (each, name, key)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        pytest.param(
-            1,
-            [
-                case(settings, optimizer, None)
-                for settings in UNENCODED
-                for optimizer in ("adamw", "sgd")
-            ]
-            + [case("int8", "adamw", None), case("schedule", "adamw", None)]
-            + [case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba")]
-            + [case("in_flight", "muon", None), case("vanilla", "muon", None, dtype="bfloat16")],
-            id="monolithic",
-        ),
-        pytest.param(
-            2,
-            [
-                case(settings, optimizer, "sharded")
-                for settings in UNENCODED
-                for optimizer in ("adamw", "sgd")
-            ]
-            + [case("int8", "adamw", "sharded")]
-            + [case("int8", "adamw", None), case("schedule", "adamw", "sharded")]
-            + [case("in_flight", "adamw", fsdp, ema="2ba") for fsdp in (None, "full", "sharded")]
-            + [case("in_flight", "muon", fsdp) for fsdp in (None, "full", "sharded")],
-            id="sharded",
-        ),
-    ],
-)
-def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrupted(
-    tmp_path, ranks, cases
-):
-    run_groups(tmp_path, cases, ranks=ranks, resumes=False)
-    run_groups(tmp_path, cases, ranks=ranks, resumes=True)
-    check_resumed(tmp_path, cases, ranks)
+def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrupted(tmp_path):
+    # One group of one rank is tests/callback/test_resume.py.
+    cases = [
+        case("vanilla", "sgd", "sharded"),
+        case("in_flight", "adamw", None),
+        case("alpha", "adamw", "sharded"),
+        case("int8", "adamw", "sharded"),
+        case("schedule", "adamw", "sharded"),
+        case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba"),
+        *[case("in_flight", "adamw", fsdp, ema="2ba") for fsdp in ("full", "sharded")],
+        *[case("in_flight", "muon", fsdp) for fsdp in ("full", "sharded")],
+    ]
+    run_groups(tmp_path, cases, ranks=2, resumes=False)
+    run_groups(tmp_path, cases, ranks=2, resumes=True)
+    check_resumed(tmp_path, cases, ranks=2)
     check_averages(tmp_path, [each for each in cases if "ema" in each])
 
 

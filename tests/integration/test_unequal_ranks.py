@@ -63,27 +63,6 @@ def refused(process: Group, folder: str, **start: Any) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - began
 
 
-def start_together(process: Group, folder: str) -> Any:
-    """a is the first of the first quorum, and b and c leave; a then starts without them."""
-    if PLACES[process.replica_id] != "a0":
-        return refused(process, folder, num_replicas=3)
-    start = {"num_replicas": 3, "start_timeout_s": 6.0, "on_start_timeout": "start"}
-    return train(place_of(process, folder), 6, 0.0, **start)
-
-
-@pytest.mark.alone
-def test_groups_of_two_ranks_are_refused_beside_one_of_one_rank(tmp_path: Path):
-    outer_steps, *others = run_groups(start_together, len(PLACES), folder=str(tmp_path))
-    assert outer_steps == 3
-    for line, seconds in others:
-        assert line.startswith(
-            "this replica group's settings differ from those of replica group group_0, make them "
-            "equal: "
-        )
-        assert "ranks: 2 here, 1 there" in line
-        assert seconds < 10.0
-
-
 def join_later(process: Group, folder: str) -> Any:
     """b trains with its model whole; then a wants to join with one rank, and c with shards."""
     if PLACES[process.replica_id][0] != "b":
