@@ -129,17 +129,6 @@ def test_the_end_of_a_fit_copies_nothing(wire_format, monkeypatch):
 # ---- what a job does beside training ----------------------------------------------------------
 
 
-def test_two_fits_are_one_long_one_and_momentum_is_kept():
-    whole, _ = fit(max_duration="8ba")
-    callback = alone()
-    trainer = trainer_of(callback, max_duration="4ba")
-    trainer.fit()
-    assert callback._group.manager is None
-    trainer.fit(duration="4ba")
-    trainer.close()
-    assert callback.result == whole.result
-
-
 def test_a_replica_data_loader_gives_it_every_sample_of_an_epoch():
     seen = []
     look = Each(lambda state: seen.extend(map(tuple, state.batch[0].tolist())))

@@ -326,14 +326,6 @@ class Broken(Exception):
     """What the user's code raises."""
 
 
-def fail_at_batch(number):
-    def look(state):
-        if state.timestamp.batch == number:
-            raise Broken
-
-    return Each(look)
-
-
 def test_a_rank_ends_when_its_launcher_has_died_and_a_lone_process_has_none(monkeypatch):
     callback = DiLoCoCallback(replica_id=0)
     monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -341,30 +333,6 @@ def test_a_rank_ends_when_its_launcher_has_died_and_a_lone_process_has_none(monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="the launcher of this group's ranks has died"):
         callback._group._check_launcher()
-
-
-def test_when_user_code_raises_the_peers_do_not_wait_for_this_group():
-    is_done = threading.Event()
-
-    def replica(sim):
-        callback = callback_of(sim)
-        others = [fail_at_batch(3)] if sim.replica_id == 1 else []
-        trainer = trainer_of(callback, *others, replica_id=sim.replica_id, max_duration="8ba")
-        if sim.replica_id == 1:
-            with pytest.raises(Broken):
-                trainer.fit()
-            trainer.close()
-            assert not trainer.state.optimizers[0]._optimizer_step_post_hooks
-            is_done.wait(100)  # this process lives on, as after an exception in a notebook
-            return callback.result
-        trainer.fit()
-        is_done.set()
-        trainer.close()
-        return callback.result
-
-    survivor, failed = simulate(replica, num_replicas=2, timeout_s=10.0)
-    assert survivor["outer_steps"] == 4 and is_done.is_set()
-    assert failed == {}
 
 
 def test_who_raises_at_the_start_of_the_fit_holds_nobody_up():

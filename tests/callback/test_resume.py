@@ -299,12 +299,10 @@ SCHEDULED = STREAMING | {
 @pytest.mark.parametrize(
     ("diloco", "model"),
     [
-        ({"sync_every": 4}, TinyModel),
-        (STREAMING, TinyModel),
         (STREAMING | {"wire_format": "int8"}, BufferedModel),
         (SCHEDULED, TinyModel),
     ],
-    ids=["vanilla", "streaming", "buffers", "scheduled"],
+    ids=["buffers", "scheduled"],
 )
 def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(tmp_path, diloco, model):
     job = {"diloco": diloco, "model": model, "max_duration": "15ba"}
