@@ -1,14 +1,12 @@
 """Each algorithm, callback and setting of Composer under DiLoCo, as docs/composer.md lists them.
 
-Run: pytest tests/composer_parts/test_parts.py. Real: Composer's Trainer and its parts, on the CPU;
-for what needs a process of its own a torchft lighthouse, Manager and gloo too. Elsewhere replica
-groups are threads over the simulation's shared buffer. More about EMA and SWA is in
+Run: pytest tests/composer_parts/test_parts.py. Real: Composer's Trainer and its parts, on the CPU.
+Replica groups are threads over the simulation's shared buffer. More about EMA and SWA is in
 tests/callback/test_weight_averages.py, about LayerFreezing in tests/callback/test_freezing.py.
 """
 
 import dataclasses
 import functools
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from composer_parts.algorithms import ALGORITHMS
@@ -24,11 +22,9 @@ from composer_parts.fits import (
     difference,
     fit,
     fit_groups,
-    fit_over_torchft,
     names,
 )
 from composer_parts.models import text
-from forked import context
 
 from composer_replication.simulation.simulation import SimulationError
 
@@ -39,7 +35,7 @@ NOT_RUN = [name for name, part in PARTS.items() if part.status in (NOT_TESTED, R
 ELSEWHERE = {"LoadCheckpoint", *(name for name, part in PARTS.items() if part.steps is not None)}
 TRIED = [name for name in PARTS if name not in {*NOT_RUN, *ELSEWHERE}]
 # torch has one profiler for all threads, and its compiler fails when two threads compile at a time.
-ALONE_IN_A_PROCESS = ["`Profiler`", "torch.compile (`compile_config`)"]
+ONE_AT_A_TIME = ["`Profiler`", "torch.compile (`compile_config`)"]
 SAVING = {"save_folder": ".", "save_filename": "ba{batch}.pt", "save_interval": "5ba"}
 
 
@@ -68,26 +64,11 @@ def test_one_group_trains_as_under_composer_alone_and_the_part_does_its_work(nam
 
 
 @pytest.mark.parametrize(
-    "name", names([name for name in TRIED if name not in ALONE_IN_A_PROCESS], PARTS)
+    "name", names([name for name in TRIED if name not in ONE_AT_A_TIME], PARTS)
 )
 def test_two_groups_end_equal(name):
     PARTS[name].check_needs()
     check_equal(PARTS[name])
-
-
-def train_in_a_process(name, lighthouse_addr, group):
-    done = fit_over_torchft(COMBINATIONS[name], lighthouse_addr, group, num_replicas=2)
-    return done.diloco.result["global_digest"], done.diloco.result["outer_steps"]
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("name", ALONE_IN_A_PROCESS)
-def test_two_groups_end_equal_each_in_its_process(name, lighthouse_addr):
-    with ProcessPoolExecutor(2, mp_context=context) as processes:
-        groups = [processes.submit(train_in_a_process, name, lighthouse_addr, k) for k in range(2)]
-        [one, other] = [group.result(timeout=240) for group in groups]
-    assert one == other
-    assert one[1] == 4
 
 
 @pytest.mark.parametrize("name", [name for name in NOT_RUN if name not in CALLBACKS])
