@@ -25,9 +25,8 @@ from composer_replication.coordinator.http_service import HttpService
 from composer_replication.replica import connections
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.connections import Strangers, raise_file_limit
-from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.replica.peer_client import Notices, PeerClient
-from composer_replication.replica.peer_server import MOST_UNPROVEN, PeerServer
+from composer_replication.replica.peer_server import MOST_UNPROVEN
 from composer_replication.replica.rendezvous import SyncAlarm
 
 
@@ -63,17 +62,14 @@ def silent_connections(port, count, per_s=100_000.0):
         thread.join()
 
 
-@contextlib.contextmanager
-def peer_server():
-    server = PeerServer("127.0.0.1", ["secret"])
+def asked_member(server):
     server.answers["latest"] = lambda: [4]
     member = PeerClient(["secret"], "joiner", 5.0)
 
     def ask():
         assert member.ask(server.address, "latest", deadline=time.monotonic() + 5.0) == [4]
 
-    yield host_and_port(server.address)[1], ask, MOST_UNPROVEN
-    server.close()
+    return host_and_port(server.address)[1], ask, MOST_UNPROVEN
 
 
 async def application(scope, receive, send):
@@ -108,15 +104,13 @@ def coordinator(certificate=None):
 
 
 @pytest.fixture(params=["peer server", "coordinator", "coordinator with HTTPS"])
-def server(request):
+def server(request, start_server, ends):
     """A port, a request of somebody who belongs there, and how many connections are kept."""
     if request.param == "peer server":
-        made = peer_server()
-    else:
-        has_tls = request.param == "coordinator with HTTPS"
-        made = coordinator(request.getfixturevalue("certificate") if has_tls else None)
-    with made as opened:
-        yield opened
+        return asked_member(start_server())
+    has_tls = request.param == "coordinator with HTTPS"
+    certificate = request.getfixturevalue("certificate") if has_tls else None
+    return ends.enter_context(coordinator(certificate))
 
 
 def open_files():
@@ -147,16 +141,15 @@ def test_a_member_is_answered_within_a_second(server, count, per_s):
             time.sleep(0.2)
 
 
-def test_strangers_at_its_board_are_no_alarm(monkeypatch):
+def test_strangers_at_its_board_are_no_alarm(start_server, monkeypatch):
     monkeypatch.setattr(SyncAlarm, "POLL_S", 0.02)
-    board = PeerServer("127.0.0.1", ["secret"])
-    alarm = SyncAlarm(Notices(board.address, ["secret"], 5.0), 1)
-    with silent_connections(host_and_port(board.address)[1], 300):
+    board = start_server().address
+    alarm = SyncAlarm(Notices(board, ["secret"], 5.0), 1)
+    with silent_connections(host_and_port(board)[1], 300):
         for _ in range(50):
             assert alarm.age_s() is None
             time.sleep(0.02)
     alarm.close()
-    board.close()
 
 
 class Connection:
@@ -205,10 +198,9 @@ os._exit(0)
 
 
 @pytest.mark.integration
-def test_a_trainer_outlives_more_connections_than_its_soft_limit_of_files():
+def test_a_trainer_outlives_more_connections_than_its_soft_limit_of_files(start_lighthouse):
     """torch's stores and torchft's manager bound none, and end the process without a file."""
-    lighthouse = start_lighthouse()
-    command = [sys.executable, "-c", TRAINER, lighthouse.address()]
+    command = [sys.executable, "-c", TRAINER, start_lighthouse()]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with ForkedCommand(command, **pipes) as trainer, contextlib.ExitStack() as strangers:
         assert trainer.stdout.readline() == "ready\n"
@@ -220,7 +212,6 @@ def test_a_trainer_outlives_more_connections_than_its_soft_limit_of_files():
                 strangers.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
         said, _ = trainer.communicate("go on\n", timeout=60)
         assert (trainer.returncode, said) == (0, "b'b'\n")
-    lighthouse.shutdown()
 
 
 def test_rejections_are_counted_until_they_are_logged_again(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from strange_servers import strange_server
 
 from composer_replication.replica.addresses import listen
-from composer_replication.replica.heal.offers import Offer, Part
+from composer_replication.replica.heal.donor import Offer, Part
 from composer_replication.replica.messages import receive, send
 from composer_replication.replica.peer_client import Notices, PeerClient, PeerError
 
@@ -19,10 +19,14 @@ def in_s(seconds):
     return time.monotonic() + seconds
 
 
-def seconds_until_refused(address, limit_s=0.6):
+def ask(address, limit_s=5.0):
+    PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", deadline=in_s(limit_s))
+
+
+def seconds_until_refused(address):
     began = time.monotonic()
     with pytest.raises(PeerError):
-        PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", deadline=in_s(limit_s))
+        ask(address, 0.6)
     return time.monotonic() - began
 
 
@@ -30,42 +34,45 @@ def frame(size):
     return size.to_bytes(4, "little")
 
 
-def drips(*said, after_challenge=True):
-    """A peer that says these bytes, the last of them for ever."""
+def strange_peer(answer):
+    """A peer that takes a question, and answers whatever a test lets it."""
 
     def converse(connection):
-        if after_challenge:
-            send(connection, "challenge", in_s(5))
-            receive(connection, 10_000, in_s(5))
-        for words in said:
-            connection.sendall(words)
-        while True:
-            time.sleep(0.05)
-            connection.sendall(said[-1])
+        send(connection, "challenge", in_s(5))
+        answer(connection, receive(connection, 10_000, in_s(5)))
 
     return strange_server(converse)
 
 
+def drip(connection, *said):
+    """Say these bytes, the last of them for ever."""
+    for words in said:
+        connection.sendall(words)
+    while True:
+        time.sleep(0.05)
+        connection.sendall(said[-1])
+
+
+def say(*said):
+    return lambda connection, *_: drip(connection, *said)
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize("after_challenge", [True, False])
-def test_a_peer_that_drips_is_given_up_at_the_deadline(after_challenge):
-    with drips(frame(60_000), b"x", after_challenge=after_challenge) as address:
+@pytest.mark.parametrize("kind", [strange_peer, strange_server])
+def test_a_peer_that_drips_is_given_up_at_the_deadline(kind):
+    with kind(say(frame(60_000), b"x")) as address:
         assert 0.5 < seconds_until_refused(address) < 1.5
 
 
-def fetch(said, size, limit_s=0.6):
-    def converse(connection):
-        send(connection, "challenge", in_s(5))
-        receive(connection, 10_000, in_s(5))
+def fetch(said, size):
+    def answer(connection, _):
         send(connection, {"size": said}, in_s(5))
-        while True:
-            connection.sendall(b"x")
-            time.sleep(0.05)
+        drip(connection, b"x")
 
-    with strange_server(converse) as address:
+    with strange_peer(answer) as address:
         into = memoryview(bytearray(size))
         client = PeerClient(["secret"], "joiner", 1.0)
-        client.fetch(address, "state", "0" * 64, deadline=in_s(limit_s), into=into)
+        client.fetch(address, "state", "0" * 64, deadline=in_s(0.6), into=into)
 
 
 def test_a_state_that_drips_says_how_far_it_came():
@@ -81,7 +88,7 @@ def test_a_state_of_another_size_than_was_offered_is_rejected(said):
 
 @pytest.mark.parametrize("size", [70_000, 4_000_000_000])
 def test_no_memory_is_taken_for_what_is_not_authenticated(size):
-    with drips(frame(size), bytes(1 << 20)) as address:
+    with strange_peer(say(frame(size), bytes(1 << 20))) as address:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seconds_until_refused(address)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # kB
@@ -94,49 +101,37 @@ def test_no_memory_is_taken_for_what_is_not_authenticated(size):
 )  # fmt: skip
 def test_an_address_that_is_none_is_an_error_of_one_line(address):
     with pytest.raises(PeerError) as caught:
-        PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", deadline=in_s(2))
+        ask(address)
     assert len(str(caught.value).splitlines()) == 1, "it becomes a line of the log"
 
 
 @pytest.mark.parametrize("signed", [None, "\xff" * 64, "", 3])
 def test_a_joiner_s_own_proof_is_no_proof_of_the_donor(signed):
-    def reflect(connection):
-        send(connection, "challenge", in_s(5))
-        asked = receive(connection, 10_000, in_s(5))
+    def reflect(connection, asked):
         answer = {"answer": asked["request"], "proof": asked["proof"] if signed is None else signed}
         send(connection, answer, in_s(5))
 
-    with (
-        strange_server(reflect) as address,
-        pytest.raises(PeerError, match="does not know this ru"),
-    ):
-        PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", deadline=in_s(5))
+    with strange_peer(reflect) as address:
+        with pytest.raises(PeerError, match="does not know this run's token"):
+            ask(address)
 
 
-@pytest.mark.parametrize("answer", [3, None, [], "x"])
-def test_an_answer_that_is_none_is_an_error(answer):
-    def converse(connection):
-        send(connection, "challenge", in_s(5))
-        receive(connection, 10_000, in_s(5))
-        send(connection, answer, in_s(5))
-
-    with strange_server(converse) as address, pytest.raises(PeerError, match="it answers"):
-        PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", deadline=in_s(5))
+@pytest.mark.parametrize("odd", [3, None, [], "x"])
+def test_an_answer_that_is_none_is_an_error(odd):
+    with strange_peer(lambda connection, _: send(connection, odd, in_s(5))) as address:
+        with pytest.raises(PeerError, match="it answers"):
+            ask(address)
 
 
 @pytest.mark.parametrize(
     "answer",
     [
         None,
-        [],
         {},
         ["x", 9, False, None, None],
         [1, 9, False, None],
         [1, -1, False, None, None],
-        [1, 1e30, False, None, None],
-        [1, 9, 0, None, None],
         [1, 9, False, [3, 4], None],
-        [1, 9, False, ["a", -4], None],
         [1, 9, False, ["a"], None],
         [1, 9, False, ["a", 2**60], None],
     ],

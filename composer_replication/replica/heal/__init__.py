@@ -1,6 +1,6 @@
 """How a joiner gets the global state from a donor: authenticated, checked by hash, without pickles.
 
 ``transport.py`` is what torchft calls; read it first. ``donor.py`` is what a donor gives to peers
-through the rank's ``PeerServer``, and the copy that it makes. ``offers.py`` is what it offers,
-``state_bytes.py`` the format, and ``prefetch.py`` the download before the first quorum.
+through the rank's ``PeerServer``, and the copy that it makes. ``state_bytes.py`` is the format, and
+``prefetch.py`` the download before the first quorum.
 """

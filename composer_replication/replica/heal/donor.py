@@ -5,21 +5,88 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.offers import Offer, Part, answer_limit_s
+from composer_replication.replica.messages import converted
 from composer_replication.replica.peer_server import Body
 
 KEPT_S = 60.0
 """How long a copy of the state is kept for a joiner that has asked for its name, in seconds."""
 
+SLOWEST_BYTES_PER_S = 1_000_000
+"""The slowest download for which a time limit leaves room."""
 
-@dataclass
+SLOWEST_COPY_BYTES_PER_S = 100_000_000
+"""The slowest copy and hash of a donor's state for which a time limit leaves room."""
+
+MOST_BYTES = 1 << 50
+"""Above this a size is none: a state of 100 trillion parameters is smaller."""
+
+
+def answer_limit_s(timeout: float, num_bytes: int) -> float:
+    """How long an answer may take if the donor first has to copy and hash so many bytes."""
+    return timeout + num_bytes / SLOWEST_COPY_BYTES_PER_S
+
+
+def download_limit_s(timeout: float, num_bytes: int) -> float:
+    """How long a download may take from the request to the last of so many bytes."""
+    return timeout + num_bytes / SLOWEST_BYTES_PER_S
+
+
+class Part(NamedTuple):
+    """A part of a donor's state.
+
+    Attributes:
+        name: Its SHA-256, by ``state_bytes.digest``.
+        num_bytes: Its size.
+    """
+
+    name: str
+    num_bytes: int
+
+
+class Offer(NamedTuple):
+    """What a donor has.
+
+    Attributes:
+        step: The manager's step.
+        num_bytes: About how large the state is, for time limits.
+        is_syncing: Whether the donor is between a quorum and its vote, so that its state changes
+            before the next quorum.
+        state: The global state, if it can be fetched.
+        rest: What others have registered with the manager, and torchft's own; in a quorum only.
+    """
+
+    step: int
+    num_bytes: int = 0
+    is_syncing: bool = False
+    state: Part | None = None
+    rest: Part | None = None
+
+    @classmethod
+    def read(cls, answer: Any) -> Offer:
+        """Read an offer from the answer of a peer.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            offer = converted(answer, cls)
+            sizes = [part.num_bytes for part in (offer.state, offer.rest) if part is not None]
+            if not all(0 <= size < MOST_BYTES for size in (offer.num_bytes, *sizes)):
+                raise ValueError("a size is impossible")
+            return offer
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{answer!r:.200} is no offer of a state: {error}") from error
+
+
+@dataclass(eq=False)
 class _Copy:
     """A copy of the global state for joiners outside of a quorum.
 
@@ -29,8 +96,6 @@ class _Copy:
         part: Its name and size.
         body: Its bytes.
         made_at: When it was made, by ``time.monotonic``.
-        wanted: How many joiners have asked for its name and not for its bytes.
-        readers: To how many joiners it is being sent.
     """
 
     version: Hashable
@@ -38,8 +103,6 @@ class _Copy:
     part: Part
     body: Body
     made_at: float
-    wanted: int = 0
-    readers: int = 0
 
 
 @dataclass
@@ -64,6 +127,9 @@ class _Quorum:
     def body(self) -> Body:
         """The bytes of the global state, without a copy where it lies in host memory."""
         return state_bytes.dump(self.state)
+
+
+_NOT_NAMED: tuple[Hashable, Part] = object(), Part("", 0)
 
 
 class Donor:
@@ -106,8 +172,11 @@ class Donor:
         self._step: Callable[[], int] = int
         self._is_syncing: Callable[[], bool] = bool
         self._source: GlobalState | None = None
-        self._named: tuple[Hashable, Part] | None = None
-        self._copy: _Copy | None = None
+        self._named = _NOT_NAMED
+        # The copy lives as long as somebody holds it: the list, once for each joiner that has asked
+        # for its name and not for its bytes, and each connection that is sending it.
+        self._wanted: list[_Copy] = []
+        self._copy: Callable[[], _Copy | None] = lambda: None
         self._quorum: _Quorum | None = None
 
     def serve(
@@ -142,15 +211,14 @@ class Donor:
         """End the offer of a quorum, and drop a copy that nobody has fetched in time."""
         with self._lock:
             self._quorum = None
-            copy = self._copy
-            if copy is not None and time.monotonic() - copy.made_at >= KEPT_S:
-                copy.wanted = 0
-            self._drop_unwanted()
+            if self._wanted and time.monotonic() - self._wanted[0].made_at >= KEPT_S:
+                self._wanted.clear()
 
     def stop(self) -> None:
         """Offer nothing any more. What is being sent is sent to its end."""
         with self._lock:
-            self._source = self._copy = self._quorum = None
+            self._source = self._quorum = None
+            self._wanted.clear()
 
     def _latest(self) -> Offer:
         return Offer(self._step(), self._num_bytes(), self._is_syncing())
@@ -171,7 +239,7 @@ class Donor:
         with self._making:
             part = self._name(quorum.version, lambda: quorum.body)
             if source is not None and source.version != quorum.version:
-                self._named = None  # the vote is over, and the bytes have changed while hashed
+                self._named = _NOT_NAMED  # the vote is over; the bytes have changed while hashed
                 raise KeyError(step)
         return Offer(quorum.step, part.num_bytes, state=part, rest=quorum.rest)
 
@@ -183,15 +251,11 @@ class Donor:
 
     def _name(self, version: Hashable, body: Callable[[], Body]) -> Part:
         """The name and size of a version of the state. The caller holds ``_making``."""
-        if self._named is None or self._named[0] != version:
+        if self._named[0] != version:
             parts = body()
             part = Part(state_bytes.digest(parts), sum(map(len, parts)))
             self._named = version, part
         return self._named[1]
-
-    def _is_named(self, name: str, version: Hashable) -> bool:
-        named = self._named
-        return named is not None and named[0] == version and named[1].name == name
 
     # ---- at any time -------------------------------------------------------------------------
 
@@ -202,14 +266,14 @@ class Donor:
         with self._making:
             version = source.version
             with self._lock:
-                copy = self._copy
-                if copy is not None and copy.version != version and not copy.readers:
-                    copy = self._copy = None  # before there is another one
+                if self._wanted and self._wanted[0].version != version:
+                    self._wanted.clear()  # before there is another one
+                copy = self._copy()
             if copy is None:
                 copy = self._make_copy(source)
             with self._lock:
-                self._copy = copy
-                copy.wanted += 1
+                self._copy = weakref.ref(copy)
+                self._wanted.append(copy)
             return Offer(copy.step, copy.part.num_bytes, state=copy.part)
 
     def _make_copy(self, source: GlobalState) -> _Copy:
@@ -231,26 +295,15 @@ class Donor:
     @contextmanager
     def _part(self, name: str) -> Iterator[Body]:
         with self._lock:
-            copy, quorum = self._copy, self._quorum
+            copy, quorum, (version, named) = self._copy(), self._quorum, self._named
             is_copy = copy is not None and copy.part.name == name
-            if copy is not None and is_copy:
-                copy.wanted, copy.readers = max(0, copy.wanted - 1), copy.readers + 1
+            if is_copy and self._wanted:
+                self._wanted.pop()
         if copy is not None and is_copy:
-            try:
-                yield copy.body
-            finally:
-                with self._lock:
-                    copy.readers -= 1
-                    self._drop_unwanted()
+            yield copy.body
         elif quorum is not None and name == quorum.rest.name:
             yield quorum.rest_body
-        elif quorum is not None and self._is_named(name, quorum.version):
+        elif quorum is not None and (version, named.name) == (quorum.version, name):
             yield quorum.body
         else:
             raise KeyError(name)
-
-    def _drop_unwanted(self) -> None:
-        """Drop the copy, if there is one that nobody wants. The caller holds ``_lock``."""
-        copy = self._copy
-        if copy is not None and not copy.wanted and not copy.readers:
-            self._copy = None

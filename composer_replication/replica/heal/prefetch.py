@@ -16,7 +16,7 @@ from typing import Any
 from torchft.coordination import ManagerClient
 
 from composer_replication.replica.addresses import host_and_port
-from composer_replication.replica.heal.offers import answer_limit_s, download_limit_s
+from composer_replication.replica.heal.donor import answer_limit_s, download_limit_s
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect, read_status
 from composer_replication.replica.peer_client import NothingThere, PeerError

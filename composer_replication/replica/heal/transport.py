@@ -21,8 +21,13 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication.diloco.torchft_api import HEAL_STATE
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.donor import Donor
-from composer_replication.replica.heal.offers import Offer, Part, answer_limit_s, download_limit_s
+from composer_replication.replica.heal.donor import (
+    Donor,
+    Offer,
+    Part,
+    answer_limit_s,
+    download_limit_s,
+)
 from composer_replication.replica.peer_client import PeerClient, PeerError
 from composer_replication.replica.peer_server import PeerServer
 

@@ -6,7 +6,6 @@ Real: the servers on loopback. The donor's global state is a script.
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -14,12 +13,12 @@ import torch
 from scripted_state import ScriptedState
 
 from composer_replication.replica import peer_server
-from composer_replication.replica.heal import offers, state_bytes
+from composer_replication.replica.heal import donor as donors
+from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.donor import KEPT_S
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.peer_client import PeerError
-from composer_replication.replica.peer_server import PeerServer
 
 LIMIT = timedelta(seconds=10)
 WAIT_S = 20.0
@@ -28,9 +27,8 @@ WAIT_S = 20.0
 class Group:
     """A donor or a joiner. As a donor it has a state with a tensor that a test can change."""
 
-    def __init__(self, timeout=10.0):
-        self.server = PeerServer("localhost", ["secret"])
-        self.transport = HealTransport(self.server, timeout)
+    def __init__(self, server, timeout=10.0):
+        self.transport = HealTransport(server, timeout)
         self.theta = torch.arange(1000.0)
         self.state = ScriptedState(lambda: {"outer_step": self.step, "theta": self.theta})
         self.step = 4
@@ -41,6 +39,15 @@ class Group:
         self.theta += 1
         self.step += 1
         self.state.version += 1
+
+    def step_on_another_thread(self):
+        def step():
+            with self.state.held():
+                self.commit()
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        return thread
 
     def enter_quorum(self):
         state = {"outer_step": self.step, "theta": self.theta}
@@ -64,38 +71,40 @@ class Group:
 
     @property
     def kept(self):
-        return self.transport._donor._copy
+        return self.transport._donor._copy()
 
 
 @pytest.fixture
-def group():
-    made = []
-
-    def make(*arguments):
-        made.append(Group(*arguments))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.server.close()
+def group(start_server):
+    return lambda *arguments: Group(start_server(), *arguments)
 
 
 @pytest.fixture
-def work(monkeypatch):
+def before_hash(monkeypatch):
+    """Has a function called before the donor or a joiner hashes the large state."""
+    digest = state_bytes.digest
+
+    def call_before(act):
+        def first_act(parts):
+            if sum(map(len, parts)) > 4000:
+                act()
+            return digest(parts)
+
+        monkeypatch.setattr(state_bytes, "digest", first_act)
+
+    return call_before
+
+
+@pytest.fixture
+def work(monkeypatch, before_hash):
     """What was copied and hashed: the large state alone."""
-    done = []
-    digest, dump = state_bytes.digest, state_bytes.dump
-
-    def noting_digest(parts):
-        if sum(map(len, parts)) > 4000:
-            done.append("hash")
-        return digest(parts)
+    done, dump = [], state_bytes.dump
 
     def noting_dump(content, *, copies=False):
         done.extend(["copy"] * copies)
         return dump(content, copies=copies)
 
-    monkeypatch.setattr(state_bytes, "digest", noting_digest)
+    before_hash(lambda: done.append("hash"))
     monkeypatch.setattr(state_bytes, "dump", noting_dump)
     return done
 
@@ -128,16 +137,9 @@ def test_one_that_was_not_is_hashed_once_for_all_joiners_and_not_copied(group, w
     assert work == ["hash"] * 3  # one is the donor's
 
 
-def test_the_donor_itself_goes_on_while_the_name_is_computed(group, monkeypatch):
-    donor, joiner = group(), group()
-    goes_on, digest = threading.Event(), state_bytes.digest
-
-    def wait_for_the_donor(parts):
-        if sum(map(len, parts)) > 4000:
-            assert goes_on.wait(WAIT_S)
-        return digest(parts)
-
-    monkeypatch.setattr(state_bytes, "digest", wait_for_the_donor)
+def test_the_donor_itself_goes_on_while_the_name_is_computed(group, before_hash):
+    donor, joiner, goes_on = group(), group(), threading.Event()
+    before_hash(lambda: goes_on.wait(WAIT_S))
     asking = threading.Thread(target=joiner.ask, args=(donor, "offer", str(donor.step)))
     asking.start()
     donor.enter_quorum()  # on the thread of the quorum: it waits for no hash
@@ -162,21 +164,13 @@ def test_what_is_fetched_after_the_vote_is_never_a_mixture(group, monkeypatch):
         late.fetch(donor, offer)
 
 
-def test_a_name_that_was_overtaken_by_the_vote_is_not_given(group, monkeypatch):
+def test_a_name_that_was_overtaken_by_the_vote_is_not_given(group, before_hash):
     donor, late = group(), group()
-    digest = state_bytes.digest
-
-    def vote_meanwhile(parts):
-        if sum(map(len, parts)) > 4000:
-            donor.transport.disallow_checkpoint()
-            donor.commit()
-        return digest(parts)
-
     donor.enter_quorum()
-    monkeypatch.setattr(state_bytes, "digest", vote_meanwhile)
+    before_hash(lambda: donor.transport.disallow_checkpoint() or donor.commit())
     with pytest.raises(PeerError, match="has no 'offer 4'"):
         late.ask(donor, "offer", "4")
-    monkeypatch.setattr(state_bytes, "digest", digest)
+    before_hash(lambda: None)
     donor.enter_quorum()
     assert torch.equal(late.heal(donor)["theta"], donor.theta)
 
@@ -261,15 +255,10 @@ def test_an_outer_step_waits_for_no_copy_and_the_copy_is_made_again(group):
     def overtaken():
         state = {"outer_step": donor.step, "theta": donor.theta}
         if not taken:  # an outer step, on another thread, while this one copies
-            stepping = threading.Thread(target=donor_steps)
-            stepping.start()
+            stepping = donor.step_on_another_thread()
             stepping.join(WAIT_S)
             taken.append(stepping.is_alive())
         return state
-
-    def donor_steps():
-        with donor.state.held():
-            donor.commit()
 
     donor.state._state = overtaken
     offer = joiner.ask(donor, "copy")
@@ -282,15 +271,9 @@ def test_where_rounds_are_shorter_than_a_copy_an_outer_step_waits_in_the_end(gro
     steps = []
 
     def overtaken():
-        stepping = threading.Thread(target=donor_steps)
-        stepping.start()
-        stepping.join(0.2)
-        steps.append(stepping)
+        steps.append(donor.step_on_another_thread())
+        steps[-1].join(0.2)
         return {"outer_step": donor.step, "theta": donor.theta}
-
-    def donor_steps():
-        with donor.state.held():
-            donor.commit()
 
     donor.state._state = overtaken
     offer = joiner.ask(donor, "copy")
@@ -302,26 +285,13 @@ def test_where_rounds_are_shorter_than_a_copy_an_outer_step_waits_in_the_end(gro
 # ---- waits -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def slow(monkeypatch, seconds):
-    """A donor that takes so long to hash its state."""
-    digest = state_bytes.digest
-
-    def slowly(parts):
-        if sum(map(len, parts)) > 4000:
-            time.sleep(seconds)
-        return digest(parts)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(state_bytes, "digest", slowly)
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_s", [100.0, 1e9])
-def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, bytes_per_s):
+def test_the_waits_for_offer_and_name_scale_with_the_bytes(
+    group, monkeypatch, before_hash, bytes_per_s
+):
     # The state is said to have 1000 bytes: 10 s at 100 bytes a second, else nothing to speak of.
-    monkeypatch.setattr(offers, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
+    monkeypatch.setattr(donors, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
     donor, joiner = group(0.5), group(0.5)
     limit = timedelta(seconds=0.5)
 
@@ -340,18 +310,18 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(group, monkeypatch, b
         threading.Timer(1.0, donor.enter_quorum).start()
         return joiner.heal(donor, limit)
 
+    before_hash(lambda: time.sleep(1.0))
     for attempt in (ask_ahead, heal, heal_from_a_late_donor):
-        with slow(monkeypatch, 1.0):
-            if bytes_per_s == 100.0:
+        if bytes_per_s == 100.0:
+            attempt()
+        else:
+            with pytest.raises(PeerError, match="did not arrive in time|has no"):
                 attempt()
-            else:
-                with pytest.raises(PeerError, match="did not arrive in time|has no"):
-                    attempt()
 
 
 @pytest.mark.slow
 def test_the_wait_for_the_rest_scales_with_its_bytes(group, monkeypatch):
-    monkeypatch.setattr(offers, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
+    monkeypatch.setattr(donors, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
     donor, joiner = group(0.5), group(5.0)
     send = peer_server._send_body
 

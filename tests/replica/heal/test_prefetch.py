@@ -10,7 +10,6 @@ import json
 import socket
 import threading
 import time
-from contextlib import ExitStack
 from datetime import timedelta
 from http.client import HTTPException
 
@@ -23,9 +22,8 @@ from torchft._torchft import ManagerClient, ManagerServer
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import read_status, start_lighthouse
+from composer_replication.replica.lighthouse import read_status
 from composer_replication.replica.messages import receive, send
-from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store
 
 LIMIT = timedelta(seconds=15)
@@ -35,16 +33,38 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
+def lighthouse(start_lighthouse):
+    return start_lighthouse(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=500)
 
 
 @pytest.fixture
-def lighthouse(stack):
-    server = start_lighthouse(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=500)
-    stack.callback(server.shutdown)
-    return server.address()
+def group(lighthouse, ends):
+    return lambda name: Group(name, lighthouse, ends)
+
+
+@pytest.fixture
+def transport(start_server):
+    return lambda: HealTransport(start_server(), 5.0)
+
+
+@pytest.fixture
+def donor(transport):
+    def make(state=STATE, step=4):
+        made = transport()
+        made.serve(lambda: step, ScriptedState(state))
+        return made
+
+    return make
+
+
+@pytest.fixture
+def fetch_ahead(transport, lighthouse):
+    def fetch():
+        joiner = transport()
+        Prefetch(joiner, lighthouse_addr=lighthouse, rank=0, timeout=5.0).fetch()
+        return joiner
+
+    return fetch
 
 
 class Group:
@@ -87,27 +107,10 @@ def all_join(*calls):
         thread.join()
 
 
-def transport(stack, token="secret"):
-    server = PeerServer("127.0.0.1", [token])
-    stack.callback(server.close)
-    return HealTransport(server, 5.0)
-
-
-def donor(stack):
-    made = transport(stack)
-    made.serve(lambda: 4, ScriptedState(STATE))
-    return made
-
-
-def fetch_ahead(stack, lighthouse):
-    joiner = transport(stack)
-    Prefetch(joiner, lighthouse_addr=lighthouse, rank=0, timeout=5.0).fetch()
-    return joiner
-
-
-def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(stack, lighthouse):
-    honest = donor(stack)
-    answers = []
+def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(
+    ends, lighthouse, group, donor, fetch_ahead
+):
+    honest, answers = donor(), []
 
     def relay(joiner):
         """Pass what a joiner asks on to an honest donor, over one connection, and keep it all."""
@@ -118,54 +121,42 @@ def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(stack, light
             answers.append(receive(asked, 1000, until))
             send(joiner, answers[-1], until)
 
-    address = stack.enter_context(strange_server(relay))
+    address = ends.enter_context(strange_server(relay))
     all_join(
-        (Group("honest", lighthouse, stack), 4, honest.metadata()),
+        (group("honest"), 4, honest.metadata()),
         # Of the highest step, so that joiners ask it first.
-        (Group("stranger", lighthouse, stack), 10**6, address),
+        (group("stranger"), 10**6, address),
     )
     assert [member.step for member in read_status(lighthouse).members] == [4, 10**6]
-    joiner = fetch_ahead(stack, lighthouse)
+    joiner = fetch_ahead()
     assert answers == [{"error": "rejected"}]
     assert len(joiner.downloads) == 1  # from the honest donor
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999999", "[bad:1", "", "127.0.0.1\r\nX: y:80"])
-def test_a_stranger_s_odd_address_does_not_end_a_joiner(stack, lighthouse, address):
-    honest = donor(stack)
+def test_a_stranger_s_odd_address_does_not_end_a_joiner(group, donor, fetch_ahead, address):
+    honest = donor()
     all_join(
-        (Group("honest", lighthouse, stack), 4, honest.metadata()),
-        (Group("stranger", lighthouse, stack), 10**6, address),
+        (group("honest"), 4, honest.metadata()),
+        (group("stranger"), 10**6, address),
     )
-    assert len(fetch_ahead(stack, lighthouse).downloads) == 1
+    assert len(fetch_ahead().downloads) == 1
 
 
-def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(stack, lighthouse):
-    dying, honest = donor(stack), donor(stack)
-
-    def die():
+def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(group, donor, fetch_ahead):
+    def die():  # it says what it has, and is gone when it makes the copy
         raise HTTPException("killed")
 
-    dying.serve(
-        lambda: 5, ScriptedState(die)
-    )  # it says what it has, and is gone when it makes the copy
-    all_join(
-        (Group("dying", lighthouse, stack), 5, dying.metadata()),
-        (Group("honest", lighthouse, stack), 4, honest.metadata()),
-    )
-    assert len(fetch_ahead(stack, lighthouse).downloads) == 1
+    dying, honest = donor(die, 5), donor()
+    all_join((group("dying"), 5, dying.metadata()), (group("honest"), 4, honest.metadata()))
+    assert len(fetch_ahead().downloads) == 1
 
 
-def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(stack, lighthouse):
-    leaving = donor(stack)
-
+def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(group, donor, fetch_ahead):
     def leave():
         leaving.shutdown()
         raise KeyError("it has gone")
 
-    leaving.serve(lambda: 4, ScriptedState(leave))
-    all_join(
-        (Group("a", lighthouse, stack), 4, leaving.metadata()),
-        (Group("b", lighthouse, stack), 0, "127.0.0.1:1"),
-    )
-    assert fetch_ahead(stack, lighthouse).downloads == {}
+    leaving = donor(leave)
+    all_join((group("a"), 4, leaving.metadata()), (group("b"), 0, "127.0.0.1:1"))
+    assert fetch_ahead().downloads == {}
