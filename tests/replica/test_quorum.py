@@ -111,6 +111,7 @@ def test_the_first_holder_of_a_replica_id_is_the_one_that_was_there_before():
         ([(2, "ab")], (1, "ab"), True),  # a lighthouse's ids grow
         ([(2, "ab")], (2, "abc"), True),  # and one id has the same members
         ([(1, "abc"), (2, "bc")], (4, "abc"), False),  # a was slow
+        ([(5, "ab"), (6, "ac"), (4, "acd")], (7, "acd"), False),  # b died, and c is back
         ([(1, "abc"), (2, "de")], (3, "abcde"), True),  # joiners have raised the ids
         ([(1, "abc"), (1, "de")], (2, "abcde"), True),
     ],

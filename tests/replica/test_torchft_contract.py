@@ -129,30 +129,22 @@ def test_every_manager_has_what_diloco_needs(double):
         )
 
 
-def calls_in(method, *names):
-    """The order in which a method's source names these."""
-    source = inspect.getsource(method)
-    return sorted(names, key=lambda name: source.index(f"{name}("))
-
-
-def test_perform_sync_still_votes_before_it_applies_anything():
+ORDERS = {
     # Our overrides hang on this order: nothing of ours may run before the vote.
-    order = [
-        "should_commit",
-        "_set_grads",
-        "_outer_optimizer.step",
-        "_merge_parameters",
-        "zero_grad",
-    ]
-    assert calls_in(FRAGMENT.perform_sync, *order) == order
-    source = inspect.getsource(FRAGMENT.perform_sync)
-    guarded = source[source.index("if should_commit:") : source.index("zero_grad(")]
-    assert all(name in guarded for name in order[1:4])
+    "perform_sync": [
+        "should_commit", "_set_grads", "_outer_optimizer.step", "_merge_parameters", "zero_grad"
+    ],
+    "prepare_sync": ["_save_grads", "_average_grads"],
+}  # fmt: skip
 
 
-def test_prepare_sync_still_forms_before_it_sends():
-    order = ["_save_grads", "_average_grads"]
-    assert calls_in(FRAGMENT.prepare_sync, *order) == order
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_sync_still_has_its_order(name):
+    source, order = inspect.getsource(getattr(FRAGMENT, name)), ORDERS[name]
+    assert sorted(order, key=lambda call: source.index(f"{call}(")) == order
+    if name == "perform_sync":
+        guarded = source[source.index("if should_commit:") : source.index("zero_grad(")]
+        assert all(call in guarded for call in order[1:4])
 
 
 def test_the_manager_still_does_what_ours_hangs_on():
@@ -180,18 +172,10 @@ def test_the_manager_still_does_what_ours_hangs_on():
     assert "_checkpoint_transport.disallow_checkpoint()" in inspect.getsource(Manager.should_commit)
 
 
-def test_a_quorum_has_what_we_read_of_it():
-    from torchft import _torchft
-
-    stub = Path(_torchft.__file__).with_name("_torchft.pyi").read_text()
-    fields = stub[stub.index("class QuorumResult") : stub.index("class ManagerServer")]
-    for name in (
-        "quorum_id: int",
-        "max_step: int",
-        "replica_ids: list",
-        "reconfigure_handles: list",
-    ):
-        assert name in fields
+def test_a_quorum_has_what_we_read_and_copy_of_it():
+    # The stub file names a field, commit_failures, that the compiled class does not have.
+    fields = {"quorum_id", "replica_rank", "replica_ids", "reconfigure_handles", "store_address"}
+    assert fields | {"max_step", "heal"} <= set(dir(torchft._torchft.QuorumResult))
 
 
 def test_the_schedule_still_asks_for_the_quorum_before_it_picks_the_fragment():
@@ -245,9 +229,3 @@ def test_the_compiled_half_is_loaded_without_the_package_and_is_the_same_one():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert output.returncode == 0, output.stderr
-
-
-def test_a_quorum_has_what_we_copy_of_it():
-    # The stub file names a field, commit_failures, that the compiled class does not have.
-    fields = {"quorum_id", "replica_rank", "replica_ids", "reconfigure_handles", "store_address"}
-    assert fields | {"max_step", "heal"} <= set(dir(torchft._torchft.QuorumResult))
