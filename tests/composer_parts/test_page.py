@@ -17,12 +17,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "composer.md"
 
 
 def rows(heading):
-    """The parts under a heading: name, status, note. A list has those without more to say."""
+    """The parts under a heading: name, status, note. Lists have those without a note of their own."""
     [section] = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
-    [plain] = re.findall(r"^\*\*works\*\*: (.*)\.$", section, re.MULTILINE)
+    lists = re.findall(r"^\*\*(.*?)\*\*(.*?): (.*)\.$", section, re.MULTILINE)
+    listed = [[name, status, note] for status, note, names in lists for name in names.split("; ")]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [*([name, "works", ""] for name in plain.split("; ")), *table]
+    return [*listed, *([cell.strip() for cell in line.strip("|").split("|")] for line in lines)]
 
 
 def public(module, base):
