@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "composer.md"
 
 
 def rows(heading):
-    """The parts under a heading: name, status, note. Lists have those without a note of their own."""
+    """The parts under a heading: name, status, note. Lists have those without a note."""
     [section] = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
     lists = re.findall(r"^\*\*(.*?)\*\*(.*?): (.*)\.$", section, re.MULTILINE)
     listed = [[name, status, note] for status, note, names in lists for name in names.split("; ")]
