@@ -254,3 +254,12 @@ SENT = {
 }
 """The points of the picture of loss against bytes, by the number of groups. Those that have not
 been trained are left out. All have as many samples as ``DATA_PARALLEL_MUON``, in the same order."""
+
+CURVES = {
+    "data parallel": DATA_PARALLEL_MUON,
+    "healthy: 8 groups, 0.7 / 0.5": EIGHT_SHORT,
+    "sick: 8 groups, 0.8 / 0.9, too much momentum for 110 outer steps": replace(
+        EIGHT_SHORT, outer_lr=0.8, outer_momentum=0.9
+    ),
+}
+"""The curves of the picture of a healthy and a sick outer loop, on the first tuning seed."""

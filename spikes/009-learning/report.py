@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, DATA_PARALLEL_MUON, LINES, SENT, SHOWN, Arm
+from arms import ARMS, CURVES, DATA_PARALLEL_MUON, LINES, SENT, SHOWN, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
 from study import DEFAULTS, read
@@ -38,9 +38,9 @@ class Results:
         found = {seed: self._lines.get(cell.with_seed(seed).key) for seed in seeds}
         return {seed: line["bits"] for seed, line in found.items() if line is not None}
 
-    def curve(self, cell: Cell) -> list[float]:
+    def curve(self, cell: Cell, seeds: Iterable[int] = CLAIM_SEEDS) -> list[float]:
         """The training loss in bits per byte along the run, as a mean over the seeds."""
-        lines = [self._lines.get(cell.with_seed(seed).key) for seed in CLAIM_SEEDS]
+        lines = [self._lines.get(cell.with_seed(seed).key) for seed in seeds]
         curves = [line["loss"] for line in lines if line is not None]
         return [statistics.fmean(values) / 0.693147 for values in zip(*curves, strict=True)]
 
@@ -229,6 +229,24 @@ def draw_bytes(folder: Path) -> None:
     figure.savefig(folder / "loss-against-bytes.png", dpi=110)
 
 
+def draw_curves(folder: Path) -> None:
+    """Draw the training loss of a healthy and of a sick outer loop: docs/outer-loop.md."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    results = Results(read())
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    for name, cell in CURVES.items():
+        curve = results.curve(cell, TUNING_SEEDS[:1])
+        steps = [(index + 1) / len(curve) * cell.steps for index in range(len(curve))]
+        axes.plot(steps, curve, label=name, linewidth=1.4)
+    axes.set(xlabel="inner steps", ylabel="training loss, bits per byte", ylim=(1.5, 4.2))
+    axes.legend(fontsize=9)
+    figure.savefig(folder / "outer-loop.png", dpi=110)
+
+
 def main() -> None:
     results = Results(read())
     for document in (DOCUMENT, CLAIMS, TRIED):
@@ -236,6 +254,7 @@ def main() -> None:
     if any(results.bits(arm.cell) for arm in ARMS):
         draw(results, DOCUMENT.parent)
         draw_bytes(DOCUMENT.parent)
+        draw_curves(DOCUMENT.parent)
     print(claims(results))
 
 
