@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from composer_replication import named_extra
 
@@ -27,12 +26,14 @@ except ModuleNotFoundError as error:
     raise named_extra("DiLoCoTrainerCallback", error) from None
 
 from composer_replication.arguments import takes
+from composer_replication.data.replica_shard import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
 from composer_replication.group.host import GroupArguments, Host
 from composer_replication.group.replica_group import ReplicaGroup
-from composer_replication.options import ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import broadcast
+
+__all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 
 STATE = "diloco.pt"
 """A group's part of a checkpoint, in the Trainer's folder ``checkpoint-<step>``."""
@@ -50,6 +51,7 @@ class TrainerJob(Host):
     load_checkpoint = "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))"
     load_from = "resume_from_checkpoint"
     tokens_fix = "give the model attention_mask or input_ids"
+    data_fix = "replica_shard(dataset)"
     trainer: Trainer
     group: ReplicaGroup
     _received: dict[str, Any] | None = None
@@ -158,6 +160,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._manager = arguments.get("manager")
         self._hook: Any = None
         self._evaluations_left = 0
+        self._is_terminated = False
         self._loss: float | None = None
         """The mean loss that the Trainer has logged since the last step."""
 
@@ -190,6 +193,10 @@ class DiLoCoTrainerCallback(TrainerCallback):
         when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        for each in self._job.trainer.callback_handler.callbacks:
+            if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
+                save = saving.execute_jit_checkpoint
+                saving.execute_jit_checkpoint = partial(self._terminate, save, args, state, control)
         if args.eval_on_start:
             self._show_for_evaluation()
 
@@ -241,13 +248,22 @@ class DiLoCoTrainerCallback(TrainerCallback):
             torch.save(saved, part)
             part.replace(folder / STATE)
 
+    def _terminate(self, save: Callable[[], None], args, state, control) -> None:
+        """After a SIGTERM: leave a whole checkpoint, and do not wait for the others' next sync."""
+        save()
+        self.on_save(args, state, control)
+        self._group.close()
+        self._is_terminated = True
+
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         self._group.end()
         self._hook.remove()
         self._group.close()
 
     def _end_or_evaluate(self, control: Any) -> None:
-        if control.should_training_stop:
+        if self._is_terminated:  # it has saved, and holds local weights
+            control.should_evaluate = control.should_save = False
+        elif control.should_training_stop:
             self._group.end()  # now, so that the last evaluation and checkpoint are of its result
         elif control.should_evaluate:
             self._show_for_evaluation()
@@ -260,29 +276,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
     def _note_progress(self) -> None:
         if self.diloco is not None:
             self.diloco.hang_watch.note_progress()
-
-
-def replica_shard(dataset: Any) -> Any:
-    """The part of a dataset that this replica group trains on: every k-th sample of k groups.
-
-    The ranks of the group divide it further, as the Trainer always does.
-
-    Args:
-        dataset: A ``datasets.Dataset``, or any other with a length and an index. All groups have
-            to give the same.
-
-    Raises:
-        ValueError: ``REPLICA_GROUP_ID`` is not a number below ``NUM_REPLICA_GROUPS``.
-    """
-    options = ReplicaOptions().with_environment()
-    name, count = replica_id_of(options), options.num_replicas or 1
-    if not name.isdecimal() or int(name) >= count:
-        raise ValueError(
-            f"REPLICA_GROUP_ID={name!r} does not say which part of the data is this group's: "
-            f"number the {count} groups 0 to {count - 1}"
-        )
-    own = range(int(name), len(dataset) - len(dataset) % count, count)  # as many for each group
-    return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
 
 
 def check_parallelism(trainer: Trainer) -> None:

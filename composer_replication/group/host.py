@@ -69,6 +69,10 @@ class Host:
     """How to load a checkpoint, and the argument that names it."""
     tokens_fix = "give each batch its tokens"
     """What to do about a batch of which nobody can tell the tokens, for an error."""
+    data_fix = (
+        "ReplicaDataLoader(dataset, batch_size), or with a sampler that divides by REPLICA_GROUP_ID"
+    )
+    """What divides samples between groups, for a warning."""
     averages = Averages()
     is_sharded = False
     """Whether each rank saves its own shards, or rank 0 whole tensors."""

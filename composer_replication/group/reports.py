@@ -139,7 +139,7 @@ class Reports:
                 self._last_sync["global_digest"] = report.global_digest
                 metrics["diloco/global_digest"] = report.global_digest
             if report.equal_samples:
-                warning = on_same_samples(report.equal_samples)
+                warning = on_same_samples(report.equal_samples, self._host.data_fix)
                 log.warning("%s", warning)
                 self._folder.append(WARNING, {"warning": warning})
             place = {"batch": self._host.steps, "inner_steps": report.inner_steps, "loss": loss}

@@ -42,12 +42,12 @@ def format_roughly(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h"
 
 
-def on_same_samples(names: Sequence[str]) -> str:
-    """Say that replica groups train on the same samples, and what to do."""
+def on_same_samples(names: Sequence[str], data_fix: str) -> str:
+    """Say that replica groups train on the same samples, and with what to divide them."""
     return (
         f"{listed_groups(names)} train on the same samples, their first batches are equal: give "
-        "each its own part with ReplicaDataLoader(dataset, batch_size), or with a sampler that "
-        "divides by REPLICA_GROUP_ID; if they are meant to be the same, set same_samples=True"
+        f"each its own part with {data_fix}; if they are meant to be the same, set "
+        "same_samples=True"
     )
 
 

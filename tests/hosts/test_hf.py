@@ -5,8 +5,15 @@ Real: transformers' Trainer on the CPU, a process for each group, a lighthouse, 
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+import subprocess
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +25,7 @@ from hosts.host import held_out, own_batches, weights_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from safetensors.torch import load_file  # noqa: E402
 from transformers import (  # noqa: E402
     EarlyStoppingCallback,
     Trainer,
@@ -104,8 +112,6 @@ def end_early(group: Group, folder: Path, strategy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_an_early_stop_ends_on_the_best_model_and_all_groups_agree_on_it(strategy, tmp_path):
-    from safetensors.torch import load_file
-
     first, second = run_groups(end_early, folder=tmp_path, strategy=strategy)
     assert first["digest"] == second["digest"]
     assert first["steps"] == second["steps"] == (4 if strategy == "steps" else 16)
@@ -228,28 +234,105 @@ def test_a_group_goes_on_when_its_peer_is_killed(tmp_path):
     assert (first["inner_steps"], first["outer_steps"]) == (16, 4)
 
 
+# ---- Ctrl-C and SIGTERM ---------------------------------------------------------------------
+
+
+def interrupt(group: Group, folder: Path) -> dict[str, Any]:
+    """Group 1 waits for group 0 in the sync of step 8, for ever, when Ctrl-C comes."""
+    args = arguments_of(folder / str(group.replica_id), max_steps=12)
+    press = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    acts = [At(6, group.over.wait if group.replica_id == 0 else press.start)]
+    with group.manager() as manager:
+        trainer = trainer_of(group, manager, args, callbacks=acts)
+        if group.replica_id == 0:
+            trainer.train()
+            return dict(trainer.callback.result)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    group.over.set()
+    return {}
+
+
+def test_ctrl_c_ends_a_group_that_waits_and_the_others_go_on(tmp_path):
+    first, _ = run_groups(interrupt, folder=tmp_path)
+    assert (first["inner_steps"], first["outer_steps"]) == (12, 3)
+
+
+class Terminates(TrainerCallback):
+    """SIGTERM in an event of step 6. What saves then asks for it in the Trainer's next event."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._terminate)
+
+    def _terminate(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.saving.is_checkpoint_requested:
+                time.sleep(0.01)
+
+
+def terminate(group: Group, folder: Path, event: str) -> str:
+    def trainer(*callbacks: TrainerCallback, **changed: Any) -> Trainer:
+        own = arguments_of(folder / str(group.replica_id), max_steps=12, **changed)
+        return trainer_of(group, manager, own, callbacks=callbacks)
+
+    digests = []
+    for step in ("whole", "ended", "resumed"):
+        with group.manager() as manager:
+            if step == "ended":
+                at = Terminates(event)
+                ended = trainer(at, enable_jit_checkpoint=True, save_strategy="epoch")
+                callbacks = ended.callback_handler.callbacks
+                (at.saving,) = [c.jit_manager for c in callbacks if hasattr(c, "jit_manager")]
+                at.saving.kill_wait = 0
+                ended.train()
+                assert ended.callback.result == {}, "it has not waited for the others' sync"
+                continue
+            of_step = trainer()
+            of_step.train(resume_from_checkpoint=step == "resumed")
+            digests.append(of_step.callback.result["global_digest"])
+    assert digests[0] == digests[1]
+    return digests[0]
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_step_begin", "on_pre_optimizer_step"])
+def test_sigterm_ends_a_group_with_the_checkpoint_that_it_is_asked_for(event, tmp_path):
+    first, second = run_groups(terminate, folder=tmp_path, event=event)
+    assert first == second
+
+
 # ---- what cannot be a group -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("where", "changed", "message"),
     [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size.*: set the batch size"),
-        ({"_n_gpu": 2}, "nn.DataParallel over 2 GPUs: start the job with torchrun"),
+        ("args", {"auto_find_batch_size": True}, "auto_find_batch_size.*: set the batch size"),
+        ("args", {"_n_gpu": 2}, "nn.DataParallel over 2 GPUs: start the job with torchrun"),
+        ("trainer", {"is_deepspeed_enabled": True}, "DeepSpeed: use DDP or FSDP2"),
+        ("trainer", {"is_fsdp_enabled": True}, r"FSDP version 1: set fsdp_config=\{'version': 2\}"),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(changed, message, tmp_path):
-    private = {name: value for name, value in changed.items() if name.startswith("_")}
-    args = arguments_of(tmp_path, **{k: v for k, v in changed.items() if k not in private})
+def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(where, changed, message, tmp_path):
     trainer = Trainer(
         model=_Model(TinyMLP()),
-        args=args,
+        args=arguments_of(tmp_path),
         train_dataset=_rows(own_batches(0, 8)),
-        callbacks=[DiLoCoTrainerCallback(num_replicas=1, replica_id="0")],
+        callbacks=[diloco := DiLoCoTrainerCallback(num_replicas=1, replica_id="0")],
     )
-    vars(trainer.args).update(private)
-    with pytest.raises(ValueError, match=message):
+
+    class Changes(TrainerCallback):
+        """At once before DiLoCo's callback: the Trainer itself would prepare what is not here."""
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            vars(trainer.args if where == "args" else trainer).update(changed)
+            trainer.accelerator.state.fsdp_plugin = None
+
+    trainer.callback_handler.callbacks.insert(0, Changes())
+    with pytest.raises(ValueError, match=f"^DiLoCo cannot train with {message}"):
         trainer.train()
+    assert diloco.diloco is None and diloco._group.manager is None
 
 
 def test_a_checkpoint_without_diloco_s_part_is_refused(tmp_path):
@@ -320,3 +403,71 @@ def test_gradient_checkpointing_counts_each_step_once(tmp_path):
     )
     trainer.train()
     assert (diloco.result["inner_steps"], diloco.result["outer_steps"]) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"bf16": True},
+    ],
+    ids=["compiled", "compiled, aot_eager", "bf16"],
+)
+def test_compiled_models_and_bf16_are_counted_and_synced_as_any_other(changed, tmp_path):
+    plain, trainer = alone(tmp_path), alone(tmp_path, args=changed)
+    plain.train()
+    trainer.train()
+    counts = ("inner_steps", "outer_steps")
+    assert [trainer.callback.result[name] for name in counts] == [8, 2]
+    tolerance = 0.05 if "bf16" in changed else 1e-5
+    for name, tensor in plain.model.state_dict().items():
+        found = trainer.model.state_dict()[name]
+        torch.testing.assert_close(found, tensor, rtol=0, atol=tolerance)
+
+
+class Hub:
+    """A stand-in for Hugging Face's hub: it keeps what it is given."""
+
+    def __init__(self, pushed: list[dict[str, torch.Tensor]]) -> None:
+        self._pushed = pushed
+
+    def create_repo(self, name, **kwargs):
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, folder_path, **kwargs):
+        saved = load_file(Path(folder_path) / "model.safetensors")
+        # It is mapped into memory, and the next one takes the file's place.
+        self._pushed.append({name: tensor.clone() for name, tensor in saved.items()})
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def test_what_is_pushed_to_the_hub_is_the_global_model(tmp_path, monkeypatch):
+    pushed: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr("transformers.trainer.hf_api", functools.partial(Hub, pushed))
+    args = {"push_to_hub": True, "hub_always_push": True, "save_strategy": "steps", "save_steps": 2}
+    shown, local = {}, {}
+
+    class Looks(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                theta = trainer.callback.diloco.global_parameters()
+                shown.update({name: tensor.clone() for name, tensor in theta.items()})
+                local.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+
+    trainer = alone(tmp_path, args=args, callbacks=[Looks()])
+    trainer.train()
+    for name, tensor in pushed[2].items():  # of step 6, two steps after a sync
+        torch.testing.assert_close(shown[name], tensor, rtol=0, atol=0)
+        assert not torch.equal(local[name], tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="accelerate's own FSDP needs two GPUs")
+def test_accelerate_s_own_fsdp2_shards_a_group():
+    script = Path(__file__).parents[2] / "examples" / "train_sft.py"
+    command = "torchrun --nproc-per-node 2".split()
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "NUM_REPLICA_GROUPS": "1"}
+    subprocess.run([*command, str(script), "10"], env={**os.environ, **fsdp}, check=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 pytest.importorskip("trl", reason="trl is not installed")
 
 from datasets import Dataset
+from integration.replicas import Group, kept_messages, run_groups
 from peft import LoraConfig
+from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -138,6 +141,48 @@ def test_a_group_that_has_a_name_gets_no_part(monkeypatch):
     monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
     with pytest.raises(ValueError, match="'berlin' does not say which part.*number the 2 groups"):
         replica_shard([1, 2, 3])
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(32))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_dataset_that_is_iterated_is_divided_if_it_is_one_of_datasets(shards, monkeypatch):
+    rows = Dataset.from_dict({"x": list(range(32))}).to_iterable_dataset(shards)
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
+    parts = []
+    for group in range(2):
+        monkeypatch.setenv("REPLICA_GROUP_ID", str(group))
+        parts.append([row["x"] for row in replica_shard(rows)])
+        with pytest.raises(ValueError, match="Endless can only be iterated.*yield every 2-th in"):
+            replica_shard(Endless())
+    assert [len(part) for part in parts] == [16, 16]
+    assert sorted(sum(parts, [])) == list(range(32))
+
+
+def train_on_the_same(group: Group, folder: Path) -> list[str]:
+    said = kept_messages()
+    tokenizer = tokenizer_of_bytes()
+    with group.manager() as manager:
+        diloco = DiLoCoTrainerCallback(
+            manager=manager, num_replicas=2, replica_id=str(group.replica_id), sync_every=3
+        )
+        SFTTrainer(
+            model=tiny_llama(tokenizer),
+            args=SFTConfig(max_length=32, **arguments(folder / str(group.replica_id))),
+            train_dataset=Dataset.from_list([{"text": f"the number {i}"} for i in range(32)]),
+            processing_class=tokenizer,
+            callbacks=[diloco],
+        ).train()
+    return said
+
+
+def test_groups_of_trl_on_the_same_samples_are_warned_of(tmp_path):
+    said = "groups group_0 and group_1 train on the same samples, .* with replica_shard.dataset.; "
+    for messages in run_groups(train_on_the_same, folder=tmp_path):
+        assert any(re.match(said, message) for message in messages), messages
 
 
 def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
