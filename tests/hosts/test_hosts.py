@@ -15,6 +15,7 @@ import pytest
 import torch
 from common import Buffered, TinyMLP, batch
 from torch import nn
+from waiting import wait_until
 
 from hosts.host import LACKS, Job
 
@@ -263,7 +264,10 @@ def test_a_second_fit_continues_where_the_first_has_ended(host):
 
 
 def stop_at_6(folder, replica_id, step, model):
-    if step == 6:
+    if step == 5:
+        (folder / f"{replica_id} is past the first sync").touch()
+    if step == 6:  # a group that is still in it would end there
+        wait_until(lambda: len([*folder.glob("* is past the first sync")]) == 2)
         (folder / "STOP").touch()
 
 
