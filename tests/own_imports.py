@@ -2,22 +2,25 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "composer_replication"
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """The names of the modules that a file imports, and numpy where it calls ``Tensor.numpy``."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.add(node.module)
         elif isinstance(node, ast.Attribute) and node.attr == "numpy":
-            yield "numpy"
+            found.add("numpy")
+    return frozenset(found)
 
 
 def own_imports(path: Path) -> set[str]:

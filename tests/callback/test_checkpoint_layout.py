@@ -17,6 +17,8 @@ from composer_replication.callback import DiLoCoCallback
 from composer_replication.group.checksums import checksums
 from composer_replication.simulation.simulation import SimulationError, simulate
 
+pytestmark = pytest.mark.slow
+
 HEAD = ("mlp.layers.4.weight", "mlp.layers.4.bias")
 NEW_HEAD = ["state/model/mlp.layers.4*"]
 

@@ -27,6 +27,8 @@ from composer_replication.group.reports import changes, members_of
 from composer_replication.group.words import listed_groups
 from composer_replication.simulation.simulation import Fault, simulate
 
+pytestmark = pytest.mark.slow
+
 
 def train(num_replicas, *faults, max_duration="8ba", **diloco):
     def replica(sim):

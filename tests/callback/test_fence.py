@@ -23,6 +23,8 @@ from composer_replication.diloco import fence as fences
 from composer_replication.diloco.fence import fence
 from composer_replication.simulation.simulation import SimulationError, simulate
 
+pytestmark = pytest.mark.slow
+
 
 class Broken(LoggerDestination):
     """A logger that cannot log what is DiLoCo's."""

@@ -12,6 +12,8 @@ from composer_jobs import Each, callback_of, trainer_of
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import simulate
 
+pytestmark = pytest.mark.slow
+
 FIRST = "mlp.layers.0.weight"
 
 

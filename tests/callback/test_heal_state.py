@@ -24,6 +24,8 @@ from composer_replication.callback.schedules import Schedules
 from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.simulation import Fault, simulate
 
+pytestmark = pytest.mark.slow
+
 JOINS_LATE = [Fault("restart", replica_id=1, step=2)]
 SKIPS_A_SYNC = [Fault("fail_commit", replica_id=1, step=2)]
 
@@ -70,7 +72,6 @@ def rates_of_two_groups(build, faults, *, every_batch=True, duration="12ba", **d
     return simulate(replica, num_replicas=2, faults=faults)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [

@@ -41,6 +41,8 @@ from composer_replication.diloco import block_cuts
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
 
+pytestmark = pytest.mark.slow
+
 
 class Thetas(Callback):
     """Remembers the global and local parameters after every batch."""
@@ -207,7 +209,6 @@ def test_training_is_bitwise_the_same_with_and_without_evaluations():
             assert all(map(torch.equal, weights, its))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("eval_weights", ["global", "local"])
 def test_the_evaluated_loss_is_that_of_the_saved_weights(tmp_path, eval_weights):
     def replica(sim):
@@ -251,7 +252,6 @@ def test_after_the_fit_evaluators_and_savers_see_the_global_weights(tmp_path, fi
 # ---- going on ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_run_whose_end_is_put_off_goes_on_as_if_it_had_never_ended(tmp_path):
     # Saved before the final sync, which the longer run does not have there.
     diloco = STREAMING
@@ -267,7 +267,6 @@ def test_a_run_whose_end_is_put_off_goes_on_as_if_it_had_never_ended(tmp_path):
         assert its.state.timestamp.batch == theirs.state.timestamp.batch == 13
 
 
-@pytest.mark.slow
 def test_a_resumed_group_ends_the_turn_that_it_was_saved_in_if_a_round_is_a_time(tmp_path):
     # The first turn has one step, the others the five that are allowed: syncs after 1, 6, 11, 12.
     diloco = {"sync_every": 5, "round_seconds": 600.0}
@@ -295,7 +294,6 @@ SCHEDULED = STREAMING | {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("diloco", "model"),
     [
@@ -326,7 +324,6 @@ def test_what_a_resumed_run_saves_is_what_the_uninterrupted_one_saves(tmp_path, 
                     assert same(value, resumed[key]), (start, batch, key)
 
 
-@pytest.mark.slow
 def test_groups_that_have_waited_long_for_others_take_over_from_a_newer_checkpoint(tmp_path):
     train_and_save(tmp_path, num_replicas=3, max_duration="12ba")
     have_waited = threading.Event()
@@ -360,7 +357,6 @@ def test_groups_that_have_waited_long_for_others_take_over_from_a_newer_checkpoi
     assert waited[0] == also[0] == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batches", [(9, 3), (9, 6), (6, 9)])
 def test_groups_whose_newest_checkpoints_differ_end_together(tmp_path, batches):
     train_and_save(tmp_path, diloco=STREAMING, max_duration="9ba")

@@ -20,6 +20,8 @@ from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.replica.heal import state_bytes as heal_format
 from composer_replication.simulation.simulation import Fault, simulate
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 STREAMING = composer_jobs.STREAMING | {"sync_every": 4, "fragment_sync_delay": 1}
 
@@ -134,7 +136,6 @@ def part_of(path):
 
 @pytest.mark.parametrize("save", [1, 3, 4])
 @pytest.mark.parametrize("batches", [4, 5])
-@pytest.mark.slow
 def test_ema_is_of_global_weights_and_leaves_training_alone_at_all_intervals(
     tmp_path, batches, save
 ):
@@ -168,7 +169,6 @@ def test_ema_is_of_global_weights_and_leaves_training_alone_at_all_intervals(
 
 
 @pytest.mark.parametrize("batches", [4, 5])
-@pytest.mark.slow
 def test_ema_that_is_updated_at_the_end_of_an_epoch_is_so_too(tmp_path, batches):
     # The checkpoint of the epoch's last batch has left EMA's weights in the model by then.
     ema = EMA(half_life="1ep", update_interval="1ep")
@@ -203,7 +203,6 @@ def test_before_ema_has_started_the_global_weights_are_evaluated_and_saved(tmp_p
 
 
 @pytest.mark.parametrize("diloco", [{"sync_every": 3}, STREAMING], ids=["vanilla", "streaming"])
-@pytest.mark.slow
 def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, diloco):
     def whole(sim):
         return fit(sim, EMA(half_life="2ba"), diloco=diloco, **saving(tmp_path, sim))
@@ -365,7 +364,6 @@ class Swap(Callback):
 @pytest.mark.parametrize("outer", [{}, PLAIN], ids=["default", "plain"])
 @pytest.mark.parametrize("sync_every", [3, 5])
 @pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.slow
 def test_swa_to_the_end_leaves_the_average_of_global_weights(num_replicas, sync_every, outer):
     def replica(sim):
         swa = SWA(swa_start="0.3dur", swa_end="1dur", update_interval="1ba")
@@ -388,7 +386,6 @@ def test_swa_to_the_end_leaves_the_average_of_global_weights(num_replicas, sync_
         assert callback.result["global_digest"] == groups[0][2].result["global_digest"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("diloco", [{"sync_every": 5}, STREAMING], ids=["vanilla", "streaming"])
 def test_training_goes_on_from_swa_s_average_also_after_a_resume(tmp_path, diloco):
     def job(sim, **more):

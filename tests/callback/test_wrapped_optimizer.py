@@ -12,7 +12,10 @@ from composer_jobs import callback_of, trainer_of
 
 from composer_replication.simulation.simulation import simulate
 
-pytestmark = pytest.mark.filterwarnings("ignore:SAM has known issues:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:SAM has known issues:UserWarning"),
+]
 
 
 def adamw(parameters):
